@@ -1,0 +1,64 @@
+# Everything one has to type: make setup | demo | test | check | bench.
+#   PYTHON=...  the Python (3.11 or newer) the environment is made from; found by itself if not given
+#   VENV=...    where the environment lives (given on the command line only; default .venv)
+#   ARGS=...    more arguments for demo, test and bench, such as ARGS="--device cpu" or ARGS="-k views"
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+PYTHON ?=
+ARGS ?=
+
+# An active conda or virtual environment of the caller must not leak into ours.
+unexport VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV PYTHONPATH PYTHONHOME PYTHONUSERBASE
+unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV PIP_CONSTRAINT
+export PYTHONNOUSERSITE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test check bench clean
+
+help:
+	@echo "make setup   make the environment in $(VENV) and build the device"
+	@echo "make demo    train a CNN on handwritten digits on the lazy device"
+	@echo "make test    run the tests"
+	@echo "make check   formatting, lint, types"
+	@echo "make bench   measure recording speed and memory"
+
+setup: $(STAMP)
+
+# A candidate counts if it runs, is new enough and can make environments (Debian splits ensurepip off).
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python); do \
+	    if "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	    then found="$$python"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "make: no Python that can make the environment." >&2; \
+	    echo "  got: $(or $(PYTHON),no python3.11 or newer with the modules venv and ensurepip on PATH)" >&2; \
+	    echo "  Next: install Python 3.11 or newer (Debian: also python3-venv), or PYTHON=/path/to/python" >&2; \
+	    exit 1; \
+	fi; \
+	echo "environment: $(VENV), made from $$found"; \
+	"$$found" -m venv "$(VENV)"
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tty]'
+	$(BIN)/python -W ignore::RuntimeWarning:runpy -m ltc_core.device.build \
+	    || echo "going on without it: see 'Start' in README.md"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/mnist.py --accuracy-over 97 $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.record $(ARGS)
+	$(BIN)/python -m benchmarks.memory $(ARGS)
+
+clean:
+	rm -rf .venv build ltc.egg-info .mypy_cache .pytest_cache .ruff_cache

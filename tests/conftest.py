@@ -1,0 +1,242 @@
+"""Leak checks around every test: what a test starts, it must also end.
+
+A test fails if it leaves behind a thread, a child process, a changed environment variable, a file
+in its TMPDIR, a listening port, or values on a lazy device. Each test has a TMPDIR of its own. What
+belongs to the process and not to a test is in the tables below, each row with its reason. A test
+that passes pays half a millisecond; one that seems to leak gets `GRACE_S` to end what it started.
+"""
+
+import functools
+import gc
+import multiprocessing
+import multiprocessing.util
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+GRACE_S = 2.0
+RANDOM_STATE_BYTES = 5056  # what torch.Generator().get_state() has
+
+PROCESS_THREADS = (
+    "ltc-",  # the runtime's workers, one for a device, live as long as the process
+    "pytest_timeout",
+)
+PROCESS_CHILDREN = (
+    "multiprocessing.resource_tracker",  # Python's, one for the life of the process
+    "multiprocessing.forkserver",
+    "torch_shm_manager",  # torch's, started by the first tensor shared through files
+)
+PROCESS_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "TMPDIR",  # set here
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it when it first compiles
+    "KMP_INIT_AT_FORK",  # set by torch
+)
+PROCESS_FILES = (
+    "torchinductor_",  # torch's compile cache, reused by later tests
+    "pymp-",  # multiprocessing's directory, one for the life of the process
+)
+
+
+def _threads() -> set[threading.Thread]:
+    """Running threads, less those that Python did not start (autograd's): they are torch's."""
+    return {
+        thread
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)
+        and not thread.name.startswith(PROCESS_THREADS)
+    }
+
+
+def _children() -> dict[int, str]:
+    multiprocessing.active_children()  # collects those that have ended
+    found = {}
+    for pid in _child_pids():
+        try:
+            command = " ".join(psutil.Process(pid).cmdline()) or "(ended, not waited for)"
+        except psutil.NoSuchProcess:
+            continue
+        if not any(name in command for name in PROCESS_CHILDREN):
+            found[pid] = command[:200]
+    return found
+
+
+def _child_pids() -> list[int]:
+    """Process ids of the children; from /proc where it says so, 20 times cheaper than psutil."""
+    tasks = Path("/proc/self/task")
+    if not (tasks / str(os.getpid()) / "children").exists():
+        return [child.pid for child in psutil.Process().children()]
+    pids: list[int] = []
+    for task in tasks.iterdir():
+        try:
+            pids += map(int, (task / "children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            continue
+    return pids
+
+
+def _variables() -> dict[str, str]:
+    return {name: v for name, v in os.environ.items() if name not in PROCESS_VARIABLES}
+
+
+def _sockets() -> dict[str, int]:
+    """The open sockets of this process: the name /proc gives each, and its descriptor."""
+    found: dict[str, int] = {}
+    if not os.path.isdir("/proc/self/fd"):
+        return found
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # the one listdir itself had open
+            continue
+        if target.startswith("socket:"):
+            found[target] = int(descriptor)
+    return found
+
+
+def _listening_port(descriptor: int) -> int | None:
+    """The port a socket listens on, if it does. (Unix sockets show up as files in TMPDIR.)"""
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if not listens or copy.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        return int(copy.getsockname()[1])
+
+
+def _device_bytes() -> dict[int, int]:
+    """Bytes held by the values of each lazy device in use; imports nothing."""
+    runtime = sys.modules.get("ltc_core.runtime")
+    if runtime is None:
+        return {}
+    return {context.device.index: context.memory.used_bytes for context in runtime.contexts()}
+
+
+def _settle_devices() -> list[str]:
+    """Run what is still recorded; return the errors of the background that no one was told of.
+
+    So nothing of one test is run, or raised, in the next.
+    """
+    runtime = sys.modules.get("ltc_core.runtime")
+    unseen = []
+    for context in runtime.contexts() if runtime is not None else ():
+        try:
+            context.wait()
+        except Exception as error:
+            unseen.append(f"nobody saw this error of the background: {error}")
+    return unseen
+
+
+def _cached_results(module: ModuleType) -> int:
+    """How many results the functions of a test module keep that are under functools.cache."""
+    return sum(
+        value.cache_info().currsize
+        for value in vars(module).values()
+        if isinstance(value, functools._lru_cache_wrapper)
+    )
+
+
+class Snapshot:
+    """What the process holds at one moment, and what a later moment has in excess of it."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+        self.cached_results = _cached_results(module)
+        self.threads = _threads()
+        self.children = _children()
+        self.variables = _variables()
+        self.sockets = _sockets()
+        self.bytes = _device_bytes()
+
+    def leaks(self, tmpdir: Path) -> list[str]:
+        found = [f"thread {t.name!r} is still there" for t in _threads() - self.threads]
+        found += [
+            f"child process {pid} is still there: {command}"
+            for pid, command in _children().items()
+            if pid not in self.children
+        ]
+        found += [
+            f"{grown} bytes of values are still on device {index}"
+            for index, grown in self.leaked_bytes().items()
+        ]
+        for name, descriptor in _sockets().items():
+            if name not in self.sockets and (port := _listening_port(descriptor)) is not None:
+                found.append(f"port {port} is still listened on")
+        found += [
+            f"file {path.name!r} was left in TMPDIR"
+            for path in sorted(tmpdir.iterdir())
+            if not path.name.startswith(PROCESS_FILES)
+        ]
+        variables = _variables()
+        for name in sorted(self.variables.keys() | variables.keys()):
+            if self.variables.get(name) != variables.get(name):
+                found.append(
+                    f"environment variable {name} was {self.variables.get(name)!r} "
+                    f"and is {variables.get(name)!r}"
+                )
+        return found
+
+    def leaked_bytes(self) -> dict[int, int]:
+        """Bytes of each device in excess of before, and of a random state made on first use.
+
+        A test that fills a cache of its module (functools.cache) keeps values on purpose.
+        """
+        if _cached_results(self.module) != self.cached_results:
+            return {}
+        return {
+            index: grown
+            for index, used in _device_bytes().items()
+            if (grown := used - self.bytes.get(index, 0)) > RANDOM_STATE_BYTES
+        }
+
+    def restore(self) -> None:
+        """Put the environment back, so that one leak is reported once."""
+        for name in _variables().keys() - self.variables.keys():
+            del os.environ[name]
+        os.environ.update(self.variables)
+
+
+@pytest.fixture(scope="session")
+def _tmp_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    # Both of these directories outlive a test, so they are made before a test's TMPDIR is set.
+    tmp_path_factory.getbasetemp()
+    multiprocessing.util.get_temp_dir()
+    root = Path(tempfile.mkdtemp(prefix="ltc-tests-"))
+    yield root
+    shutil.rmtree(root)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(_tmp_root: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    tmpdir = _tmp_root / "tmp"
+    tmpdir.mkdir(exist_ok=True)
+    outer_variable, outer_tempdir = os.environ.get("TMPDIR"), tempfile.tempdir
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmpdir)
+    before = Snapshot(request.module)
+    yield
+    unseen = _settle_devices()
+    if before.leaked_bytes():
+        gc.collect()
+    deadline = time.monotonic() + GRACE_S
+    while (leaks := before.leaks(tmpdir)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    before.restore()
+    tempfile.tempdir = outer_tempdir
+    if outer_variable is None:
+        os.environ.pop("TMPDIR", None)
+    else:
+        os.environ["TMPDIR"] = outer_variable
+    if leaks or unseen:
+        for path in tmpdir.iterdir():
+            if not path.name.startswith(PROCESS_FILES):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        pytest.fail("this test leaks:\n  " + "\n  ".join(leaks + unseen), pytrace=False)
