@@ -1,0 +1,186 @@
+"""The error tree. Every error a user can meet is one of these, and also the builtin they expect.
+
+    LtcError (Exception)
+    |- SettingsError (ValueError)               a setting has an illegal value or name
+    |- DeviceError (RuntimeError)               no such device, or it cannot be built
+    |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
+    |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
+    |- ExecutionError (RuntimeError)            an op failed while the graph ran
+    |- CheckpointError (RuntimeError)
+    |  |- CheckpointFormatError (ValueError)    the file is damaged or not one of ours
+    |  `- CheckpointIOError (OSError)           the file cannot be read or written
+    `- DataFormatError (ValueError)             a data file is truncated or foreign
+
+An error has four parts: what failed, what was got, where the user recorded it, what to do next.
+`op_error` makes an LtcError that is also the exception type which eager PyTorch raised.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+_MAX_QUOTED = 5
+_OS_FIELDS = ("errno", "strerror", "filename")
+
+
+class LtcError(Exception):
+    """Base of all errors; renders its four parts, leaving out those that are empty.
+
+    Args:
+        what: what failed; may have several lines, the first is shown first.
+        got: what was found, against what was expected.
+        where: the user's location, such as 'train.py:41 in loss_fn'.
+        next: what to do about it.
+    """
+
+    where_words = "recorded at"
+    seen = False  # whether the user was told of it
+    _op_base: type[Exception] | None = None
+
+    what: str
+    got: str
+    where: str
+    next: str
+
+    def __init__(self, what: str, *, got: str = "", where: str = "", next: str = "") -> None:
+        # Not super(): the builtin bases (OSError, UnicodeDecodeError) read their arguments.
+        BaseException.__init__(self, what)
+        self.what = what
+        self.got = got
+        self.where = where
+        self.next = next
+
+    def __str__(self) -> str:
+        first, *rest = self.what.split("\n")
+        if self.where:
+            first = f"{first} ({self.where_words} {self.where})"
+        lines = [first, *rest]
+        if self.got:
+            lines.append(f"  got: {self.got}")
+        if self.next:
+            lines.append(f"  Next: {self.next}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        os_fields: dict[str, Any] = {}
+        if isinstance(self, OSError):
+            os_fields = {name: getattr(self, name) for name in _OS_FIELDS}
+        kind = self._op_base or type(self)
+        return _rebuild, (kind, self._op_base is not None, dict(self.__dict__), os_fields)
+
+
+class SettingsError(LtcError, ValueError):
+    """A setting has an illegal value, or there is no setting of that name."""
+
+    where_words = "set in"
+
+
+class DeviceError(LtcError, RuntimeError):
+    """There is no such device, or it cannot be built or used."""
+
+
+class DeviceMismatchError(LtcError, RuntimeError):
+    """One op was given tensors of two devices."""
+
+
+class UnsupportedOpError(LtcError, NotImplementedError):
+    """An op has no rule on the device and may not run elsewhere."""
+
+
+class ExecutionError(LtcError, RuntimeError):
+    """An op failed while its graph ran in the background."""
+
+
+class CheckpointError(LtcError, RuntimeError):
+    """A checkpoint cannot be saved or loaded."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """A checkpoint is damaged, refused, or not one of ours."""
+
+
+class CheckpointIOError(CheckpointError, OSError):
+    """A checkpoint's file cannot be read or written; `errno` says why, when it is known."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: str = "",
+        where: str = "",
+        next: str = "",
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(what, got=got, where=where, next=next)
+        self.errno = errno
+
+
+class DataFormatError(LtcError, ValueError):
+    """A data file is truncated, damaged or of another format."""
+
+
+def listed(items: Iterable[object], limit: int = _MAX_QUOTED) -> str:
+    """Quote at most `limit` items and count the rest: 'a, b, c and 7 more'."""
+    texts = [str(item) for item in items]
+    if len(texts) <= limit:
+        return ", ".join(texts)
+    return f"{', '.join(texts[:limit])} and {len(texts) - limit} more"
+
+
+def op_error(
+    original: BaseException, *, what: str, got: str = "", where: str = "", next: str = ""
+) -> LtcError:
+    """Return an LtcError that is also of the type of `original`, whose message it keeps.
+
+    A type that is neither Python's nor PyTorch's is replaced by its nearest base that is, so
+    that the error can be rebuilt in another process. An interrupt becomes an ExecutionError.
+    `original` is the `__cause__` of what is returned.
+    """
+    message = str(original)
+    if message and message not in what:
+        what = f"{what}: {message}" if what else message
+    error = _class_for(original)(what, got=got, where=where, next=next)
+    if isinstance(error, OSError) and isinstance(original, OSError):
+        for name in _OS_FIELDS:
+            setattr(error, name, getattr(original, name))
+    error.__cause__ = original.with_traceback(None)  # its frames would keep the op's operands alive
+    return error
+
+
+_op_classes: dict[type[Exception], type[LtcError]] = {}
+
+
+def _class_for(original: BaseException) -> type[LtcError]:
+    if isinstance(original, LtcError):
+        return type(original)
+    if not isinstance(original, Exception):
+        return ExecutionError
+    for base in type(original).__mro__:
+        if not issubclass(base, Exception) or issubclass(base, BaseExceptionGroup):
+            continue  # a group cannot be made from a sentence
+        if base.__module__ == "builtins" or base.__module__.partition(".")[0] == "torch":
+            return _op_class(base)
+    return ExecutionError
+
+
+def _op_class(base: type[Exception]) -> type[LtcError]:
+    made = _op_classes.get(base)
+    if made is None:
+        if base is Exception:
+            made = LtcError
+        else:
+            names = {"__module__": __name__, "__doc__": base.__doc__, "_op_base": base}
+            made = type(f"Op{base.__name__}", (LtcError, base), names)
+        made = _op_classes.setdefault(base, made)
+    return made
+
+
+def _rebuild(
+    kind: type[Exception], made: bool, state: dict[str, Any], os_fields: dict[str, Any]
+) -> LtcError:
+    """Unpickle: the class is called with `what` alone, then the attributes are put back."""
+    cls: Any = _op_class(kind) if made else kind
+    error: LtcError = cls(state["what"])
+    error.__dict__.update(state)
+    for name, value in os_fields.items():
+        setattr(error, name, value)
+    return error

@@ -1,0 +1,201 @@
+"""Metrics as text: the peers' report format, and a summary in sentences.
+
+In come plain values (a name, a count, a `Metric` snapshot), out goes text; nothing is kept
+here. The format is the one that torch_xla's tools parse (`debug/metrics_compare_utils.py`).
+`metrics.py` collects the values and calls this.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from ltc_core.errors import listed
+
+Kind = Literal["time", "bytes", "number"]
+
+_PERCENTILES = (0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.99)
+_TIME_PARTS = (  # suffix, nanoseconds, digits
+    ("d", 86_400_000_000_000, 2),
+    ("h", 3_600_000_000_000, 2),
+    ("m", 60_000_000_000, 2),
+    ("s", 1_000_000_000, 2),
+    ("ms", 1_000_000, 3),
+)
+_SIZE_SUFFIXES = ("B", "KB", "MB", "GB", "TB", "PB")
+_MAX_NAMED = 20
+
+
+class Metric(NamedTuple):
+    """A snapshot of one metric: all samples counted and summed, the last ones kept."""
+
+    kind: Kind
+    total_samples: int
+    accumulator: float
+    samples: list[tuple[float, float]]  # (time in seconds since the epoch, value)
+
+
+def time_text(value_ns: float) -> str:
+    """Render nanoseconds as '01m02s066ms326.694us'; leading parts that are zero are left out."""
+    rest_ns = round(value_ns)
+    text = ""
+    for suffix, part_ns, digits in _TIME_PARTS:
+        count, rest_ns = divmod(rest_ns, part_ns)
+        if text or count:
+            text += f"{count:0{digits}d}{suffix}"
+    return f"{text}{rest_ns // 1000:03d}.{rest_ns % 1000:03d}us"
+
+
+def bytes_text(value: float) -> str:
+    """Render bytes as '1.23MB', in powers of 1024."""
+    suffixes = iter(_SIZE_SUFFIXES)
+    suffix = next(suffixes)
+    while value >= 1024 and suffix != _SIZE_SUFFIXES[-1]:
+        value /= 1024
+        suffix = next(suffixes)
+    return f"{value:.2f}{suffix}"
+
+
+def number_text(value: float) -> str:
+    """Render a plain number as '12.00'."""
+    return f"{value:.2f}"
+
+
+_TEXT_OF = {"time": time_text, "bytes": bytes_text, "number": number_text}
+
+
+def metric_text(name: str, metric: Metric) -> str:
+    """Render one metric as its block of the report."""
+    text_of = _TEXT_OF[metric.kind]
+    lines = [
+        f"Metric: {name}",
+        f"  TotalSamples: {metric.total_samples}",
+        f"  Accumulator: {text_of(metric.accumulator)}",
+    ]
+    span_s = metric.samples[-1][0] - metric.samples[0][0]
+    if span_s > 0:
+        values_per_s = sum(value for _, value in metric.samples) / span_s
+        lines.append(f"  ValueRate: {text_of(values_per_s)} / second")
+        lines.append(f"  Rate: {len(metric.samples) / span_s:g} / second")
+    ordered = sorted(value for _, value in metric.samples)
+    shares = (
+        f"{share * 100:g}%={text_of(ordered[int(share * len(ordered))])}" for share in _PERCENTILES
+    )
+    lines.append(f"  Percentiles: {'; '.join(shares)}")
+    return "\n".join(lines) + "\n"
+
+
+def counter_text(name: str, value: int) -> str:
+    """Render one counter as its block of the report."""
+    return f"Counter: {name}\n  Value: {value}\n"
+
+
+def summary_text(
+    counters: Mapping[str, int],
+    metrics: Mapping[str, Metric],
+    device_name: str,
+    peak_bytes: int | None,
+) -> str:
+    """Say in sentences what was recorded, built, run, moved, cut and run on the CPU instead."""
+    sentences = [
+        *_steps(counters, device_name),
+        *_programs(counters),
+        *_times(metrics),
+        *_sizes(metrics, peak_bytes),
+        *_syncs(counters),
+        *_fallbacks(counters),
+    ]
+    return "\n".join(sentences) if sentences else "Nothing has been recorded."
+
+
+def _steps(counters: Mapping[str, int], device_name: str) -> Iterable[str]:
+    steps = counters.get("MarkStep", 0)
+    ops = sum(n for name, n in counters.items() if name.startswith(f"{device_name}::"))
+    if steps and ops:
+        each = f", {ops / steps:.4g} a step"
+        yield f"{_counted(steps, 'step')} ran, {_counted(ops, 'op')} were recorded{each}."
+    elif steps:
+        yield f"{_counted(steps, 'step')} ran."
+    elif ops:
+        yield f"{_counted(ops, 'op')} were recorded, and mark_step was never called."
+
+
+def _programs(counters: Mapping[str, int]) -> Iterable[str]:
+    built = counters.get("UncachedCompile", 0)
+    cached = counters.get("CachedCompile", 0)
+    runs = counters.get("ExecuteComputation", 0)
+    if built or cached or runs:
+        yield (
+            f"{_counted(built, 'program')} built, {_counted(cached, 'time')} one was found "
+            f"in the cache, {_counted(runs, 'run')} on the device."
+        )
+
+
+def _times(metrics: Mapping[str, Metric]) -> Iterable[str]:
+    parts = []
+    for words, names in _TIME_WORDS:
+        found = [metrics[name].accumulator for name in names if name in metrics]
+        if found:
+            parts.append(f"{sum(found) / 1e9:.3g} s {words}")
+    if parts:
+        yield f"Time went into: {', '.join(parts)}."
+
+
+# DeviceLockWait is the peers' name for the time a caller waits for work that is under way.
+_TIME_WORDS = (
+    ("recording", ("LazyTracing",)),
+    ("compiling", ("CompileTime",)),
+    ("executing", ("ExecuteTime",)),
+    ("waiting", ("DeviceLockWait",)),
+    ("moving data", ("TransferToDeviceTime", "TransferFromDeviceTime")),
+)
+
+
+def _sizes(metrics: Mapping[str, Metric], peak_bytes: int | None) -> Iterable[str]:
+    moved = []
+    for name, words in (("OutboundData", "to the device"), ("InboundData", "back from it")):
+        if name in metrics:
+            moved.append(f"{bytes_text(metrics[name].accumulator)} {words}")
+    if moved:
+        yield f"Data moved: {', '.join(moved)}."
+    graphs = metrics.get("TensorsGraphSize")
+    if graphs is not None:
+        mean = graphs.accumulator / graphs.total_samples
+        largest = max(value for _, value in graphs.samples)
+        yield f"A graph had {mean:.4g} nodes on average, {largest:g} at most of the recent ones."
+    if peak_bytes is not None:
+        yield f"The device held {bytes_text(peak_bytes)} at its peak."
+
+
+def _syncs(counters: Mapping[str, int]) -> Iterable[str]:
+    reasons = _named(counters, "Sync.")
+    if reasons:
+        total = sum(reasons.values())
+        yield f"The graph was cut {_counted(total, 'time')}: {_ranking(reasons)}."
+
+
+def _fallbacks(counters: Mapping[str, int]) -> Iterable[str]:
+    calls = _named(counters, "aten::")
+    calls.pop("_local_scalar_dense", None)  # an .item() is a fetch: the syncs name it
+    if calls:
+        yield (
+            f"{_counted(sum(calls.values()), 'call')} of {_counted(len(calls), 'op')} ran on the "
+            f"CPU instead: {_ranking(calls)}. LTC_FALLBACK=error shows where."
+        )
+    elif counters.get("ExecuteComputation"):
+        yield "No op fell back to the CPU."
+
+
+def _named(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in counters.items()
+        if name.startswith(prefix)
+    }
+
+
+def _ranking(counts: Mapping[str, int]) -> str:
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return listed((f"{name} ({value})" for name, value in ranked), limit=_MAX_NAMED)
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -1,0 +1,344 @@
+"""Every setting, read from the environment in one place: name, type, default, meaning.
+
+A row of `SETTINGS` says how one variable is read; the class `Settings` holds the typed values.
+Our name (`LTC_X`) is looked up first, then the names the peers used. A bad value is a
+SettingsError; an unknown `LTC_` name is reported once, at import, with the nearest legal one.
+The module-level object `settings` is what everything else reads.
+"""
+
+import difflib
+import keyword
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ltc_core.errors import SettingsError, listed
+
+# The names PyTorch itself reads (libtorch_cpu.so and torch/_lazy/closure.py, torch 2.13). Those
+# that are rows below keep PyTorch's meaning; the others are left to torch._lazy.
+PYTORCH_NAMES = frozenset(
+    {
+        "LTC_ENABLE_DYNAMIC_SHAPES",
+        "LTC_ENABLE_SOURCE_INFO",
+        "LTC_ENABLE_SYMBOLIC_SHAPES",
+        "LTC_EXPERIMENTAL",
+        "LTC_FORCE_FALLBACK",
+        "LTC_MAX_ASYNC_QUEUE",
+        "LTC_SAVE_TENSORS_FILE",
+        "LTC_SAVE_TENSORS_FMT",
+        "LTC_TS_CUDA",
+    }
+)
+
+# Names of other devices: PyTorch refuses the first six, the rest would stand for two devices.
+_TAKEN_DEVICE_NAMES = ("cpu", "cuda", "hip", "mps", "mtia", "xpu", "meta")
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row: how an attribute of `Settings` is read from the environment.
+
+    `type` is str, int, float, bool or frozenset (a comma list); `translate` turns what a peer's
+    variable says, given (name, text), into our words; `check` returns what is legal, or "".
+    """
+
+    attribute: str
+    env: str
+    aliases: tuple[str, ...]
+    type: type
+    default: Any
+    doc: str
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    fixed: bool = False
+    default_of: Callable[[Mapping[str, str]], Any] | None = None
+    translate: Callable[[str, str], str] | None = None
+    check: Callable[[Any], str] | None = None
+
+    def legal(self) -> str:
+        """Say in words which values are legal."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        words = _TYPE_WORDS[self.type]
+        return words if self.at_least is None else f"{words}, at least {self.at_least:g}"
+
+
+def _parse_bool(text: str) -> bool:
+    word = text.lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError(text)
+
+
+def _parse_names(text: str) -> frozenset[str]:
+    """'add, aten::mul' -> {'aten::add', 'aten::mul'}: a bare name is an op of ATen."""
+    names = (name.strip() for name in text.split(","))
+    return frozenset(name if "::" in name else f"aten::{name}" for name in names if name)
+
+
+_PARSERS: dict[type, Callable[[str], Any]] = {
+    str: str,
+    int: int,
+    float: float,
+    bool: _parse_bool,
+    frozenset: _parse_names,
+}
+_TYPE_WORDS: dict[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: f"one of {', '.join(_TRUE + _FALSE)}",
+    frozenset: "op names with commas between them, such as aten::add,aten::mul",
+}
+
+
+def _check_device_name(name: str) -> str:
+    is_name = name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
+    if is_name and name not in _TAKEN_DEVICE_NAMES:
+        return ""
+    return f"a Python identifier that is no device of PyTorch ({', '.join(_TAKEN_DEVICE_NAMES)})"
+
+
+def _default_cache_dir(environ: Mapping[str, str]) -> str:
+    root = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(root, "ltc")
+
+
+def _translate_debug(name: str, text: str) -> str:
+    """In torch_xla PT_XLA_DEBUG=1 means everything, and levels go up to 100."""
+    if not name.startswith("PT_"):
+        return text
+    if name == "PT_XLA_DEBUG" and text.lower() in _TRUE:
+        return "3"
+    if name == "PT_XLA_DEBUG" and text.lower() in _FALSE:
+        return "0"
+    return str(min(int(text), 3)) if text.isdecimal() else text
+
+
+def _translate_graph_format(name: str, text: str) -> str:
+    return "text" if text in ("backend", "hlo") else text
+
+
+# fmt: off
+SETTINGS: tuple[Setting, ...] = (
+    Setting("device_name", "LTC_DEVICE_NAME", (), str, "ltc",
+            "Name of the device; fixed at the first import.",
+            fixed=True, check=_check_device_name),
+    Setting("num_devices", "LTC_NUM_DEVICES", ("CPU_NUM_DEVICES",), int, 1,
+            "Devices of this process.", at_least=1),
+    Setting("executor", "LTC_EXECUTOR", (), str, "reference",
+            "What runs the graphs; null does no maths.", choices=("reference", "null")),
+    Setting("fallback", "LTC_FALLBACK", (), str, "allow",
+            "An op without a rule: raise, run on the CPU with a warning, or run there silently.",
+            choices=("error", "warn", "allow")),
+    Setting("force_fallback", "LTC_FORCE_FALLBACK", (), frozenset, frozenset(),
+            "Ops that always run on the CPU, for finding the one at fault."),
+    Setting("use_bf16", "LTC_USE_BF16", ("XLA_USE_BF16",), bool, False,
+            "Store and compute float32 and float64 as bfloat16."),
+    Setting("downcast_bf16", "LTC_DOWNCAST_BF16", ("XLA_DOWNCAST_BF16",), bool, False,
+            "Store and compute float32 as bfloat16, float64 as float32."),
+    Setting("metrics_file", "LTC_METRICS_FILE", ("XLA_METRICS_FILE",), str, None,
+            "Append the metrics of each step to this file (STDERR, STDOUT; 1: ltc_metrics.txt)."),
+    Setting("save_tensors_file", "LTC_SAVE_TENSORS_FILE", ("XLA_SAVE_TENSORS_FILE",), str, None,
+            "Append each graph that is run to this file."),
+    Setting("save_tensors_fmt", "LTC_SAVE_TENSORS_FMT", ("XLA_SAVE_TENSORS_FMT",), str, "text",
+            "Format of those graphs (backend and hlo are read as text).",
+            choices=("text", "dot"), translate=_translate_graph_format),
+    Setting("ir_debug", "LTC_IR_DEBUG", ("XLA_IR_DEBUG",), bool, False,
+            "Show the user's line of each node in graphs."),
+    Setting("debug", "LTC_DEBUG", ("LTC_DEBUG_LEVEL", "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG"), int, 0,
+            "0 to 3: show more and more of what each sync does.",
+            choices=("0", "1", "2", "3"), translate=_translate_debug),
+    Setting("sync_wait", "LTC_SYNC_WAIT", ("XLA_SYNC_WAIT",), bool, False,
+            "Each sync waits until the device is done."),
+    Setting("eager", "LTC_EAGER", ("XLA_USE_EAGER_DEBUG_MODE",), bool, False,
+            "Cut the graph after each op."),
+    Setting("max_async_queue", "LTC_MAX_ASYNC_QUEUE", ("XLA_MAX_ASYNC_QUEUE",), int, 100,
+            "Asynchronous step closures that may wait.", at_least=1),
+    Setting("max_pending_steps", "LTC_MAX_PENDING_STEPS", (), int, 4,
+            "Steps that may be recorded ahead of the device.", at_least=1),
+    Setting("trim_graph_size", "LTC_TRIM_GRAPH_SIZE", ("XLA_TRIM_GRAPH_SIZE",), int, 20000,
+            "Ops recorded without a cut, after which the loop is cut at its head.", at_least=1),
+    Setting("max_graph_size", "LTC_MAX_GRAPH_SIZE", (), int, 200000,
+            "Ops of one graph at most: it is cut there, wherever that is.", at_least=1),
+    Setting("compilation_cache_size", "LTC_COMPILATION_CACHE_SIZE", ("XLA_COMPILATION_CACHE_SIZE",),
+            int, 1024, "Programs kept for graphs that come back.", at_least=1),
+    Setting("cache_dir", "LTC_CACHE_DIR", (), str, "",
+            "Where built files are kept (default: ltc in XDG_CACHE_HOME, or in ~/.cache).",
+            default_of=_default_cache_dir),
+    Setting("autoload", "LTC_AUTOLOAD", (), bool, False,
+            "Register the device when torch is imported."),
+    Setting("exit_timeout_s", "LTC_EXIT_TIMEOUT_S", (), float, 30.0,
+            "Seconds the interpreter's exit waits for pending work.", at_least=0),
+)
+# fmt: on
+
+_ROWS: dict[str, Setting] = {row.attribute: row for row in SETTINGS}
+
+
+class Settings:
+    """The values. Assigning one checks it as the environment's value is checked."""
+
+    device_name: str
+    num_devices: int
+    executor: str
+    fallback: str
+    force_fallback: frozenset[str]
+    use_bf16: bool
+    downcast_bf16: bool
+    metrics_file: str | None
+    save_tensors_file: str | None
+    save_tensors_fmt: str
+    ir_debug: bool
+    debug: int
+    sync_wait: bool
+    eager: bool
+    max_async_queue: int
+    max_pending_steps: int
+    trim_graph_size: int
+    max_graph_size: int
+    compilation_cache_size: int
+    cache_dir: str
+    autoload: bool
+    exit_timeout_s: float
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Settings":
+        """Read every row from `environ` (default: os.environ).
+
+        Raises:
+            SettingsError: a value is illegal.
+        """
+        environ = os.environ if environ is None else environ
+        made = cls()
+        for row in SETTINGS:
+            made.__dict__[row.attribute] = _read(row, environ)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        row = _ROWS.get(name)
+        if row is None:
+            near = difflib.get_close_matches(name, _ROWS, n=1, cutoff=0.0)
+            raise SettingsError(
+                f"there is no setting {name!r}", next=f"the nearest one is {near[0]!r}."
+            )
+        if row.fixed and value != self.__dict__[name]:
+            raise SettingsError(
+                f"the setting {name!r} is fixed at the first import",
+                got=f"{value!r}, and it is {self.__dict__[name]!r}",
+                next=f"set {row.env} in the environment before the program starts.",
+            )
+        if row.type is float and type(value) is int:
+            value = float(value)
+        if not (value is None and row.default is None):
+            wanted = row.legal() if type(value) is not row.type else _problem(row, value)
+            if wanted:
+                raise _illegal(f"the setting {name!r}", repr(value), wanted)
+        self.__dict__[name] = value
+
+    @contextmanager
+    def override(self, **values: Any) -> Iterator["Settings"]:
+        """Give settings other values for the length of a `with` block (not per thread)."""
+        before = dict(self.__dict__)
+        try:
+            for name, value in values.items():
+                setattr(self, name, value)
+            yield self
+        finally:
+            self.__dict__.update(before)
+
+    def describe(self) -> str:
+        """Return the table of all settings as text; a value is shown if it is not the default."""
+        blocks = []
+        for row in SETTINGS:
+            also = f" (also {', '.join(row.aliases)})" if row.aliases else ""
+            default = "" if row.default_of else f", default {_show(row.default)}"
+            value = self.__dict__[row.attribute]
+            now = "" if value == _default(row, os.environ) else f"; now {_show(value)}"
+            blocks.append(f"{row.env}{also}\n    {row.legal()}{default}{now}\n    {row.doc}")
+        return "\n".join(blocks)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return ",".join(sorted(value)) or "none"
+    if isinstance(value, bool):
+        return str(int(value))
+    return "unset" if value is None else str(value)
+
+
+def _read(row: Setting, environ: Mapping[str, str]) -> Any:
+    """Return a row's value: its own name first, then its aliases; empty counts as unset."""
+    for name in (row.env, *row.aliases):
+        text = environ.get(name, "").strip()
+        if not text:
+            continue
+        if row.translate is not None:
+            text = row.translate(name, text)
+        try:
+            value = _PARSERS[row.type](text)
+        except ValueError:
+            raise _illegal(name, repr(environ[name]), row.legal(), "the environment") from None
+        wanted = _problem(row, value)
+        if wanted:
+            raise _illegal(name, repr(environ[name]), wanted, "the environment")
+        return value
+    return _default(row, environ)
+
+
+def _default(row: Setting, environ: Mapping[str, str]) -> Any:
+    return row.default if row.default_of is None else row.default_of(environ)
+
+
+def _problem(row: Setting, value: Any) -> str:
+    """Return what would be legal, or "" if `value` is."""
+    if row.choices and str(value) not in row.choices:
+        return row.legal()
+    if row.at_least is not None and not value >= row.at_least:
+        return row.legal()
+    return row.check(value) if row.check is not None else ""
+
+
+def _illegal(what: str, got: str, wanted: str, where: str = "") -> SettingsError:
+    return SettingsError(
+        f"{what} has an illegal value",
+        got=f"{got}, expected {wanted}",
+        where=where,
+        next="give it a legal value, or unset it for the default.",
+    )
+
+
+def legal_names() -> list[str]:
+    """Return every `LTC_` name that means something, to us or to PyTorch, sorted."""
+    ours = {name for row in SETTINGS for name in (row.env, *row.aliases)}
+    return sorted(name for name in ours | PYTORCH_NAMES if name.startswith("LTC_"))
+
+
+def warn_unknown(environ: Mapping[str, str]) -> None:
+    """Warn once of all `LTC_` names in `environ` that mean nothing, each with the nearest."""
+    legal = legal_names()
+    unknown = sorted(n for n in environ if n.startswith("LTC_") and n not in legal)
+    if not unknown:
+        return
+    hints = []
+    for name in unknown:
+        # Compared without the prefix that all share, which would make everything look near.
+        near = difflib.get_close_matches(name[4:], [known[4:] for known in legal], n=1, cutoff=0.0)
+        hints.append(f"{name} (nearest: LTC_{near[0]})")
+    warnings.warn(
+        f"the environment has settings that do not exist: {listed(hints)}. They are ignored; "
+        "ltc_core.settings.settings.describe() lists those that exist.",
+        stacklevel=2,
+    )
+
+
+settings = Settings.from_environ()
+warn_unknown(os.environ)
