@@ -1,0 +1,202 @@
+"""Make the device known to PyTorch, once per process.
+
+In: the hooks of the runtime (`module.DeviceHooks`). Out: the name, `torch.<name>`, `t.<name>()`,
+autocast's dtype, and the C++ side (`build`) with `settings.num_devices` devices. Without the C++
+side PyTorch's own registration for Python backends stands in: one device, no generators, no pinned
+memory, and a warning that says so.
+"""
+
+import threading
+import warnings
+from types import ModuleType
+
+import torch
+from torch.utils import backend_registration
+
+from ltc_core.device import build, module
+from ltc_core.device.module import DeviceHooks
+from ltc_core.errors import DeviceError
+from ltc_core.settings import settings
+
+_UNNAMED = "privateuseone"
+
+_lock = threading.Lock()
+_registered = False
+_native: ModuleType | None = None
+
+
+def register(hooks: DeviceHooks) -> None:
+    """Register the device; later calls change nothing.
+
+    Raises:
+        DeviceError: another backend holds PyTorch's place for such devices, or the device cannot
+            be built and this torch has no registration from Python.
+    Cost:
+        The first import of a machine compiles a C++ file (a few seconds); later ones load it.
+    """
+    global _registered, _native
+    with _lock:
+        if _registered:
+            return
+        _refuse_foreign_backend()
+        native = build.load()
+        if native is None:
+            _register_from_python(hooks)
+        else:
+            _register_native(native, hooks)
+        torch.set_autocast_dtype(settings.device_name, torch.bfloat16)
+        _native, _registered = native, True
+
+
+def is_registered() -> bool:
+    """Tell whether `register` was done in this process."""
+    return _registered
+
+
+def is_native() -> bool:
+    """Tell whether the C++ side is there: several devices, generators, pinned memory."""
+    return _native is not None
+
+
+def device_count() -> int:
+    """Return the number of devices of this process."""
+    return module.device_count()
+
+
+def current_device() -> int:
+    """Return the calling thread's device index."""
+    return module.current_device()
+
+
+def set_device(index: int) -> None:
+    """Make `index` the calling thread's device."""
+    module.set_device(index)
+
+
+def set_num_devices(count: int) -> None:
+    """Let the number of devices grow; a smaller or equal count changes nothing.
+
+    Autograd starts one thread for each device in the process's first backward, so devices added
+    after it cannot run a backward.
+
+    Raises:
+        DeviceError: the C++ side is not there, or `count` is more than it can take.
+    """
+    with _lock:
+        if count <= device_count():
+            return
+        if _native is None:
+            raise DeviceError(
+                f"this process has one {settings.device_name} device and can have no more",
+                got=f"{count} devices asked for; {build.unavailable_reason()}",
+                next="install a C++ compiler (g++) or set CXX, then start again.",
+            )
+        try:
+            _native.set_num_devices(count)
+        except IndexError as error:
+            raise DeviceError(
+                f"the number of {settings.device_name} devices cannot be {count}",
+                got=str(error),
+                next="ask for fewer devices.",
+            ) from None
+        getattr(torch, settings.device_name).default_generators = _default_generators(_native)
+
+
+def generator_id(generator: torch.Generator) -> int:
+    """Return the id under which the hooks know a generator of the device.
+
+    Raises:
+        TypeError: it is a generator of another device.
+        DeviceError: the C++ side is not there, so there are no generators.
+    """
+    if _native is None:
+        raise DeviceError(
+            f"there is no torch.Generator for {settings.device_name}",
+            got=build.unavailable_reason(),
+            next="install a C++ compiler (g++) or set CXX, then start again.",
+        )
+    number: int = _native.generator_id(generator)
+    return number
+
+
+class _StateAsBytes:
+    """The hooks as C++ calls them: a generator's state crosses the border as bytes.
+
+    Reading a tensor in C++ would triple the build time, for headers alone.
+    """
+
+    def __init__(self, hooks: DeviceHooks) -> None:
+        self._hooks = hooks
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._hooks, name)
+
+    def generator_get_state(self, gen_id: int) -> bytes:
+        return bytes(self._hooks.generator_get_state(gen_id).tolist())
+
+    def generator_set_state(self, gen_id: int, state: bytes) -> None:
+        self._hooks.generator_set_state(gen_id, torch.tensor(list(state), dtype=torch.uint8))
+
+
+class _OneDevice:
+    """The indices where C++ does not keep them: there is device 0."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def exchange_device(self, index: int) -> int:
+        return 0
+
+
+def _refuse_foreign_backend() -> None:
+    holder = torch._C._get_privateuse1_backend_name()
+    if holder != _UNNAMED:
+        raise DeviceError(
+            f"the device {settings.device_name} cannot be registered with PyTorch",
+            got=f"the backend {holder!r} is there already, and there is room for one",
+            next=f"keep {holder!r} out of this process; if it loads itself with torch, set "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0.",
+        )
+
+
+def _register_native(native: ModuleType, hooks: DeviceHooks) -> None:
+    name = settings.device_name
+    try:
+        native.init(settings.num_devices, _StateAsBytes(hooks))
+    except IndexError as error:
+        raise DeviceError(
+            f"the number of {name} devices cannot be {settings.num_devices}",
+            got=str(error),
+            next="set LTC_NUM_DEVICES to fewer.",
+        ) from None
+    backend_registration.rename_privateuse1_backend(name)
+    made = module.make_module(hooks, native, _default_generators(native))
+    torch._register_device_module(name, made)  # type: ignore[no-untyped-call]
+    if not hasattr(
+        torch.Tensor, f"is_{name}"
+    ):  # PyTorch has these methods for some names, such as xla
+        backend_registration.generate_methods_for_privateuse1_backend(for_storage=False)
+
+
+def _register_from_python(hooks: DeviceHooks) -> None:
+    name = settings.device_name
+    setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+    if setup is None:
+        raise DeviceError(
+            f"the device {name} cannot be built; torch {torch.__version__} has no other way to it",
+            got=build.unavailable_reason(),
+            next="install a C++ compiler (g++), set CXX, or use torch 2.13.",
+        )
+    setup(rename=name, backend_module=module.make_module(hooks, _OneDevice(), ()))
+    warnings.warn(
+        f"{build.unavailable_reason()}, so {name} has one device, no torch.Generator and no pinned "
+        "memory, and most of torch.accelerator fails; a C++ compiler (g++, or CXX) makes it whole.",
+        stacklevel=3,
+    )
+
+
+def _default_generators(native: ModuleType) -> tuple[torch.Generator, ...]:
+    return tuple(native.default_generator(index) for index in range(native.device_count()))

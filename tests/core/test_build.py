@@ -1,0 +1,223 @@
+"""Building the C++ file: once for all processes, never half a file, or a sentence why not.
+
+Only the first test compiles (four seconds); the others put a compiler in its place that copies a
+built file and keeps a log of its calls. Each child sees `ltc_core` as a bare package, see
+test_device.py.
+"""
+
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PRELUDE = f"""
+import sys, types, warnings
+warnings.simplefilter("error")
+sys.path.insert(0, {str(ROOT)!r})
+package = types.ModuleType("ltc_core")
+package.__path__ = [{str(ROOT / "ltc_core")!r}]
+sys.modules["ltc_core"] = package
+from ltc_core.device import build
+"""
+
+
+def start(code: str, **env: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+def finish(child: "subprocess.Popen[str]") -> str:
+    out, err = child.communicate(timeout=55)
+    assert child.returncode == 0 and not err, f"rc {child.returncode}\n{out}\n{err}"
+    return out.strip()
+
+
+def run(code: str, **env: str) -> str:
+    return finish(start(code, **env))
+
+
+LOAD = """
+module = build.load()
+assert module is not None, build.unavailable_reason()
+assert build.unavailable_reason() == "" and build.load() is module
+assert module.device_count() == 0 and module.__file__ == str(build.library_path())
+"""
+
+
+@pytest.fixture(scope="session")
+def built() -> Path:
+    """A built library, in the user's own cache, where importing ltc_core puts it too."""
+    return Path(run(LOAD + "print(build.library_path())"))
+
+
+@pytest.fixture
+def compiler(built: Path, tmp_path: Path) -> Path:
+    """A command that behaves as a compiler and logs each call to calls.log beside it."""
+    script = tmp_path / "compiler"
+    script.write_text(
+        f"#!/bin/sh\necho call >> {tmp_path}/calls.log\n"
+        f'while [ "$1" != -o ]; do shift; done\ncp {built} "$2"\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+def calls(compiler: Path) -> int:
+    log = compiler.with_name("calls.log")
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_eight_processes_at_once_build_once(tmp_path: Path) -> None:
+    script = tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\necho call >> {tmp_path}/calls.log\nexec g++ "$@"\n')
+    script.chmod(0o755)
+    cache = tmp_path / "cache"
+    env = {"CXX": str(script), "LTC_CACHE_DIR": str(cache)}
+    for child in [start(LOAD, **env) for _ in range(8)]:
+        finish(child)
+    assert calls(script) == 1
+    run(LOAD, **env)
+    assert calls(script) == 1
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert stat.S_IMODE((cache / "device").stat().st_mode) == 0o700
+    left = {path.suffix for path in (cache / "device").iterdir()}
+    assert left <= {".so", ".lock"} and ".so" in left, left
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "not a library"])
+def test_a_damaged_file_is_rebuilt_once(
+    compiler: Path, built: Path, tmp_path: Path, damage: str
+) -> None:
+    cache = tmp_path / "cache" / "device"
+    cache.mkdir(parents=True, mode=0o700)
+    data = bytearray(built.read_bytes())
+    if damage == "truncated":
+        del data[len(data) // 2 :]
+    elif damage == "flipped":
+        data[len(data) // 2] ^= 1
+    elif damage == "empty":
+        data.clear()
+    else:  # the digest is right, the loader refuses
+        data = bytearray(b"text" + hashlib.sha256(b"text").digest())
+    (cache / built.name).write_bytes(data)
+    env = {"CXX": str(compiler), "LTC_CACHE_DIR": str(cache.parent)}
+    run(LOAD, **env)
+    assert calls(compiler) == 1
+    run(LOAD, **env)
+    assert calls(compiler) == 1
+
+
+REASON = "assert build.load() is None and build.load() is None\nprint(build.unavailable_reason())"
+
+
+def test_no_compiler_is_a_reason(tmp_path: Path) -> None:
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    env = {"LTC_CACHE_DIR": str(tmp_path / "cache")}
+    assert run(REASON, CXX="", PATH=str(empty), **env) == (
+        "there is no C++ compiler (no g++, c++ or clang++ on the PATH)"
+    )
+    assert run(REASON, CXX="/nonexistent/g++ -m64", **env) == (
+        "there is no C++ compiler (CXX names /nonexistent/g++, which is not there)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (
+            "echo 'In file x:' >&2; echo 'x.cpp:1: error: no such thing' >&2; exit 1",
+            "x.cpp:1: error: no such thing",
+        ),
+        ("exit 1", "it said nothing"),
+        ("exit 0", "it said nothing"),
+        ('while [ "$1" != -o ]; do shift; done; echo text > "$2"', "cannot be loaded"),
+    ],
+)
+def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, body: str, reason: str) -> None:
+    script = tmp_path / "compiler"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    cache = tmp_path / "cache"
+    said = run(REASON, CXX=str(script), LTC_CACHE_DIR=str(cache))
+    assert reason in said and "\n" not in said
+    assert not [path for path in (cache / "device").iterdir() if path.name.startswith("build-")]
+
+
+def test_a_cache_that_cannot_be_used_is_a_reason(compiler: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    said = run(REASON, CXX=str(compiler), LTC_CACHE_DIR=str(blocked / "cache"))
+    assert said.startswith(f"the cache directory {blocked}/cache cannot be used")
+
+    shared = tmp_path / "shared" / "device"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    said = run(REASON, CXX=str(compiler), LTC_CACHE_DIR=str(shared.parent))
+    assert "can be written by other users" in said and "LTC_CACHE_DIR" in said
+    assert calls(compiler) == 0
+
+
+def test_a_lock_held_for_ever_is_a_reason(compiler: Path, tmp_path: Path) -> None:
+    said = run(
+        """
+        from filelock import FileLock
+        build._LOCK_TIMEOUT_S = 0.05
+        path = build.library_path()
+        path.parent.mkdir(parents=True, mode=0o700)
+        with FileLock(f"{path}.lock"):
+            assert build.load() is None
+        print(build.unavailable_reason())
+        assert build.load() is not None and build.unavailable_reason() == ""
+        """,
+        CXX=str(compiler),
+        LTC_CACHE_DIR=str(tmp_path / "cache"),
+    )
+    assert "another process has held" in said
+
+
+def test_the_name_changes_with_what_goes_in(tmp_path: Path) -> None:
+    run(
+        """
+        import torch
+        from pathlib import Path
+        first = build.library_path()
+        assert first.name.startswith("_ltc_device-torch" + torch.__version__.split("+")[0])
+        flags = build._flags()
+        build._flags = lambda: [*flags, "-O2"]
+        second = build.library_path()
+        build._flags = lambda: flags
+        assert build.library_path() == first != second
+        build._SOURCE = Path(build.__file__)
+        assert build.library_path() not in (first, second)
+        torch.__version__ = "9.9.9"
+        assert "torch9.9.9" in build.library_path().name
+        """
+    )
+
+
+def test_the_command_builds_ahead_of_time(compiler: Path, tmp_path: Path) -> None:
+    env = {"LTC_CACHE_DIR": str(tmp_path / "cache")}
+    printed = run("sys.exit(build.main())", CXX=str(compiler), **env)
+    assert Path(printed).is_file() and Path(printed).is_relative_to(tmp_path)
+    child = start(
+        "sys.exit(build.main())", CXX="/nonexistent", LTC_CACHE_DIR=str(tmp_path / "other")
+    )
+    _, said = child.communicate(timeout=55)
+    assert child.returncode == 1
+    assert said == (
+        "The device extension cannot be built: "
+        "there is no C++ compiler (CXX names /nonexistent, which is not there).\n"
+    )
