@@ -1,0 +1,156 @@
+"""What eager's kernels refuse and ATen's kernels for the device `meta` let pass.
+
+A wrong call must fail where it is made, not in the background. `is_refused` knows the ops whose meta kernels ask
+less than their CPU kernels; it runs once on a new branch of the trace. A call it refuses is made on real values,
+where eager raises its own error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ltc_core.schema import OpSchema
+
+__all__ = ["is_refused"]
+
+_REHEARSAL_ELEMENTS = 1 << 20
+
+
+def _of_one_dtype(*positions: int) -> Callable[..., bool]:
+    def refused(*args: Any) -> bool:
+        dtypes = {args[p].dtype for p in positions if isinstance(args[p], torch.Tensor)}
+        return len(dtypes) > 1 or torch.bool in dtypes
+
+    return refused
+
+
+def _convolution(
+    x: Any, w: Any, b: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
+) -> bool:
+    odd = any(d <= 0 for d in dilation) or any(p < 0 for p in padding)
+    return odd or _of_one_dtype(0, 1, 2)(x, w, b)
+
+
+def _any_dtype(*dtypes: torch.dtype) -> Callable[..., bool]:
+    def refused(*args: Any) -> bool:
+        return any(isinstance(a, torch.Tensor) and a.dtype in dtypes for a in args)
+
+    return refused
+
+
+def _empty_whole(x: Any, *rest: Any) -> bool:
+    return x.numel() == 0 and not rest
+
+
+def _index_put(x: Any, indices: Any, values: Any, *rest: Any) -> bool:
+    if values.dtype != x.dtype:
+        return True
+    masks = [i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices]
+    if any(masks):  # how many elements a mask selects is in its values
+        return _any_mask_of_other_shape(x, indices, masks)
+    picked = x.new_empty(x.shape, device="meta")[tuple(_zeros_meta(i) for i in indices)]
+    try:
+        torch.broadcast_shapes(values.shape, picked.shape)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return True
+    return False
+
+
+def _any_mask_of_other_shape(x: Any, indices: Any, masks: list[bool]) -> bool:
+    dim = 0
+    for index, is_mask in zip(indices, masks, strict=True):
+        dims = index.dim() if is_mask else 1
+        if is_mask and index.shape != x.shape[dim : dim + dims]:
+            return True
+        dim += dims
+    return False
+
+
+def _zeros_meta(index: Any) -> Any:
+    if index is None:
+        return slice(None)
+    return torch.empty(index.shape, dtype=index.dtype, device="meta")
+
+
+def _random_range(x: Any, low: int = 0, high: int | None = None, *rest: Any) -> bool:
+    return high is not None and low >= high
+
+
+_no_bool = _any_dtype(torch.bool)
+_no_complex = _any_dtype(torch.complex32, torch.complex64, torch.complex128)
+
+_REFUSED: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(
+        ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put
+    ),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _of_one_dtype(0, 1)),
+    **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv"), _of_one_dtype(0, 1, 2)),
+    **dict.fromkeys(("sort", "argmax", "argmin"), _no_complex),
+    "topk": lambda *args: _no_complex(*args) or _no_bool(*args),
+    **dict.fromkeys(("max", "min"), lambda *args: _no_complex(*args) or _empty_whole(*args)),
+    "masked_scatter": lambda x, mask, *rest: mask.dtype is not torch.bool,
+    "masked_scatter_": lambda x, mask, *rest: mask.dtype is not torch.bool,
+    "convolution": _convolution,
+    "random_": _random_range,
+}
+
+# Ops that are tried on a stand-in of the operands' shapes: floats are ones, integers (indices) zeros.
+_REHEARSED = frozenset(
+    {
+        "multinomial", "bucketize", "searchsorted", "index_add", "index_add_", "aminmax",
+        "index_select", "index_copy", "index_copy_", "index_fill", "index_fill_", "index_reduce",
+        "index_reduce_", "put", "put_", "native_layer_norm", "native_batch_norm",
+        "native_group_norm", "nll_loss_forward", "nll_loss2d_forward", "_cdist_forward",
+        "linalg_cross", "grid_sampler_2d", "grid_sampler_3d", "smooth_l1_loss", "huber_loss",
+        "mse_loss", "_prelu_kernel", "_log_softmax", "_softmax", "_safe_softmax", "histc",
+        "dist", "max_unpool2d", "max_unpool3d", "linalg_solve_triangular", "normal",
+        "binary_cross_entropy_with_logits", "_trilinear", "polar", "complex",
+    }
+)  # fmt: skip
+
+
+def is_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether eager refuses this call though its meta kernel does not."""
+    refused = _REFUSED.get(schema.name)
+    if refused is not None:
+        return refused(*args)
+    if torch.Tag.pointwise in schema.op.tags or schema.name.startswith("_foreach"):
+        return _fails(schema, args, kwargs, _one_element)
+    return schema.name in _REHEARSED and _fails(schema, args, kwargs, _stand_in)
+
+
+def _one_element(t: torch.Tensor) -> torch.Tensor:
+    """What is done to each element does not depend on how many there are."""
+    return torch.ones((1,) * t.dim() if t.numel() else t.shape, dtype=t.dtype)
+
+
+def _stand_in(t: torch.Tensor) -> torch.Tensor:
+    is_index = not (t.dtype.is_floating_point or t.dtype.is_complex)
+    return torch.full(t.shape, 0 if is_index else 1, dtype=t.dtype)
+
+
+def _fails(
+    schema: OpSchema, args: Any, kwargs: dict[str, Any], stand_in: Callable[..., torch.Tensor]
+) -> bool:
+    def tensor(item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return [tensor(i) for i in item]
+        return stand_in(item) if isinstance(item, torch.Tensor) else item
+
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    if stand_in is _stand_in and sum(t.numel() for t in tensors) > _REHEARSAL_ELEMENTS:
+        return False
+    named = {k: tensor(v) for k, v in kwargs.items() if k not in ("generator", "device")}
+    if schema.draws:
+        named["generator"] = torch.Generator()  # not the one of the process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the call itself follows, with its warnings
+            schema.op(*map(tensor, args), **named)
+    except Exception:
+        return True  # the call itself follows, on real values, and says what is wrong
+    return False

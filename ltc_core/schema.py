@@ -1,0 +1,143 @@
+"""What one ATen overload is, read once from its schema.
+
+An `OpSchema` says which arguments are tensors, which are numbers that may change from step to step (and so are
+inputs of the graph), which are structure; which operands the op writes, what it returns, whether it draws
+random numbers. Comes from an `OpOverload`, goes to `recorder`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+__all__ = ["Arg", "OpSchema", "is_view_op"]
+
+aten = torch.ops.aten
+
+
+class Arg(enum.IntEnum):
+    """How an argument enters the signature of a recorded op."""
+
+    STATIC = 0  # structure: by value
+    TENSOR = 1  # a tensor, or a number in a tensor's place
+    TENSORS = 2  # a list of tensors (None allowed)
+    NUMBER = 3  # a number: by type, its value is an input of the graph
+    NUMBERS = 4  # a list of numbers
+    GENERATOR = 5
+    STATIC_NUMBER = 6  # structure, and its type too: 6 and 6.0 are equal, but make other tensors
+
+
+# Ops whose result shape (or whose kernel's algorithm) follows from a number: there it is structure.
+_STATIC_NUMBERS = (
+    "arange",
+    "range",
+    "upsample",
+    "_upsample",
+    "grid_sampler",
+    "histc",
+)
+
+# Ops that write operands their schema does not mark. `native_batch_norm` updates its running statistics.
+_UNMARKED_WRITES: dict[torch._ops.OpOverload, tuple[str, ...]] = {
+    aten.native_batch_norm.default: ("running_mean", "running_var"),
+}
+
+# Marked as aliasing their input, but they are ours to treat as results of their own.
+_NOT_VIEWS = frozenset({"lift_fresh", "_nested_view_from_buffer", "_nested_view_from_jagged"})
+
+
+def _classify(schema_type: str, static_numbers: bool) -> Arg:
+    base = (
+        schema_type.removeprefix("Optional[").removesuffix("]")
+        if "Optional[" in schema_type
+        else schema_type
+    )
+    if base == "Tensor":
+        return Arg.TENSOR
+    if "Tensor" in schema_type:
+        return Arg.TENSORS
+    if base == "Generator":
+        return Arg.GENERATOR
+    if static_numbers:
+        return Arg.STATIC_NUMBER
+    if base in ("number", "float", "complex", "Scalar"):
+        return Arg.NUMBER
+    if schema_type in ("List[number]", "List[Scalar]"):
+        return Arg.NUMBERS
+    return Arg.STATIC
+
+
+def is_view_op(op: torch._ops.OpOverload) -> bool:
+    """Tell whether the op's first result aliases its input without writing it."""
+    if op._opname in _NOT_VIEWS:
+        return False
+    first = op._schema.returns[0].alias_info if op._schema.returns else None
+    return first is not None and not first.is_write
+
+
+class OpSchema:
+    """The facts about one overload that recording needs; `aten::name` is `counter`.
+
+    `args` classifies positional arguments, `named` all arguments by name. `writes` names the written ones in
+    order. `returns` gives, for each result, the name of the written argument it is, or None for a new value.
+    """
+
+    __slots__ = (
+        "args", "composite", "counter", "defaults", "draws", "name", "named", "names", "op", "returns",
+        "tensor_list_return", "view", "writes", "yields_tensors",
+    )  # fmt: skip
+
+    _known: dict[torch._ops.OpOverload, OpSchema] = {}
+
+    @classmethod
+    def of(cls, op: torch._ops.OpOverload) -> OpSchema:
+        """Give the one `OpSchema` of an overload: signatures compare it by identity."""
+        known = cls._known.get(op)
+        if known is None:
+            known = cls._known[op] = cls(op)
+        return known
+
+    def __init__(self, op: torch._ops.OpOverload) -> None:
+        schema = op._schema
+        self.op = op
+        self.name = op._opname
+        self.counter = f"{op.namespace}::{op._opname}"
+        static_numbers = self.name.startswith(_STATIC_NUMBERS)
+        self.names = tuple(a.name for a in schema.arguments)
+        self.named = {a.name: _classify(str(a.type), static_numbers) for a in schema.arguments}
+        self.args = tuple(self.named.values())
+        self.writes = tuple(
+            a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        ) + _UNMARKED_WRITES.get(op, ())
+        self.returns = tuple(self._written_as(r, schema.arguments) for r in schema.returns)
+        self.yields_tensors = all("Tensor" in str(r.type) for r in schema.returns)
+        self.tensor_list_return = tuple("List[" in str(r.type) for r in schema.returns)
+        self.draws = Arg.GENERATOR in self.args and self.name != "set_"
+        self.view = is_view_op(op)
+        self.composite = _is_composite(op)
+
+    @staticmethod
+    def _written_as(result: Any, arguments: Any) -> str | None:
+        info = result.alias_info
+        if info is None or not info.is_write:
+            return None
+        for a in arguments:
+            if a.alias_info is not None and a.alias_info.before_set == info.before_set:
+                return str(a.name)
+        return None
+
+    def position(self, name: str) -> int:
+        return self.names.index(name)
+
+
+def _is_composite(op: torch._ops.OpOverload) -> bool:
+    """Tell whether the op is defined by other ops alone (CompositeImplicitAutograd)."""
+    try:
+        name = f"{op.namespace}::{op._opname}"
+        if op._overloadname != "default":
+            name += f".{op._overloadname}"
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    except RuntimeError:  # an operator without any kernel
+        return False

@@ -1,0 +1,137 @@
+"""The signature of a recorded op: what must be equal for it to be the same step again.
+
+Operands go in by number (by meta where an input is read for the first time), structure by value, numbers by type:
+their values are inputs of the graph. An operand that must be made first (a view of memory that changed, memory
+nobody wrote yet) raises `Stale`; `make_operands` makes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ltc_core import errors, source
+from ltc_core.cell import Cell, View, base_of, lens_of
+from ltc_core.infer import typed
+from ltc_core.schema import Arg
+from ltc_core.tensor import LazyTensor
+from ltc_core.trace import Trace, is_stale
+
+__all__ = [
+    "DROPPED", "NUMBERS", "NotRecordable", "Stale", "argument", "check_device", "find_trace", "number", "operand",
+    "written", "written_cell",
+]  # fmt: skip
+
+# Arguments that say where a result goes, which the trace knows, or that enter a signature in a way of their own.
+DROPPED = frozenset({"device", "pin_memory", "non_blocking", "generator"})
+NUMBERS = frozenset({int, float, bool, complex})
+
+
+class NotRecordable(Exception):
+    """The call needs real values, or first another form, before it can be recorded."""
+
+
+class Stale(Exception):
+    """Some operand has to be made first."""
+
+
+def find_trace(args: Any, kwargs: Any) -> Trace:
+    """Find the trace of the first lazy tensor among an op's arguments."""
+    stack = [*args, *(kwargs.values() if kwargs else ())]
+    for item in stack:
+        if type(item) is LazyTensor:
+            return item._h.trace  # type: ignore[no-any-return]
+        if isinstance(item, list | tuple):
+            for i in item:
+                if type(i) is LazyTensor:
+                    return i._h.trace  # type: ignore[no-any-return]
+    raise NotRecordable
+
+
+def operand(trace: Trace, handle: Cell | View) -> Any:
+    """Give an operand's part of the signature: its number, or the meta of an input read for the first time."""
+    if handle.trace is not trace:
+        raise errors.DeviceMismatchError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{trace.device} and {handle.trace.device}!",
+            where=source.user_line(),
+            next=f"move one of them: t.to('{trace.device}')",
+        )
+    if is_stale(handle, trace.epoch):
+        raise Stale
+    value = handle.value
+    return value.index if value.epoch == trace.epoch else trace.bind(value, handle.meta)
+
+
+def number(a: Any, numbers: list[Any]) -> Any:
+    """Give a number's part of the signature, its type, and put its value among the step's numbers."""
+    if a is None:
+        return None
+    if isinstance(a, bool | int | float | complex):
+        numbers.append(a)
+        return type(a)
+    if isinstance(a, torch.Tensor):
+        raise NotRecordable
+    return a
+
+
+def _sequence(trace: Trace, a: Any, code: Arg, numbers: list[Any]) -> Any:
+    if type(a) not in (list, tuple):
+        return number(a, numbers) if code != Arg.GENERATOR else None
+    epoch = trace.epoch
+    parts = []
+    for i in a:  # unrolled for whole tensors: a foreach op has hundreds of them
+        h = i._h if type(i) is LazyTensor else None
+        if type(h) is Cell and h.value.epoch == epoch:
+            parts.append(h.value.index)
+        else:
+            parts.append(argument(trace, i, Arg.TENSOR, numbers))
+    return tuple(parts)
+
+
+def argument(trace: Trace, a: Any, code: Arg, numbers: list[Any]) -> Any:
+    if type(a) is LazyTensor:
+        h = a._h
+        v = h.value
+        if v.epoch == trace.epoch and not is_stale(h, trace.epoch):
+            return v.index
+        return operand(trace, h)
+    if code == Arg.STATIC:
+        return tuple(a) if type(a) is list else a
+    if code in (Arg.NUMBER, Arg.TENSOR):
+        return number(a, numbers)
+    if code == Arg.STATIC_NUMBER:
+        return typed(a)
+    return _sequence(trace, a, code, numbers)
+
+
+def check_device(trace: Trace, device: Any) -> None:
+    if device is not None:
+        wanted = torch.device(device)
+        if wanted.type != trace.device.type or wanted.index not in (None, trace.device.index):
+            raise NotRecordable
+
+
+def written(trace: Trace, a: Any, bases: dict[int, Cell]) -> Any:
+    if type(a) is LazyTensor:
+        handle = a._h
+        number = written_cell(trace, base_of(handle), bases)
+        return number if type(handle) is Cell else (number, lens_of(handle))
+    if not isinstance(a, list | tuple):
+        raise NotRecordable
+    epoch = trace.epoch
+    parts = []
+    for i in a:
+        h = i._h if type(i) is LazyTensor else None
+        if type(h) is Cell and h.value.epoch == epoch:
+            bases[id(h)] = h
+            parts.append(h.value.index)
+        else:
+            parts.append(written(trace, i, bases))
+    return tuple(parts)
+
+
+def written_cell(trace: Trace, cell: Cell, bases: dict[int, Cell]) -> Any:
+    bases[id(cell)] = cell
+    return operand(trace, cell)

@@ -1,0 +1,76 @@
+"""The user's line: where in their program the op that is being recorded was called.
+
+Asked for only on new branches of the trace. Backward records from autograd's own threads, which have no line of
+the user's: there the line is that of the thread that called backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import threading
+from types import CodeType, FrameType
+
+import torch
+
+__all__ = ["user_line"]
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_INSTALLED = tuple(sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "purelib", "platlib"))
+_LIBRARY = (threading.__file__, contextlib.__file__)
+_is_user: dict[CodeType, bool] = {}
+_described: dict[tuple[CodeType, int], str] = {}
+_last_user_thread = threading.get_ident()
+
+
+def _of_user(code: CodeType) -> bool:
+    known = _is_user.get(code)
+    if known is None:
+        name = code.co_filename
+        known = _is_user[code] = not name.startswith((_OURS, _TORCH, "<frozen", *_LIBRARY))
+    return known
+
+
+def _first_user_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not _of_user(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+def _describe(frame: FrameType) -> str:
+    code, line = frame.f_code, frame.f_lineno
+    known = _described.get((code, line))
+    if known is None:
+        path = code.co_filename
+        if path.startswith(os.getcwd() + os.sep):
+            path = os.path.relpath(path)
+        known = (
+            f"{path}:{line}" if code.co_name == "<module>" else f"{path}:{line} in {code.co_name}"
+        )
+        _described[code, line] = known
+    return known
+
+
+def outer_line() -> str:
+    """Give the user's outermost line in this thread: where their script is."""
+    frame: FrameType | None = sys._getframe(1)
+    last = None
+    while frame is not None:
+        if _of_user(frame.f_code) and not frame.f_code.co_filename.startswith(_INSTALLED):
+            last = frame
+        frame = frame.f_back
+    return _describe(last) if last is not None else user_line()
+
+
+def user_line() -> str:
+    """Give 'train.py:41 in loss_fn' for the innermost frame of the user, '' if there is none."""
+    global _last_user_thread
+    frame = _first_user_frame(sys._getframe(1))
+    if frame is not None:
+        _last_user_thread = threading.get_ident()
+        return _describe(frame)
+    frame = _first_user_frame(sys._current_frames().get(_last_user_thread))
+    return _describe(frame) + ", in backward" if frame is not None else ""

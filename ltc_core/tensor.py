@@ -1,0 +1,291 @@
+"""`LazyTensor`: the tensor users hold.
+
+A wrapper subclass: autograd, views' version counters and `nn.Parameter` see an ordinary tensor of the device;
+every ATen call below autograd arrives in `__torch_dispatch__`, which looks up the op's handler in `HANDLERS`
+(filled by `dispatch`). It has no storage; what it holds is its handle `_h` (see `cell`).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.optim.optimizer
+from torch import _tensor_str
+from torch.utils import _foreach_utils
+
+from ltc_core import errors, sharing, source
+from ltc_core.cell import Cell, Handle, base_of
+from ltc_core.graph import contiguous_stride
+from ltc_core.settings import settings
+
+__all__ = ["HANDLERS", "LazyTensor", "set_handle", "use_handlers", "wrap"]
+
+Handler = Callable[[Any, Any], Any]
+
+# One handler an overload, called with (args, kwargs) of the op; made on first use.
+HANDLERS: dict[torch._ops.OpOverload, Handler] = {}
+_handler_of: Callable[[torch._ops.OpOverload], Handler]
+
+_data: Any = torch._C.TensorBase.data
+
+
+def use_handlers(handler_of: Callable[[torch._ops.OpOverload], Handler]) -> None:
+    """Let `handler_of` make the handlers; called by `dispatch`, which stands above this file."""
+    global _handler_of
+    _handler_of = handler_of
+    HANDLERS.clear()
+
+
+class LazyStorage:
+    """What a lazy tensor shows of its memory: enough to tell which tensors share it, and how large it is."""
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self.device = tensor.device
+        self._base = base_of(tensor._h)
+
+    @property
+    def _cdata(self) -> int:
+        return id(self._base)
+
+    def data_ptr(self) -> int:
+        return id(self._base)
+
+    def nbytes(self) -> int:
+        return self._base.meta.nbytes
+
+    def size(self) -> int:
+        return self.nbytes()
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose values are computed when they are needed.
+
+    It shows contiguous strides whatever view it is, as documents of its peers promise; autograd and ATen see
+    the strides eager PyTorch would give.
+    """
+
+    _h: Handle
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None:
+            handler = HANDLERS[func] = _handler_of(func)
+        try:
+            return handler(args, kwargs)
+        except errors.LtcError as error:
+            # Leave no operand behind in the traceback: whoever keeps the error would keep a module's parameters
+            # in use, and `module.to(device)`, which the error may advise, would refuse to move them.
+            args = kwargs = error.__context__ = None
+            raise error.with_traceback(None)  # noqa: B904 - the cause was chained where it was caught
+
+    # `nn.Module._apply` swaps tensors that have these two (instead of assigning `.data`): tied parameters
+    # stay tied and an optimizer built before `.to(device)` keeps its parameters. No process-wide flag needed.
+    def __tensor_flatten__(self) -> Any:
+        raise self._no_inner_tensors()
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:
+        raise LazyTensor._no_inner_tensors()
+
+    @staticmethod
+    def _no_inner_tensors() -> errors.UnsupportedOpError:
+        return errors.UnsupportedOpError(
+            "a lazy tensor cannot be traced from outside, as torch.compile and fake tensors do",
+            where=source.user_line(),
+            next="leave torch.compile away on this device: it runs whole steps as one graph itself",
+        )
+
+    @property
+    def data(self) -> torch.Tensor:
+        return _data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if isinstance(other, LazyTensor):
+            _data.__set__(self, other)
+            self._h = other._h
+            return
+        # A parameter moved off the device stays the object that modules and optimizers hold.
+        grad, self.grad = self.grad, None
+        moved = torch.nn.Parameter(other, requires_grad=self.requires_grad)
+        torch.utils.swap_tensors(self, moved)  # type: ignore[no-untyped-call]
+        if grad is not None:
+            self.grad = grad.to(other.device)
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        if memory_format is torch.contiguous_format:
+            return True
+        return super().is_contiguous(memory_format=memory_format)
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = contiguous_stride(self.shape)
+        return strides if dim is None else strides[dim]
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return _represent(self)
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def untyped_storage(self) -> LazyStorage:  # type: ignore[override]
+        return LazyStorage(self)
+
+    def data_ptr(self) -> int:
+        """Identify the memory: equal for tensors that share it. It is no address."""
+        return id(base_of(self._h)) + self._h.meta.offset * self.dtype.itemsize
+
+    def is_shared(self) -> bool:
+        return False
+
+    def share_memory_(self) -> Any:
+        raise errors.UnsupportedOpError(
+            "a lazy tensor cannot be shared between processes",
+            got=f"{self.dtype}{list(self.shape)} on {self.device}",
+            where=source.user_line(),
+            next="share a CPU copy: t.cpu().share_memory_()",
+        )
+
+    def tolist(self) -> Any:
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse, as other devices do, unless `force` asks for a copy."""
+        if force:
+            return self.detach().cpu().numpy()
+        raise errors.op_error(
+            TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                "host memory first."
+            ),
+            what="",
+            got=f"{self.dtype}{list(self.shape)} on {self.device}",
+            where=source.user_line(),
+            next="t.cpu().numpy(), or t.numpy(force=True)",
+        )
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy()
+
+    def __copy__(self) -> LazyTensor:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        """Copy the values too, for `copy.copy` as well as for `copy.deepcopy`."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at "
+                "the moment.  If you were attempting to deepcopy a module, this may be because of a torch.nn."
+                "utils.weight_norm usage, see https://github.com/pytorch/pytorch/pull/103001"
+            )
+        with torch.no_grad():
+            copied = self.detach().clone()
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        extra = {k: v for k, v in self.__dict__.items() if k != "_h"}
+        copied.__dict__.update(copy.deepcopy(extra, memo))
+        copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        return copied  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a CPU copy that goes back to its device, or where `torch.load(map_location=)` says."""
+        requires_grad = self.requires_grad
+        plain = self.detach()
+        if getattr(self, "_is_param", False):
+            return torch._utils._rebuild_parameter, (plain, requires_grad, {})
+        sharing.check_pickled(self._h)
+        data = plain.cpu()
+        return (
+            torch._utils._rebuild_device_tensor_from_cpu_tensor,
+            (data, self.dtype, str(self.device), requires_grad),
+        )
+
+
+def _represent(t: LazyTensor) -> str:
+    """Format as eager does, from one fetch: values, device, dtype where it is not implied, autograd."""
+    values = t.detach().cpu()
+    suffixes = [f"device='{t.device}'"]
+    implied = {torch.get_default_dtype(), torch.int64, torch.bool}
+    if values.numel() == 0:
+        text = "[]"
+        if values.dim() != 1:
+            suffixes.append(f"size={tuple(values.shape)}")
+        implied = {torch.get_default_dtype()}
+    else:
+        text = _tensor_str._tensor_str(values, len("tensor("))  # type: ignore[no-untyped-call]
+    if values.dtype not in implied and not _is_default_complex(values.dtype):
+        suffixes.append(f"dtype={values.dtype}")
+    if t.grad_fn is not None:
+        suffixes.append(f"grad_fn=<{type(t.grad_fn).__name__}>")
+    elif t.requires_grad:
+        suffixes.append("requires_grad=True")
+    text = _tensor_str._add_suffixes(  # type: ignore[no-untyped-call]
+        f"tensor({text}", suffixes, len("tensor("), False
+    )
+    return f"Parameter containing:\n{text}" if getattr(t, "_is_param", False) else text
+
+
+def _is_default_complex(dtype: torch.dtype) -> bool:
+    return dtype.is_complex and dtype.to_real() is torch.get_default_dtype()
+
+
+_make = torch.Tensor._make_wrapper_subclass
+
+
+def wrap(handle: Handle) -> LazyTensor:
+    """Make a tensor that holds `handle`."""
+    t: LazyTensor = _make(LazyTensor, *handle.meta.wrapper_arguments(handle.trace.device))
+    t._h = handle
+    return t
+
+
+def set_handle(t: LazyTensor, handle: Handle) -> None:
+    """Make `t` another tensor in place: its shape, its memory. For `resize_`, `set_`, `t_` and `out=`."""
+    if handle.meta is not t._h.meta:
+        with torch.no_grad():
+            _data.__set__(t, wrap(handle))
+    t._h = handle
+
+
+def is_whole(handle: Handle) -> bool:
+    return type(handle) is Cell
+
+
+def sizes_of(args: Sequence[Any]) -> str:
+    """Describe the tensors among `args` for an error's `got`."""
+    found = []
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            found.append(f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)} on {a.device}")
+        elif isinstance(a, list | tuple) and a and isinstance(a[0], torch.Tensor):
+            found.append(f"{len(a)} tensors")
+    return ", ".join(found)
+
+
+def name_methods() -> None:
+    """Make `t.is_xla` and its like true where the device has a name PyTorch knows already."""
+    method = f"is_{settings.device_name}"
+    if hasattr(torch.Tensor, method):
+        setattr(LazyTensor, method, property(lambda self: True))
+
+
+def join_foreach() -> None:
+    """Let optimizers take their foreach path for lazy tensors: one op for a whole list of parameters."""
+    optimizer = sys.modules["torch.optim.optimizer"]
+    for module in (optimizer, _foreach_utils):
+        supported = module._foreach_supported_types
+        if LazyTensor not in supported:
+            supported.append(LazyTensor)

@@ -1,0 +1,145 @@
+"""Views: the one file that knows aliasing on real tensors.
+
+A view of a lazy tensor is a lens: the steps (view op and its arguments) that lead from the whole tensor to
+the part. `apply_view` walks one step on a real tensor; `open_lens` lets an op write the part in place. The real
+tensor may have other strides than the lazy one shows, so a step that cannot alias there works on a copy that
+is written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "Lens",
+    "Pending",
+    "ViewStep",
+    "apply_lens",
+    "apply_view",
+    "close_lens",
+    "open_lens",
+    "real_view",
+    "shares_memory",
+]
+
+aten = torch.ops.aten
+
+
+class ViewStep(NamedTuple):
+    """One view op with its arguments; `which` selects the result where the op gives several."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    which: int | None = None
+
+    def __repr__(self) -> str:
+        select = "" if self.which is None else f"[{self.which}]"
+        return f"{self.op._opname}{self.args}{select}"
+
+
+Lens = tuple[ViewStep, ...]
+
+
+class Pending(NamedTuple):
+    """A step of a lens that had to copy: `part` is to be written back into `whole`."""
+
+    whole: torch.Tensor
+    step: ViewStep
+    part: torch.Tensor
+
+
+def _as_strided(t: torch.Tensor, size: Any, stride: Any, offset: int | None = None) -> torch.Tensor:
+    """Stride over packed storage, whatever the real tensor's layout is."""
+    t = t.contiguous()
+    return t.as_strided(size, stride, t.storage_offset() + (offset or 0))
+
+
+def _view_dtype(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if t.dtype.itemsize != dtype.itemsize:
+        t = t.contiguous()
+    return t.view(dtype)
+
+
+def _view_as_complex(t: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(t.contiguous())
+
+
+def _conj(t: torch.Tensor) -> torch.Tensor:
+    return torch.conj_physical(t)
+
+
+# View ops whose ATen kernel asks something of the real strides; the rest run as they are.
+_ON_REAL: dict[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
+    aten.view.default: lambda t, size: t.reshape(size),
+    aten._unsafe_view.default: lambda t, size: t.reshape(size),
+    aten._reshape_alias.default: lambda t, size, stride: t.reshape(size),
+    aten.view.dtype: _view_dtype,
+    aten.as_strided.default: _as_strided,
+    aten.view_as_complex.default: _view_as_complex,
+    aten._conj.default: _conj,
+    aten._neg_view.default: torch.neg,
+}
+
+# Steps that never alias on real tensors, with the op that writes the part back into the whole.
+_INVERSE: dict[torch._ops.OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
+    aten._conj.default: torch.conj_physical,
+    aten._neg_view.default: torch.neg,
+}
+
+
+def real_view(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Give the function that runs view op `op` on a real tensor of any strides."""
+    return _ON_REAL.get(op, op)
+
+
+def apply_view(t: torch.Tensor, step: ViewStep) -> torch.Tensor:
+    """Take one step of a lens on a real tensor; the result may be a copy where strides forbid a view."""
+    result = real_view(step.op)(t, *step.args)
+    return result if step.which is None else result[step.which]  # type: ignore[no-any-return]
+
+
+def apply_lens(t: torch.Tensor, lens: Lens) -> torch.Tensor:
+    for step in lens:
+        t = apply_view(t, step)
+    return t
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def open_lens(t: torch.Tensor, lens: Lens) -> tuple[torch.Tensor, list[Pending]]:
+    """Give the part of `t` that `lens` leads to, to be written in place, and what `close_lens` has to do then."""
+    pending = []
+    for step in lens:
+        part = apply_view(t, step)
+        if not shares_memory(part, t):
+            pending.append(Pending(t, step, part))
+        t = part
+    return t, pending
+
+
+def close_lens(pending: list[Pending]) -> None:
+    """Bring what was written into copies back into the whole tensor, innermost first."""
+    for whole, step, part in reversed(pending):
+        _write_back(whole, step, part)
+
+
+def _write_back(t: torch.Tensor, step: ViewStep, part: torch.Tensor) -> None:
+    inverse = _INVERSE.get(step.op)
+    if inverse is not None:
+        t.copy_(inverse(part))
+    elif step.op is aten.as_strided.default:
+        packed = t.contiguous().clone()
+        size, stride, *offset = step.args
+        packed.as_strided(size, stride, offset[0] if offset and offset[0] else 0).copy_(part)
+        t.copy_(packed)
+    elif step.op is aten.view.dtype:
+        t.copy_(part.view(t.dtype))
+    elif step.op is aten.view_as_complex.default:
+        t.copy_(torch.view_as_real(part))
+    else:
+        t.copy_(part.reshape(t.shape))

@@ -1,0 +1,221 @@
+"""Metadata of results, told without values: what eager gives, strides included; what cannot be told says so."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ltc_core as ltc
+from ltc_core import infer as infer_module
+from ltc_core.graph import TensorMeta
+from ltc_core.infer import Unknown, infer, typed
+from ltc_core.schema import OpSchema
+
+aten = torch.ops.aten
+Overload = torch._ops.OpOverload
+
+
+def lazy(t: Tensor) -> Tensor:
+    """A lazy tensor with the same size and strides."""
+    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=ltc.lazy_device())
+
+
+def told(op: Overload, *args: Any, **kwargs: Any) -> Any:
+    return infer(OpSchema.of(op), args, kwargs)
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    cache: dict[Any, Any] = {}
+    monkeypatch.setattr(infer_module, "_cache", cache)
+    return cache
+
+
+# -- as eager --------------------------------------------------------------------------------------
+
+x = torch.randn(2, 3)
+image = torch.randn(2, 3, 4, 4)
+rows = torch.tensor([1, 0, 1])
+
+CASES: dict[str, tuple[Overload, tuple[Any, ...]]] = {
+    "add": (aten.add.Tensor, (x, x)),
+    "broadcast": (aten.add.Tensor, (x, torch.randn(4, 1, 3))),
+    "promotion": (aten.add.Tensor, (x, torch.ones(3, dtype=torch.float64))),
+    "0-dim does not promote": (aten.add.Tensor, (x, torch.tensor(1.0, dtype=torch.float64))),
+    "strides of a transposed operand": (aten.exp.default, (x.t(),)),
+    "strides of two operands": (aten.add.Tensor, (image.permute(0, 2, 3, 1), image[:, :1, :, :3])),
+    "channels_last": (aten.relu.default, (image.to(memory_format=torch.channels_last),)),
+    "mm": (aten.mm.default, (x, x.t())),
+    "sum of a dim": (aten.sum.dim_IntList, (image, [1], True)),
+    "sum of integers": (aten.sum.default, (rows,)),
+    "comparison": (aten.gt.Scalar, (x, 0.0)),
+    "number": (aten.mul.Tensor, (rows, 1.5)),
+    "index": (aten.index.Tensor, (image, [None, rows])),
+    "cat": (aten.cat.default, ([x, x, x], 1)),
+    "view": (aten.transpose.int, (image, 1, 3)),
+    "part": (aten.slice.Tensor, (image, 2, 1, 4, 2)),
+    "part of a part": (aten.select.int, (image[:, 1:], 1, 1)),
+    "several": (aten.split.Tensor, (image, 1, 1)),
+    "two results": (aten.max.dim, (x, 1)),
+    "convolution": (
+        aten.convolution.default,
+        (image, torch.randn(5, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ),
+    "clone": (aten.clone.default, (x.t(),)),
+    "sort": (aten.sort.default, (x, 0, True)),
+    "batch_norm": (
+        aten.native_batch_norm.default,
+        (image, None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_tells_what_eager_gives(name: str) -> None:
+    op, args = CASES[name]
+    wanted = op(*args)
+    got = told(op, *torch.utils._pytree.tree_map_only(Tensor, lazy, args))
+    single = isinstance(wanted, Tensor)
+    results = [(got, wanted)] if single else zip(got, wanted, strict=True)
+    for meta, tensor in results:
+        assert isinstance(meta, TensorMeta)
+        assert (meta.size, meta.dtype) == (tensor.shape, tensor.dtype)
+        assert meta.stride == tensor.stride()
+
+
+def test_operands_may_be_metas_already() -> None:
+    meta = TensorMeta.packed((2, 3), torch.float32)
+    assert told(aten.t.default, meta) is TensorMeta.of((3, 2), (1, 3), 0, torch.float32)
+
+
+def test_factories_are_told_from_their_arguments() -> None:
+    device = ltc.lazy_device()
+    assert told(aten.ones.default, [2, 3], device=device) is TensorMeta.packed(
+        (2, 3), torch.float32
+    )
+    assert told(aten.arange.default, 5, device=device).dtype is torch.int64
+
+
+def test_nothing_is_recorded_or_run() -> None:
+    from ltc_core.runtime import context
+
+    t = lazy(x)
+    told(aten.mm.default, t, lazy(x.t()))
+    assert not context(0).trace
+
+
+# -- what cannot be told ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: told(aten.nonzero.default, t),
+        lambda t: told(aten.masked_select.default, t, lazy(x > 0)),
+        lambda t: told(aten.to_sparse.default, t),
+    ],
+    ids=["nonzero", "masked_select", "a sparse result"],
+)
+def test_results_that_depend_on_values_are_unknown(call: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(Unknown):
+        call(lazy(x))
+
+
+def test_a_wrong_call_is_unknown_with_atens_reason_as_cause() -> None:
+    with pytest.raises(Unknown, match="reduction dim|cannot be multiplied") as unknown:
+        told(aten.mm.default, lazy(x), lazy(x))
+    assert isinstance(unknown.value.__cause__, RuntimeError)
+    with pytest.raises(Unknown) as unknown:
+        told(aten.sum.dim_IntList, lazy(x), [7])
+    assert isinstance(unknown.value.__cause__, IndexError)
+
+
+def test_what_is_unknown_is_asked_again(empty_cache: dict[Any, Any]) -> None:
+    for _ in range(2):
+        with pytest.raises(Unknown):
+            told(aten.nonzero.default, lazy(x))
+    assert empty_cache == {}
+
+
+# -- calls like an earlier one ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch, empty_cache: dict[Any, Any]) -> list[Any]:
+    """Counts the calls that were not known: each asks ATen."""
+    asked: list[Any] = []
+    ask = infer_module._run_on_meta
+
+    def counted(schema: OpSchema, args: Any, kwargs: Any) -> Any:
+        asked.append(schema)
+        return ask(schema, args, kwargs)
+
+    monkeypatch.setattr(infer_module, "_run_on_meta", counted)
+    return asked
+
+
+def test_a_call_like_an_earlier_one_asks_nothing(runs: list[Any]) -> None:
+    first = told(aten.add.Tensor, lazy(x), lazy(x), alpha=2.0)
+    again = told(aten.add.Tensor, lazy(x), lazy(x), alpha=3.0)  # another value of the same type
+    assert again is first
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: told(aten.add.Tensor, lazy(x.t()), lazy(x.t()), alpha=2.0),
+        lambda: told(aten.add.Tensor, lazy(x.double()), lazy(x), alpha=2.0),
+        lambda: told(aten.add.Tensor, lazy(x), lazy(x), alpha=2),
+        lambda: told(aten.add.Tensor, lazy(x), lazy(x)),
+        lambda: told(aten.sub.Tensor, lazy(x), lazy(x), alpha=2.0),
+    ],
+    ids=["strides", "dtype", "type of a number", "no number", "op"],
+)
+def test_a_call_that_differs_is_asked_for(runs: list[Any], other: Callable[[], Any]) -> None:
+    told(aten.add.Tensor, lazy(x), lazy(x), alpha=2.0)
+    other()
+    assert len(runs) == 2
+
+
+def test_equal_numbers_of_other_types_are_other_calls(empty_cache: dict[Any, Any]) -> None:
+    for _ in range(2):
+        for end, dtype in ((6, torch.int64), (6.0, torch.float32), (True, torch.int64)):
+            assert told(aten.arange.default, end, device="meta").dtype is dtype
+        for number, dtype in ((1, torch.int64), (1.0, torch.float32), (1j, torch.complex64)):
+            assert told(aten.mul.Tensor, lazy(rows), number).dtype is dtype
+
+
+def test_the_default_dtype_is_part_of_the_question(empty_cache: dict[Any, Any]) -> None:
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            assert told(aten.div.Tensor, lazy(rows), lazy(rows)).dtype is dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_what_is_remembered_does_not_grow_for_ever(
+    empty_cache: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infer_module, "_CACHE_SIZE", 10)
+    for n in range(35):
+        told(aten.ones.default, [n], device="meta")
+        assert len(empty_cache) <= 10
+    assert told(aten.ones.default, [34], device="meta").size == (34,)
+
+
+def test_typed_tells_apart_what_compares_equal() -> None:
+    assert typed(6) != typed(6.0)
+    assert typed(1) != typed(True)
+    assert typed([1, 2]) != typed([1, 2.0])
+    assert typed([1, (2, None)]) == typed((1, [2, None]))
+    assert hash(typed([1, [2.5]])) == hash(typed((1, (2.5,))))
+
+
+@pytest.fixture(autouse=True)
+def _no_pending_work() -> Iterator[None]:
+    yield
+    ltc.mark_step()
