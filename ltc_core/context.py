@@ -1,0 +1,244 @@
+"""One device at work: cutting its trace, launching programs, waiting for values.
+
+A `Context` has the trace, worker, executor and memory of a device. `cut` hands what was recorded to the worker and
+returns; an error in the background is kept until the next sync point and raised there, once, with the user's line of
+the op that failed. Comes from `recorder` and `runtime`, goes to `compiler` and the executors.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ltc_core import debug, errors, metrics
+from ltc_core.buffer import Buffer, MemoryCounter
+from ltc_core.cell import Cell, Value
+from ltc_core.compiler import Compiled, Compiler
+from ltc_core.executors import EXECUTORS, NodeFailure
+from ltc_core.graph import TensorMeta, references
+from ltc_core.interrupt import Uninterrupted
+from ltc_core.passes import origins
+from ltc_core.settings import settings
+from ltc_core.trace import Cut, Trace
+from ltc_core.watchdog import LoopWatch
+from ltc_core.worker import Job, Worker
+
+__all__ = ["Context"]
+
+# Steps kept in a device's trie, about 2 KiB each: a program that never repeats itself must not grow for ever.
+_TRIE_STEPS = 300_000
+
+
+class Context:
+    """One device."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device(settings.device_name, index)
+        self.memory = MemoryCounter()
+        self.executor = EXECUTORS[settings.executor]()
+        self.compiler = Compiler(self.executor)
+        self.trace = Trace(self.device, self.memory)
+        self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
+        self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps, _begin_worker)
+        self.failures: list[errors.LtcError] = []
+
+    # -- cutting -------------------------------------------------------------------------------
+
+    def cut(self, reason: str) -> Job | None:
+        """Hand everything recorded so far to the worker. Gives the job, None if there was nothing to run.
+
+        Cost: compiles a graph that is new; blocks if `settings.max_pending_steps` jobs are waiting.
+        """
+        with self.trace.lock:
+            if not self.trace:
+                return None
+            self.worker.wait_for_place()  # here Ctrl-C loses nothing yet
+            started = time.perf_counter_ns()
+            with Uninterrupted():
+                compiled, job = self._hand_over()
+            if compiled is None:
+                return None
+        metrics.count("ExecuteComputation")
+        metrics.count(f"Sync.{reason}")
+        metrics.count_ops(compiled.recorded)
+        debug.on_cut(self.device, reason, compiled, time.perf_counter_ns() - started)
+        return job
+
+    def _hand_over(self) -> tuple[Compiled | None, Job | None]:
+        """Take the trace apart and launch its program; (None, None) if nothing of it is alive."""
+        cut = self.trace.cut()
+        if not cut.alive:
+            return None, None
+        donated = tuple(index for index, ref, _ in cut.inputs if ref() is None)
+        try:
+            compiled = self.compiler.compile(self.trace, cut, donated)
+        except BaseException as error:
+            self._give_up(cut, error)
+            raise
+        job = self._launch(compiled, cut)
+        if self.trace.steps > _TRIE_STEPS:
+            self.trace.forget()
+            self.compiler.forget()
+            metrics.count("TrieForgotten")
+        return compiled, job
+
+    def _give_up(self, cut: Cut, error: BaseException) -> None:
+        """Leave every value of a graph that could not be compiled as it was before the step, or lost."""
+        nodes = [step.node for step in self.trace.path(cut.path) if step.node is not None]
+        chains = origins(nodes, [index for index, _ in cut.alive])
+        given = {index: (ref(), buffer) for index, ref, buffer in cut.inputs}
+        for index, value in cut.alive:
+            old, buffer = given.get((index, *chains[index])[-1], (None, None))
+            if buffer is None:
+                buffer = Buffer.pending(self.memory, 0)
+                buffer.fail(
+                    errors.op_error(error, what=f"the graph could not be compiled on {self.device}")
+                )
+            elif old is not None:  # somebody else holds the old value: two must not own one buffer
+                buffer.wait_done()
+                data = self.executor.copy(buffer.take())
+                buffer = Buffer.ready(self.memory, data, buffer.nbytes)
+            value.buffer = buffer
+
+    def _launch(self, compiled: Compiled, cut: Cut) -> Job:
+        inputs = [cut.inputs[k][2] for k in compiled.input_slots]
+        by_number = {
+            cut.inputs[k][0]: buffer for k, buffer in zip(compiled.input_slots, inputs, strict=True)
+        }
+        outputs = []
+        for (index, value), meta in zip(cut.alive, compiled.metas, strict=True):
+            reused = compiled.program.reuses.get(index)
+            if reused is not None:
+                by_number[reused].give_up_bytes()
+            buffer = Buffer.pending(self.memory, self.executor.nbytes(meta))
+            value.buffer = buffer
+            outputs.append(buffer)
+        scalars = cut.scalars
+        job = Job(lambda: self._run(compiled, inputs, scalars, outputs))
+        if compiled.is_small and self.worker.is_idle:
+            with torch.no_grad():
+                job.execute()
+            return job
+        for buffer in outputs:
+            buffer.made_by(job)
+        try:
+            self.worker.submit(job)
+        except BaseException as error:  # an interrupt: nobody will run it
+            lost = errors.op_error(error, what=f"a program was not handed over on {self.device}")
+            self._settle(lost, {}, compiled, outputs)
+            raise
+        return job
+
+    def _run(
+        self, compiled: Compiled, inputs: list[Buffer], scalars: list[Any], outputs: list[Buffer]
+    ) -> None:
+        """Run a program; called by the worker. The buffers' old contents are dropped as early as possible."""
+        started, started_cpu = time.perf_counter_ns(), time.thread_time_ns()
+        lost = next((buffer.error for buffer in inputs if buffer.error is not None), None)
+        data = [None if buffer.error is not None else buffer.take() for buffer in inputs]
+        inputs.clear()
+        if lost is not None:
+            self._settle(lost, compiled.program.salvage(data, scalars), compiled, outputs)
+            return
+        self.memory.note_peak(compiled.program.peak_bytes)
+        try:
+            results = compiled.program.run(data, scalars)
+        except NodeFailure as failure:
+            self._fail(failure, compiled, outputs)
+            return
+        except BaseException as fault:  # an op that exits, or a fault of the executor
+            failed = errors.op_error(
+                fault, what=f"a program was left half done on {self.device}", next="report this"
+            )
+            self.failures.append(failed)
+            self._settle(failed, {}, compiled, outputs)
+            return
+        for buffer, result in zip(outputs, results, strict=True):
+            buffer.set(result)
+        compiled.note_run(time.thread_time_ns() - started_cpu)
+        metrics.observe("ExecuteTime", time.perf_counter_ns() - started)
+
+    def _fail(self, failure: NodeFailure, compiled: Compiled, outputs: list[Buffer]) -> None:
+        node = failure.node
+        original = failure.__cause__
+        assert original is not None
+        error = errors.op_error(
+            original,
+            what=f"{node.op} failed while its graph ran on {self.device}",
+            got=", ".join(str(compiled.graph.metas().get(int(r))) for r in references(node))[:500],
+            where=node.line,
+            next=_advice(original),
+        )
+        error.where_words = "first recorded at"  # this graph may have come from elsewhere since
+        self.failures.append(error)
+        self._settle(error, failure.salvaged, compiled, outputs)
+        metrics.count("FailedExecution")
+
+    def _settle(
+        self, error: BaseException, kept: dict[int, Any], compiled: Compiled, outputs: list[Buffer]
+    ) -> None:
+        """Give the outputs of a run that failed what was kept of them; the others fail too."""
+        for number, buffer in zip(compiled.graph.outputs, outputs, strict=True):
+            data = kept.get(number)
+            if data is not None:
+                buffer.set(data)
+            else:
+                buffer.fail(error)
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def raise_failure(self) -> None:
+        """Raise the first error of the background that nobody was told of yet."""
+        unseen = [error for error in self.failures if not error.seen]
+        self.failures.clear()
+        if unseen:
+            first, more = unseen[0], len(unseen) - 1
+            first.seen = True
+            if more:
+                first.add_note(f"  {more} more failed after it.")
+            raise first
+
+    def wait(self) -> None:
+        """Cut, block until the device is idle, raise what failed."""
+        with metrics.timer("DeviceLockWait"):
+            self.cut("Wait")
+            self.worker.drain()
+        self.raise_failure()
+
+    def value_data(self, cell: Cell, reason: str) -> Any:
+        """Give the data a cell holds now; the caller must not write it. Cost: cuts and waits if pending."""
+        with self.trace.lock:
+            value = cell.value
+            if value.buffer is None:
+                if value.epoch != self.trace.epoch:
+                    return self.executor.place(torch.zeros(cell.meta.size, dtype=cell.meta.dtype))
+                self.cut(reason)
+        assert value.buffer is not None
+        if value.buffer.is_pending:
+            with metrics.timer("DeviceLockWait"):
+                value.buffer.wait_done()
+        if self.failures:
+            self.raise_failure()
+        return value.buffer.take()
+
+    def place(self, tensor: torch.Tensor) -> Value:
+        """Copy a CPU tensor to the device."""
+        with metrics.timer("TransferToDeviceTime"):
+            data = self.executor.place(tensor)
+        metrics.observe("OutboundData", tensor.nbytes)
+        return Value.of(
+            Buffer.ready(self.memory, data, self.executor.nbytes(TensorMeta.like(tensor)))
+        )
+
+
+def _advice(error: BaseException) -> str:
+    kept = "the op's results are lost; parameters keep the values they had before it. "
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return kept + "Use a smaller batch; get_memory_info() tells what the device holds"
+    return kept + "LTC_EAGER=1 runs each op where it is called"
+
+
+def _begin_worker() -> None:
+    torch.set_grad_enabled(False)

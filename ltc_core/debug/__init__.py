@@ -1,0 +1,7 @@
+"""What happens, made visible: each sync in a line, graphs as text and DOT."""
+
+from __future__ import annotations
+
+from ltc_core.debug.report import on_cut
+
+__all__ = ["on_cut"]

@@ -1,0 +1,83 @@
+"""What an executor is: four verbs, one file for each executor.
+
+`place` puts a CPU tensor on the device, `fetch` brings one back, `compile` makes a program of a graph, and the
+program runs. Programs run in the device's worker, one after the other.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.graph import Graph, Node, TensorMeta
+
+__all__ = ["Executor", "NodeFailure", "Program"]
+
+
+class NodeFailure(Exception):
+    """A node failed while a program ran.
+
+    Attributes:
+        node: the node.
+        salvaged: output -> data, for outputs that keep an earlier version (see `passes.MemoryPlan.origins`).
+    """
+
+    def __init__(self, node: Node, salvaged: dict[int, Any]) -> None:
+        super().__init__(str(node))
+        self.node = node
+        self.salvaged = salvaged
+
+
+class Program(abc.ABC):
+    """A compiled graph.
+
+    Attributes:
+        peak_bytes: what its intermediate values hold at most.
+        reuses: output -> donated input whose memory it takes.
+    """
+
+    peak_bytes: int = 0
+    reuses: dict[int, int]
+
+    @abc.abstractmethod
+    def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        """Run on the data of the graph's inputs, in order; give the data of its outputs, in order.
+
+        Donated inputs may be overwritten.
+
+        Raises:
+            NodeFailure: chained to what the op raised.
+        """
+
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
+        """Give the outputs that exist in some version without a run, for inputs some of which (None) are lost."""
+        return {}
+
+
+class Executor(abc.ABC):
+    """Where graphs run."""
+
+    name: str
+
+    @abc.abstractmethod
+    def place(self, tensor: torch.Tensor) -> Any:
+        """Copy a CPU tensor to the device."""
+
+    @abc.abstractmethod
+    def copy(self, data: Any) -> Any:
+        """Copy data within the device."""
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        """Give the bytes the device holds for a tensor of this meta."""
+        return meta.nbytes
+
+    @abc.abstractmethod
+    def view(self, data: Any, meta: TensorMeta) -> torch.Tensor:
+        """Give data of the device as a CPU tensor of this meta, without a copy where that is possible."""
+
+    @abc.abstractmethod
+    def compile(self, graph: Graph) -> Program:
+        """Make a program of a graph."""

@@ -1,0 +1,295 @@
+"""The reference executor: ATen on CPU tensors, op by op. It defines what the graph means.
+
+A program is a list of instructions over a list of values. Values are freed at their last use; a write runs in
+the old value's memory where the plan allows, else in a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.executors.base import Executor, NodeFailure, Program
+from ltc_core.executors.storage import StorageTypes
+from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write, references
+from ltc_core.passes import MemoryPlan, plan
+from ltc_core.views import close_lens, open_lens, real_view
+
+__all__ = ["ReferenceExecutor"]
+
+aten = torch.ops.aten
+
+
+class _Instruction:
+    """One node, with its arguments prepared: constants in place, the rest filled in from the values."""
+
+    __slots__ = (
+        "args", "call", "draws", "first", "frees", "kwargs", "named", "nested", "node", "numbers",
+        "place", "refs", "writes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        node: Node,
+        in_place: Sequence[bool],
+        frees: tuple[int, ...],
+        types: StorageTypes | None,
+    ) -> None:
+        self.node = node
+        call: Callable[..., Any] = real_view(node.op)
+        if node.follows_default:
+            call = _casting(node, call)
+        self.call = call if types is None else types.call(node, call)
+        self.first = node.first
+        self.frees = frees
+        self.place = _placer(node)
+        self.writes = tuple(
+            (old, node.first_write + k, reuse)
+            for k, (old, reuse) in enumerate(zip(node.writes, in_place, strict=True))
+        )
+        self.draws: int | None = None
+        self.args: list[Any] = list(node.args)
+        found: tuple[list[Any], ...] = ([], [], [])
+        for position, item in enumerate(node.args):
+            self._prepare(position, item, *found)
+        self.refs, self.numbers, self.nested = map(tuple, found)
+        self.kwargs = node.kwargs
+        self.named = {k: v for k, v in node.kwargs.items() if _is_filled(v)}
+        if self.named:
+            self.kwargs = {k: v for k, v in node.kwargs.items() if k not in self.named}
+        generator = self.named.pop("generator", None)
+        if isinstance(generator, Write):
+            self.draws = node.first_write + generator.base
+
+    def _prepare(self, position: int, item: Any, refs: Any, numbers: Any, nested: Any) -> None:
+        if type(item) is Ref:
+            refs.append((position, int(item)))
+        elif type(item) is Write and not item.lens:
+            refs.append((position, self.node.first_write + item.base))
+        elif type(item) is Scalar:
+            numbers.append((position, int(item)))
+        elif _is_filled(item):
+            nested.append((position, item))
+
+    def run(self, values: list[Any], scalars: Sequence[Any], generator: torch.Generator) -> None:
+        for old, new, reuse in self.writes:
+            values[new] = values[old] if reuse else values[old].clone()
+        args = self.args.copy()
+        for position, i in self.refs:
+            args[position] = values[i]
+        for position, i in self.numbers:
+            args[position] = scalars[i]
+        pending: list[Any] = []
+        for position, item in self.nested:
+            args[position] = self._fill(item, values, scalars, pending)
+        kwargs = self.kwargs
+        if self.named:
+            kwargs = {
+                **kwargs,
+                **{k: self._fill(v, values, scalars, pending) for k, v in self.named.items()},
+            }
+        if self.draws is None:
+            result = self.call(*args, **kwargs)
+        else:
+            state = values[self.draws]
+            generator.set_state(state)
+            result = self.call(*args, **kwargs, generator=generator)
+            state.copy_(generator.get_state())
+        if pending:
+            close_lens(pending)
+        self.place(values, self.first, result)
+        for i in self.frees:
+            values[i] = None
+
+    def _fill(
+        self, item: Any, values: list[Any], scalars: Sequence[Any], pending: list[Any]
+    ) -> Any:
+        kind = type(item)
+        if kind is Ref:
+            return values[item]
+        if kind is Scalar:
+            return scalars[item]
+        if kind is Write:
+            whole = values[self.node.first_write + item.base]
+            if not item.lens:
+                return whole
+            part, copies = open_lens(whole, item.lens)
+            pending += copies
+            return part
+        if kind in (list, tuple):
+            return [self._fill(i, values, scalars, pending) for i in item]
+        return item
+
+
+def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Give results the dtypes they were recorded with: the default dtype may be another one by now."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            assert node.outs[0] is not None
+            return result.to(node.outs[0].dtype)
+        return result
+
+    return run
+
+
+def _is_filled(item: Any) -> bool:
+    """Tell whether an argument has something to fill in at run time."""
+    if type(item) in (list, tuple):
+        return any(_is_filled(i) for i in item)
+    return type(item) in (Ref, Scalar, Write)
+
+
+def _placer(node: Node) -> Callable[[list[Any], int, Any], None]:
+    """Give what puts a node's results among the values."""
+    spec = node.result
+    if spec == 0 and type(spec) is int:
+        return _place_one
+    count = len(node.outs) - len(node.writes)
+    if count == 0:
+        return _place_none
+    if type(spec) in (list, tuple) and all(type(s) is int for s in spec):
+        return _place_flat
+
+    def place(values: list[Any], first: int, result: Any) -> None:
+        _place_nested(spec, result, values, first)
+
+    return place
+
+
+def _place_one(values: list[Any], first: int, result: Any) -> None:
+    values[first] = result
+
+
+def _place_none(values: list[Any], first: int, result: Any) -> None:
+    pass
+
+
+def _place_flat(values: list[Any], first: int, result: Any) -> None:
+    for i, item in enumerate(result):
+        values[first + i] = item
+
+
+def _place_nested(spec: Any, result: Any, values: list[Any], first: int) -> None:
+    if type(spec) is int:
+        values[first + spec] = result
+    elif type(spec) in (list, tuple):
+        for s, r in zip(spec, result, strict=True):
+            _place_nested(s, r, values, first)
+
+
+class ReferenceProgram(Program):
+    """Runs a graph one instruction after the other."""
+
+    def __init__(self, graph: Graph, memory: MemoryPlan, types: StorageTypes | None) -> None:
+        self.reuses = memory.reuses
+        self.peak_bytes = memory.peak_bytes
+        self._inputs = tuple(graph.inputs)
+        self._donated = graph.donated
+        metas = graph.metas()
+        stored = (lambda dtype: dtype) if types is None else types.of
+        self._outputs = [(i, i in memory.copied, stored(metas[i].dtype)) for i in graph.outputs]
+        self._origins = memory.origins
+        self._code = [
+            _Instruction(node, reuse, frees, types)
+            for node, reuse, frees in zip(graph.nodes, memory.in_place, memory.frees, strict=True)
+        ]
+        last = graph.nodes[-1] if graph.nodes else None
+        self._size = max([*graph.inputs, -1]) + 1
+        if last is not None:
+            self._size = max(self._size, last.first + len(last.outs))
+        self._generator = torch.Generator()
+
+    def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        values: list[Any] = [None] * self._size
+        for i, data in zip(self._inputs, inputs, strict=True):
+            values[i] = data
+        generator = self._generator
+        for instruction in self._code:
+            try:
+                instruction.run(values, scalars, generator)
+            except Exception as error:
+                kept = self._salvage(values, inputs, scalars, instruction)
+                raise NodeFailure(instruction.node, kept) from error
+        return [self._output(values[i], copied, dtype) for i, copied, dtype in self._outputs]
+
+    @staticmethod
+    def _output(data: torch.Tensor, copied: bool, dtype: torch.dtype) -> torch.Tensor:
+        if data.dtype is not dtype:  # only where storage types promote otherwise than reported ones
+            return data.to(dtype)
+        return data.clone() if copied else data
+
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
+        return self._salvage([None] * self._size, inputs, scalars, None)
+
+    def _salvage(
+        self,
+        values: list[Any],
+        inputs: Sequence[Any],
+        scalars: Sequence[Any],
+        failed: _Instruction | None,
+    ) -> dict[int, Any]:
+        """Find, for each output, the newest version of it that exists; make the first one of state that was to
+        be made by this graph, such as an optimizer's zeros."""
+        taken = set()
+        for i, data in zip(self._inputs, inputs, strict=True):
+            if values[i] is None:
+                values[i] = data
+            if data is not None and i not in self._donated:
+                taken.add(data.untyped_storage()._cdata)
+        kept: dict[int, Any] = {}
+        for output, versions in self._origins.items():
+            chain = (output, *versions)
+            if versions and values[chain[-1]] is None:
+                self._make_first(chain[-1], values, scalars, failed)
+            data = next((values[v] for v in chain if values[v] is not None), None)
+            if data is not None:
+                storage = data.untyped_storage()._cdata
+                kept[output] = data.clone() if storage in taken else data
+                taken.add(storage)
+        return kept
+
+    def _make_first(
+        self, value: int, values: list[Any], scalars: Sequence[Any], failed: _Instruction | None
+    ) -> None:
+        instruction = next((c for c in self._code if c.first == value), None)
+        if instruction is None or instruction is failed or instruction.writes:
+            return
+        if all(values[i] is not None for i in references(instruction.node)):
+            scratch = list(values)
+            try:
+                instruction.run(scratch, scalars, self._generator)
+            except Exception:
+                return  # what failed first is what is reported; this value is lost with it
+            values[value] = scratch[value]
+
+
+class ReferenceExecutor(Executor):
+    """ATen on the CPU, op by op."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._types = StorageTypes.from_settings()
+
+    def place(self, tensor: torch.Tensor) -> Any:
+        dtype = tensor.dtype if self._types is None else self._types.of(tensor.dtype)
+        return tensor.detach().to(dtype, copy=True)
+
+    def copy(self, data: Any) -> Any:
+        return data.clone()
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        dtype = meta.dtype if self._types is None else self._types.of(meta.dtype)
+        return meta.numel * dtype.itemsize
+
+    def view(self, data: Any, meta: TensorMeta) -> torch.Tensor:
+        return data.to(meta.dtype)  # type: ignore[no-any-return]
+
+    def compile(self, graph: Graph) -> ReferenceProgram:
+        if self._types is not None:
+            graph = self._types.rewrite(graph)
+        return ReferenceProgram(graph, plan(graph), self._types)

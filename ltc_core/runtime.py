@@ -1,0 +1,187 @@
+"""The devices of this process: their contexts, what goes between them and the CPU, leaving and forking.
+
+`context(i)` gives a device's context, made on first use. `real`, `fetch` and `upload` move values. At exit pending
+work is finished, or dropped with a sentence; a forked child begins with idle devices. Comes from the verbs and the
+handlers, goes to `context`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+
+import torch
+
+from ltc_core import errors, metrics, source
+from ltc_core.cell import Cell, Handle, base_of, lens_of
+from ltc_core.context import Context
+from ltc_core.device import register
+from ltc_core.graph import TensorMeta, contiguous_stride
+from ltc_core.settings import settings
+from ltc_core.tensor import LazyTensor, wrap
+from ltc_core.views import apply_lens
+
+__all__ = [
+    "Context",
+    "checked",
+    "context",
+    "context_of",
+    "contexts",
+    "fetch",
+    "real",
+    "upload",
+]
+
+# -- the devices of this process -------------------------------------------------------------------
+
+_contexts: dict[int, Context] = {}
+_forking = threading.local()  # the contexts a forking thread holds still
+_contexts_lock = threading.Lock()
+metrics.register_gauge(
+    "PeakMemory", lambda: max((c.memory.peak_bytes for c in contexts()), default=0)
+)
+
+
+def checked(index: int) -> int:
+    """Give `index` back if there is such a device."""
+    count = register.device_count()
+    if not 0 <= index < count:
+        name = settings.device_name
+        raise errors.DeviceError(
+            f"there is no device {name}:{index}",
+            got=f"index {index}, this process has {count}: "
+            + errors.listed(f"{name}:{i}" for i in range(count)),
+            where=source.user_line(),
+            next="set LTC_NUM_DEVICES before the first import, or use a smaller index",
+        )
+    return index
+
+
+def context(index: int) -> Context:
+    """Give the context of device `index`, made on first use."""
+    found = _contexts.get(index)
+    if found is None:
+        with _contexts_lock:
+            found = _contexts.get(index)
+            if found is None:
+                found = _contexts[index] = Context(index)
+    return found
+
+
+def contexts() -> list[Context]:
+    """List the devices used so far."""
+    return [_contexts[i] for i in sorted(_contexts)]
+
+
+def context_of(handle: Handle) -> Context:
+    index = handle.trace.device.index
+    return _contexts[index]
+
+
+# -- between the device and the CPU ----------------------------------------------------------------
+
+
+def real(handle: Handle, reason: str) -> torch.Tensor:
+    """Give a handle's values as a CPU tensor that may share memory with the device: not to be written.
+
+    Cost: syncs if they are pending.
+    """
+    ctx = context_of(handle)
+    base = base_of(handle)
+    data = ctx.value_data(base, reason)
+    whole = ctx.executor.view(data, base.meta)
+    lens = lens_of(handle)
+    return apply_lens(whole, lens) if lens else whole
+
+
+def fetch(handle: Handle, reason: str = "Fetch") -> torch.Tensor:
+    """Copy a handle's values to a new CPU tensor, with the strides eager's `.cpu()` would give it.
+
+    Cost: syncs if they are pending; one copy.
+    """
+    shared = real(handle, reason)
+    meta = handle.meta
+    # Real sizes: for a few results (statistics of batch norm in eval) meta kernels promise others.
+    size = shared.size()
+    stride = meta.stride if meta.dense and size == meta.size else contiguous_stride(size)
+    with metrics.timer("TransferFromDeviceTime"):
+        result = torch.empty_strided(size, stride, dtype=meta.dtype).copy_(shared)
+    metrics.observe("InboundData", result.nbytes)
+    return result
+
+
+def upload(tensor: torch.Tensor, index: int) -> LazyTensor:
+    """Make a lazy tensor with a copy of a CPU tensor's values."""
+    ctx = context(index)
+    meta = TensorMeta.packed(tensor.shape, tensor.dtype)
+    return wrap(Cell(ctx.trace, ctx.place(tensor.contiguous()), meta))
+
+
+# -- leaving and forking ---------------------------------------------------------------------------
+
+
+def _at_exit() -> None:
+    """Finish what was handed over; say so if it is dropped."""
+    for ctx in contexts():
+        done = ctx.worker.stop(settings.exit_timeout_s)
+        if not done:
+            print(
+                f"ltc: {ctx.device} was still running after {settings.exit_timeout_s:g} s; its pending "
+                "work is dropped. Next: call wait_device_ops() before the end, or set "
+                "LTC_EXIT_TIMEOUT_S.",
+                file=sys.stderr,
+                flush=True,
+            )
+        for error in ctx.failures:
+            print(
+                f"ltc: an error was not seen before the end: {error}", file=sys.stderr, flush=True
+            )
+        if not done:
+            ctx.worker.park()
+
+
+def _before_fork() -> None:
+    """Let no thread be in the middle of recording, and no job be running, while the process is copied."""
+    held = _forking.held = contexts()
+    for ctx in held:
+        _hold_still(ctx)
+
+
+def _hold_still(ctx: Context) -> None:
+    """Take the lock of an idle device; a job that runs may need the lock itself, so never wait with it."""
+    while True:
+        ctx.worker.drain()
+        ctx.trace.lock.acquire()
+        if ctx.worker.is_idle:
+            return
+        ctx.trace.lock.release()
+
+
+def _after_fork_in_parent() -> None:
+    for ctx in _forking.held:
+        ctx.trace.lock.release()
+    _forking.held = []
+
+
+def _after_fork_in_child() -> None:
+    global _contexts_lock
+    _contexts_lock = threading.Lock()
+    _forking.held = []
+    for ctx in contexts():
+        ctx.memory.after_fork()
+        ctx.trace.after_fork()
+        ctx.worker.after_fork()
+    if _contexts:
+        # A forked child must not use the OpenMP threads of its parent: it would wait for them for ever.
+        torch.set_num_threads(1)
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )

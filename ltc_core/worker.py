@@ -1,0 +1,134 @@
+"""The worker of one device: a thread that runs jobs in the order they were handed over.
+
+`Job.wait` blocks until a job is done. The thread starts with the first job; after a fork the child starts its
+own. Nothing here knows what a job does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+__all__ = ["Job", "Worker"]
+
+
+class Job:
+    """One call for a worker. `run` must not raise: what goes wrong is recorded where it is asked for."""
+
+    __slots__ = ("_done", "_run")
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+        self._done = threading.Event()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._done.wait(timeout_s)
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def execute(self) -> None:
+        run, self._run = self._run, None
+        try:
+            if run is not None:
+                run()
+        finally:
+            self._done.set()
+
+
+class Worker:
+    """Runs jobs one after the other in a thread of its own.
+
+    Args:
+        name: of the thread.
+        limit: jobs that may wait; one more blocks `submit` until the device has caught up.
+        start: called first in the thread.
+    """
+
+    def __init__(self, name: str, limit: int, start: Callable[[], None]) -> None:
+        self._name = name
+        self._limit = limit
+        self._start = start
+        self._lock = threading.Lock()
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """Begin anew, without the thread (a forked child has none)."""
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._places = threading.Semaphore(self._limit)
+        self._last: Job | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        last = self._last
+        return last is None or last.is_done
+
+    def wait_for_place(self) -> None:
+        """Block while as many jobs wait as may. Only one thread at a time submits to a worker."""
+        self._places.acquire()
+        self._places.release()
+
+    def submit(self, job: Job) -> None:
+        """Hand a job over."""
+        self._places.acquire()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+            self._last = job
+            self._queue.put(job)
+
+    def _loop(self) -> None:
+        self._start()
+        while True:
+            job = self._queue.get()
+            if job is None:
+                return
+            try:
+                job.execute()
+            except BaseException:  # a fault of ours: say it, and go on, or everybody waits for ever
+                threading.excepthook(
+                    threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+                )
+            finally:
+                self._places.release()
+            del job
+
+    def park(self) -> None:
+        """Hold the thread for ever where it is, inside an op, so that the interpreter can end.
+
+        When CPython ends a daemon thread that asks for its lock, it unwinds it, and PyTorch aborts the process.
+        A signal handler that never returns keeps the thread from asking. Call it only at exit.
+        """
+        if self._stopping is None or self._stopping.ident is None:
+            return
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        number = signal.SIGRTMIN + 7
+        libc.signal(number, ctypes.cast(libc.pause, ctypes.c_void_p))
+        signal.pthread_kill(self._stopping.ident, number)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait for all jobs handed over so far; False if that took longer than the time given."""
+        with self._lock:
+            last = self._last
+        return last is None or last.wait(timeout_s)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what is queued and end the thread; False if that took longer than the time given."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._stopping = thread
+        if thread is None:
+            return True
+        self._queue.put(None)
+        thread.join(timeout_s)
+        return not thread.is_alive()

@@ -1,0 +1,189 @@
+"""The worker: jobs in order, in one thread, at most so many waiting; it outlives what its jobs raise."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ltc_core.worker import Job, Worker
+
+NAME = "worker-under-test"
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker(NAME, 2, lambda: None)
+    yield made
+    assert made.stop(10)
+
+
+def held(worker: Worker) -> tuple[threading.Event, threading.Event]:
+    """Keep the worker busy: gives (begun, let it go)."""
+    begun, go = threading.Event(), threading.Event()
+
+    def run() -> None:
+        begun.set()
+        assert go.wait(10)
+
+    worker.submit(Job(run))
+    assert begun.wait(10)
+    return begun, go
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, threading.Event]:
+    returned = threading.Event()
+
+    def run() -> None:
+        call()
+        returned.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, returned
+
+
+def test_a_job_runs_once_and_can_be_waited_for() -> None:
+    ran: list[int] = []
+    job = Job(lambda: ran.append(1))
+    assert not job.is_done and not job.wait(0.01)
+    job.execute()
+    assert job.is_done and job.wait() and ran == [1]
+    job.execute()
+    assert ran == [1]
+
+
+def test_a_job_lets_go_of_what_it_held() -> None:
+    class Data:
+        pass
+
+    data = Data()
+    job = Job(lambda data=data: None)  # type: ignore[misc]
+    ref = weakref.ref(data)
+    del data
+    assert ref() is not None
+    job.execute()
+    assert ref() is None
+
+
+def test_jobs_run_in_order_in_one_thread_of_that_name(worker: Worker) -> None:
+    ran: list[tuple[int, str, int]] = []
+
+    def note(i: int) -> None:
+        ran.append((i, threading.current_thread().name, threading.get_ident()))
+
+    jobs = [Job(lambda i=i: note(i)) for i in range(20)]  # type: ignore[misc]
+    for job in jobs:
+        worker.submit(job)
+    assert worker.drain(10) and all(job.is_done for job in jobs)
+    assert [i for i, _, _ in ran] == list(range(20))
+    assert {name for _, name, _ in ran} == {NAME}
+    assert len({ident for _, _, ident in ran}) == 1 and threading.get_ident() not in {
+        ident for _, _, ident in ran
+    }
+
+
+def test_the_thread_begins_with_start_and_with_the_first_job() -> None:
+    seen: list[str] = []
+    worker = Worker(NAME, 2, lambda: seen.append("start"))
+    assert NAME not in {t.name for t in threading.enumerate()}
+    worker.submit(Job(lambda: seen.append("job")))
+    assert worker.stop(10)
+    assert seen == ["start", "job"]
+
+
+def test_idle_is_when_the_last_job_is_done(worker: Worker) -> None:
+    assert worker.is_idle and worker.drain(0)
+    _, go = held(worker)
+    assert not worker.is_idle and not worker.drain(0.01)
+    go.set()
+    assert worker.drain(10) and worker.is_idle
+
+
+def test_one_job_more_than_the_limit_blocks(worker: Worker) -> None:
+    _, go = held(worker)
+    worker.submit(Job(lambda: None))  # the limit is two: one runs, one waits
+    thread, returned = in_thread(lambda: worker.submit(Job(lambda: None)))
+    assert not returned.wait(0.1)
+    go.set()
+    assert returned.wait(10)
+    thread.join()
+
+
+def test_a_place_can_be_waited_for_without_taking_it(worker: Worker) -> None:
+    worker.wait_for_place()
+    worker.wait_for_place()
+    worker.wait_for_place()  # none of them took one
+    _, go = held(worker)
+    worker.submit(Job(lambda: None))
+    thread, returned = in_thread(worker.wait_for_place)
+    assert not returned.wait(0.1)
+    go.set()
+    assert returned.wait(10)
+    thread.join()
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_job_that_raises_does_not_end_the_worker(
+    worker: Worker, kind: type[BaseException]
+) -> None:
+    """Jobs must not raise; one that does must not leave everybody waiting for ever."""
+
+    def fail() -> None:
+        raise kind("what a job must not do")
+
+    ran = threading.Event()
+    for _ in range(3):  # more than there are places
+        failing = Job(fail)
+        worker.submit(failing)
+        assert failing.wait(5)
+    worker.submit(Job(ran.set))
+    assert ran.wait(10) and worker.drain(10)
+
+
+def test_stop_finishes_what_is_queued(worker: Worker) -> None:
+    ran: list[int] = []
+    _, go = held(worker)
+    worker.submit(Job(lambda: ran.append(1)))
+    thread, stopped = in_thread(lambda: worker.stop(10))
+    go.set()
+    assert stopped.wait(10)
+    thread.join()
+    assert ran == [1] and NAME not in {t.name for t in threading.enumerate()}
+
+
+def test_stop_says_if_that_takes_too_long(worker: Worker) -> None:
+    _, go = held(worker)
+    [thread] = [t for t in threading.enumerate() if t.name == NAME]
+    assert not worker.stop(0.05)
+    go.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_stopped_worker_begins_again(worker: Worker) -> None:
+    ran: list[int] = []
+    for i in range(3):
+        worker.submit(Job(lambda i=i: ran.append(i)))  # type: ignore[misc]
+        assert worker.stop(10)
+    assert ran == [0, 1, 2] and worker.stop(0)
+
+
+def test_after_a_fork_it_is_as_new(worker: Worker) -> None:
+    """What the child does: its thread is gone though the worker still knows it, and its places are taken."""
+    _, go = held(worker)
+    worker.submit(Job(lambda: None))
+    [old] = [t for t in threading.enumerate() if t.name == NAME]
+    worker.after_fork()
+    assert worker.is_idle
+    ran = threading.Event()
+    worker.submit(Job(ran.set))
+    assert ran.wait(10)
+    # Here, unlike in a child, the old thread lives and takes from the queue too: two have to be ended.
+    go.set()
+    worker._queue.put(None)
+    assert worker.stop(10)
+    old.join(10)
+    assert not old.is_alive()
