@@ -1,0 +1,164 @@
+"""From an ATen call to its handler: the table of everything the device does.
+
+Most ops are recorded as they are (`recorder`). A row of `_SPECIAL` replaces that for ops that are free, that
+move data, or that change what a tensor is; `rules` holds ops made of other ops. A call that cannot be recorded
+goes through PyTorch's decompositions, then to `fallback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ltc_core import errors, source
+from ltc_core.branch import OutResized
+from ltc_core.fallback import run_real
+from ltc_core.infer import Unknown
+from ltc_core.recorder import recorder
+from ltc_core.rules import RULES
+from ltc_core.runtime import contexts, upload
+from ltc_core.schema import OpSchema
+from ltc_core.settings import settings
+from ltc_core.signature import NotRecordable, find_trace
+from ltc_core.special import FREE, SPECIAL, on_other_device
+from ltc_core.tensor import LazyTensor, use_handlers
+
+__all__ = ["handler_of"]
+
+Handler = Callable[[Any, Any], Any]
+
+# Their results are quantized, which meta kernels do not say; the device cannot hold them.
+_QUANTIZED = ("quantize_per_", "_empty_affine", "_empty_per_channel", "_make_per_")
+
+# Operands, by position, that may live on the CPU as on every other device: indices, lengths.
+_INDICES = frozenset({1})
+_MAY_BE_ON_CPU: dict[str, frozenset[int]] = {
+    **dict.fromkeys(
+        ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"), _INDICES
+    ),
+    "_ctc_loss": frozenset({1, 2, 3}),
+    "_ctc_loss_backward": frozenset({2, 3, 4}),
+}
+
+
+def handler_of(op: torch._ops.OpOverload) -> Handler:
+    """Make the handler of an overload, once."""
+    schema = OpSchema.of(op)
+    handler = _choose(op, schema)
+    return _run_at_once(handler) if settings.eager else handler
+
+
+def _run_at_once(handler: Handler) -> Handler:
+    """Cut after each op and wait, so that an op that fails does so where it is called (LTC_EAGER)."""
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        result = handler(args, kwargs)
+        for ctx in contexts():
+            if ctx.trace:
+                ctx.cut("Eager")
+                ctx.worker.drain()
+                ctx.raise_failure()
+        return result
+
+    return handle
+
+
+def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
+    special = SPECIAL.get(op)
+    if special is not None:
+        return special if op in FREE else _with_rescue(schema, special)
+    if schema.counter in settings.force_fallback and not schema.view:
+        return lambda args, kwargs: run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
+    rule = RULES.get(op)
+    if rule is not None:  # before composites: `_pad_packed_sequence` is one
+        return lambda args, kwargs: rule(*args, **(kwargs or {}))
+    if schema.composite:
+        return lambda args, kwargs: _decompose(schema, args, kwargs or {})
+    if schema.name.startswith(_QUANTIZED):
+        return lambda args, kwargs: run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
+    if not schema.yields_tensors or not (schema.returns or schema.writes):
+        # Its answer, or its refusal (as of a singular matrix), is in the values.
+        return lambda args, kwargs: run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
+    return _with_rescue(schema, recorder(schema))
+
+
+def _with_rescue(schema: OpSchema, record: Handler) -> Handler:
+    def handle(args: Any, kwargs: Any) -> Any:
+        try:
+            return record(args, kwargs)
+        except (NotRecordable, Unknown) as reason:
+            return _rescue(schema, handle, args, kwargs or {}, reason)
+
+    return handle
+
+
+def _rescue(
+    schema: OpSchema, handle: Handler, args: Any, kwargs: dict[str, Any], reason: Exception
+) -> Any:
+    """Do what it takes to make a call that could not be recorded."""
+    if isinstance(reason, OutResized):
+        for tensor, meta in reason.resized:
+            SPECIAL[torch.ops.aten.resize_.default]((tensor, meta.size), None)
+        return handle(args, kwargs)
+    device = kwargs.get("device")
+    if device is not None and _is_elsewhere(device, args, kwargs):
+        return on_other_device(schema, args, kwargs)
+    trace = find_trace(args, kwargs)
+    moved = _Mover(schema, trace.device)
+    new_args = [moved.argument(a, position) for position, a in enumerate(args)]
+    new_kwargs = {k: moved.argument(v, -1) for k, v in kwargs.items()}
+    if moved.count:
+        return handle(new_args, new_kwargs)
+    if isinstance(reason.__cause__, NotImplementedError) and not schema.view:
+        decomposition = torch._decomp.decomposition_table.get(schema.op)
+        if decomposition is not None and not schema.writes:
+            return decomposition(*args, **kwargs)
+    return run_real(schema, args, kwargs, trace)
+
+
+def _is_elsewhere(device: Any, args: Any, kwargs: Any) -> bool:
+    wanted = torch.device(device)
+    if wanted.type != settings.device_name:
+        return True
+    return wanted.index is not None and wanted.index != find_trace(args, kwargs).device.index
+
+
+class _Mover:
+    """Uploads the CPU tensors a call may bring: 0-dim ones anywhere, others in the places of `_MAY_BE_ON_CPU`."""
+
+    def __init__(self, schema: OpSchema, device: torch.device) -> None:
+        self._schema = schema
+        self._device = device
+        self.count = 0
+
+    def argument(self, item: Any, position: int) -> Any:
+        if isinstance(item, list | tuple):
+            return [self.argument(i, position) for i in item]
+        if not isinstance(item, torch.Tensor) or type(item) is LazyTensor:
+            return item
+        may_be = position in _MAY_BE_ON_CPU.get(self._schema.name, ())
+        if item.device.type != "cpu" or (item.dim() > 0 and not may_be):
+            raise errors.DeviceMismatchError(
+                f"Input tensor is not a lazy tensor: {_type_name(item)}",
+                got=f"{list(item.shape)} on {item.device} among the operands of {self._schema.op} on {self._device}",
+                where=source.user_line(),
+                next=f"move it first: t.to('{self._device.type}') (a module: module.to(...))",
+            )
+        self.count += 1
+        return upload(item, self._device.index)
+
+
+def _type_name(t: torch.Tensor) -> str:
+    return t.type() if t.device.type == "cpu" else f"{t.dtype} on {t.device}"
+
+
+def _decompose(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    result = schema.op.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        return run_real(schema, args, kwargs, find_trace(args, kwargs))
+    return result
+
+
+use_handlers(handler_of)

@@ -1,0 +1,209 @@
+"""Running an op on real values, where it cannot be recorded.
+
+The step is cut, the operands are fetched, ATen runs the op on the CPU and tracing goes on with the results. So
+control flow and results whose shape depends on values are safe, an op without a rule still works, and a wrong
+call raises what eager PyTorch raises, where the user made it. Counted as `aten::name`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from ltc_core import errors, metrics, rng, source
+from ltc_core.buffer import Buffer
+from ltc_core.cell import Cell, Value, base_of, lens_of
+from ltc_core.graph import TensorMeta
+from ltc_core.runtime import Context, context, real
+from ltc_core.schema import OpSchema
+from ltc_core.settings import settings
+from ltc_core.tensor import LazyTensor, set_handle, sizes_of, wrap
+from ltc_core.views import Pending, close_lens, open_lens, shares_memory
+
+__all__ = ["run_real"]
+
+_warned: set[str] = set()
+
+
+class _RealCall:
+    """One call on real values: turns lazy tensors into CPU tensors and brings results back."""
+
+    def __init__(self, schema: OpSchema, ctx: Context) -> None:
+        self.schema = schema
+        self.ctx = ctx
+        self.written: dict[int, tuple[Cell, torch.Tensor]] = {}
+        self.outs: list[tuple[LazyTensor, torch.Tensor]] = []
+        self.pending: list[Pending] = []
+        self.operands: list[torch.Tensor] = []
+
+    def argument(self, name: str, item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return (
+                type(item)(self.argument(name, i) for i in item)
+                if type(item) is tuple
+                else [self.argument(name, i) for i in item]
+            )
+        if type(item) is not LazyTensor:
+            if isinstance(item, torch.Tensor) and item.dim() > 0:
+                raise self._elsewhere(item)
+            return item
+        if item._h.trace is not self.ctx.trace:
+            raise self._elsewhere(item)
+        if name in self.schema.writes:
+            return self._written(item)
+        operand = real(item._h, self.schema.name)
+        self.operands.append(operand)
+        return operand
+
+    def _elsewhere(self, item: torch.Tensor) -> errors.DeviceMismatchError:
+        return errors.DeviceMismatchError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{self.ctx.device} and {item.device}!",
+            got=f"{item.dtype}{list(item.shape)} on {item.device} in {self.schema.op}",
+            where=source.user_line(),
+            next=f"move one of them: t.to('{self.ctx.device}')",
+        )
+
+    def _written(self, item: LazyTensor) -> torch.Tensor:
+        base = base_of(item._h)
+        known = self.written.get(id(base))
+        if known is None:
+            known = self.written[id(base)] = (base, real(base, self.schema.name).clone())
+        part, copies = open_lens(known[1], lens_of(item._h))
+        self.pending += copies
+        self.outs.append((item, part))
+        return part
+
+    def finish(self) -> None:
+        """Give the written operands their new values, and their new shapes where the op resized them."""
+        close_lens(self.pending)
+        for base, whole in self.written.values():
+            if whole.shape == base.meta.size:  # a resized one leaves its aliases what they had
+                base.rebind(_value(self.ctx, whole))
+        for item, part in self.outs:
+            if part.shape != item.shape:
+                cell = Cell(
+                    base_of(item._h).trace, _value(self.ctx, part.clone()), TensorMeta.like(part)
+                )
+                set_handle(item, cell)
+
+    def result(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            for original, part in self.outs:
+                if item is part:
+                    return original
+            if item.layout is not torch.strided or item.is_quantized:
+                raise errors.UnsupportedOpError(
+                    f"{self.schema.op} gives a {_kind(item)} tensor, which {self.ctx.device} cannot hold",
+                    where=source.user_line(),
+                    next="run it on the CPU: t.cpu()",
+                )
+            if any(shares_memory(item, o) for o in self.operands):
+                item = item.clone()
+            meta = TensorMeta.of(item.size(), item.stride(), 0, item.dtype)
+            return wrap(
+                Cell(self.ctx.trace, _value(self.ctx, item.resolve_conj().resolve_neg()), meta)
+            )
+        if isinstance(item, list | tuple):
+            items = [self.result(i) for i in item]
+            return tuple(items) if isinstance(item, tuple) else items
+        return item
+
+
+def _kind(item: torch.Tensor) -> str:
+    return "quantized" if item.is_quantized else str(item.layout).removeprefix("torch.")
+
+
+def _value(ctx: Context, data: torch.Tensor) -> Value:
+    return Value.of(Buffer.ready(ctx.memory, ctx.executor.place(data), data.nbytes))
+
+
+def run_real(schema: OpSchema, args: Any, kwargs: dict[str, Any], trace: Any) -> Any:
+    """Run an op on the CPU on real values. Cost: syncs, two copies an operand.
+
+    Raises:
+        The exception eager PyTorch raises for this call, as an `LtcError` too, with the user's line.
+        UnsupportedOpError: under LTC_FALLBACK=error.
+    """
+    ctx = context(trace.device.index)
+    metrics.count(schema.counter)
+    call = _RealCall(schema, ctx)
+    real_args = [call.argument(n, a) for n, a in zip(schema.names, args, strict=False)]
+    real_kwargs = {k: call.argument(k, v) for k, v in kwargs.items()}
+    if real_kwargs.get("device") is not None:
+        real_kwargs["device"] = torch.device("cpu")
+    real_kwargs.pop("pin_memory", None)
+    with torch.no_grad():
+        result = _call(schema, args, real_args, real_kwargs, trace)
+    if not _needs_values(schema.op):
+        _report(schema)
+    call.finish()
+    return call.result(result)
+
+
+def _call(
+    schema: OpSchema, args: Any, real_args: Any, real_kwargs: dict[str, Any], trace: Any
+) -> Any:
+    cell = None
+    if schema.draws:
+        position = schema.position("generator")
+        given = real_args[position] if position < len(real_args) else real_kwargs.get("generator")
+        real_args = real_args[:position]
+        cell = rng.stream(trace, given)
+        state = real(cell, schema.name)
+        generator = torch.Generator()
+        generator.set_state(state)
+        real_kwargs["generator"] = generator
+    try:
+        result = schema.op(*real_args, **real_kwargs)
+    except Exception as error:
+        raise errors.op_error(
+            error,
+            what=str(schema.op),
+            got=sizes_of(args) or ", ".join(map(repr, args)),
+            where=source.user_line(),
+            next=_advice(error),
+        ) from None
+    if cell is not None:
+        cell.rebind(_value(context(trace.device.index), generator.get_state()))
+    return result
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, NotImplementedError):
+        return "eager PyTorch cannot do this on the CPU either"
+    if "allocate memory" in str(error):
+        return "use smaller tensors or a smaller batch; get_memory_info() tells what is held"
+    return "the call is wrong for eager PyTorch too: check the shapes, dtypes and indices above"
+
+
+def _needs_values(op: torch._ops.OpOverload) -> bool:
+    """Tell whether the op can only be answered with values, by its nature."""
+    tags = op.tags
+    return (
+        torch.Tag.dynamic_output_shape in tags
+        or torch.Tag.data_dependent_output in tags
+        or op._opname in ("_linalg_check_errors", "equal", "is_nonzero", "_local_scalar_dense")
+    )
+
+
+def _report(schema: OpSchema) -> None:
+    if settings.fallback == "allow" or schema.counter in settings.force_fallback:
+        return
+    line = source.user_line()
+    if settings.fallback == "error":
+        raise errors.UnsupportedOpError(
+            f"{schema.counter} has no rule on device {settings.device_name}",
+            got=str(schema.op._schema)[:200],
+            where=line,
+            next="LTC_FALLBACK=warn runs it on the CPU (a sync and two copies a call)",
+        )
+    if schema.counter not in _warned:
+        _warned.add(schema.counter)
+        warnings.warn(
+            f"{schema.counter} has no rule on device {settings.device_name} (recorded at {line}): it cuts the step and "
+            "runs on the CPU. Next: replace it, or silence this with LTC_FALLBACK=allow.",
+            stacklevel=3,
+        )

@@ -1,0 +1,97 @@
+"""Packed sequences: batches of sequences of several lengths without their padding.
+
+Lengths and batch sizes live on the CPU on every device, so where each row goes is known while recording: packing is
+one `index_select`, and nothing is synced. Called by `rules` as the ATen ops of these names.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ltc_core import errors, source
+
+__all__ = ["pack_padded_sequence", "pack_padded_sequence_backward", "pad_packed_sequence"]
+
+Tensor = torch.Tensor
+
+
+def pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Pack the valid steps of a padded batch; `lengths` and the batch sizes live on the CPU, as on every device.
+
+    Returns:
+        (data [sum of lengths, ...], batch sizes [longest], int64 on the CPU).
+    """
+    num_steps = x.shape[1 if batch_first else 0]
+    _check_lengths(lengths, x.shape[0 if batch_first else 1], num_steps)
+    where, batch_sizes = _packed_positions(lengths.tolist(), num_steps, batch_first)
+    return x.flatten(0, 1).index_select(0, where.to(x.device)), batch_sizes
+
+
+def _check_lengths(lengths: Tensor, batch: int, num_steps: int) -> None:
+    """Refuse what eager refuses, with its words."""
+    values = lengths.tolist() if lengths.device.type == "cpu" else []
+    if lengths.device.type != "cpu" or lengths.dim() != 1 or lengths.dtype is not torch.int64:
+        wrong = "'lengths' argument should be a 1D CPU int64 tensor"
+    elif len(values) != batch:
+        wrong = f"Expected `len(lengths)` to be equal to batch_size, but got {len(values)} (batch_size={batch})"
+    elif any(a < b for a, b in itertools.pairwise(values)):
+        wrong = (
+            "`lengths` array must be sorted in decreasing order when `enforce_sorted` is True. You can pass "
+            "`enforce_sorted=False` to pack_padded_sequence and/or pack_sequence to sidestep this requirement "
+            "if you do not need ONNX exportability."
+        )
+    elif not values or values[-1] <= 0:
+        wrong = "Length of all samples has to be greater than 0, but found an element in 'lengths' that is <= 0"
+    elif values[0] > num_steps:
+        wrong = f"lengths go beyond the batch: {values[0]} of {num_steps} steps"
+    else:
+        return
+    raise errors.op_error(
+        RuntimeError(wrong),
+        what="",
+        got=f"lengths {values[:5]} on {lengths.device}, a batch of {batch} with {num_steps} steps",
+        where=source.user_line(),
+        next="pass one length a sample, on the CPU: lengths.cpu()",
+    )
+
+
+def _packed_positions(
+    lengths: list[int], num_steps: int, batch_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Give, for each packed row, its row in the flattened padded batch; and the batch size of each step."""
+    sizes = [sum(n > step for n in lengths) for step in range(lengths[0])]
+    batch = len(lengths)
+    rows = [
+        b * num_steps + step if batch_first else step * batch + b
+        for step, size in enumerate(sizes)
+        for b in range(size)
+    ]
+    return torch.tensor(rows), torch.tensor(sizes)
+
+
+def pack_padded_sequence_backward(
+    grad: Tensor, input_size: Any, batch_sizes: Tensor, batch_first: bool
+) -> Tensor:
+    """Gradient of `pack_padded_sequence`: the packed rows back in their places, zeros elsewhere."""
+    sizes = batch_sizes.tolist()
+    lengths = [sum(size > b for size in sizes) for b in range(sizes[0])]
+    where, _ = _packed_positions(lengths, input_size[1 if batch_first else 0], batch_first)
+    flat = grad.new_zeros((input_size[0] * input_size[1], *input_size[2:]))
+    return flat.index_copy(0, where.to(grad.device), grad).view(input_size)
+
+
+def pad_packed_sequence(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """Pad a packed batch; gives (padded, lengths), the lengths on the CPU."""
+    sizes = batch_sizes.tolist()
+    lengths = [sum(size > b for size in sizes) for b in range(sizes[0])]
+    steps = max(len(sizes), total_length)
+    where, _ = _packed_positions(lengths, steps, batch_first)
+    shape = (len(lengths), steps) if batch_first else (steps, len(lengths))
+    flat = data.new_full((len(lengths) * steps, *data.shape[1:]), padding_value)
+    padded = flat.index_copy(0, where.to(data.device), data).view(*shape, *data.shape[1:])
+    return padded, torch.tensor(lengths)

@@ -1,0 +1,340 @@
+"""Ops with a handler of their own: what is free, what moves data, what changes what a tensor is.
+
+Free ops share the operand's memory or its value (values are immutable, so `clone` copies nothing until one of
+the two is written). Moves go to and from the CPU and between devices. Shape changers (`resize_`, `set_`, `t_`)
+give a tensor another handle. Each row takes (args, kwargs) of the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ltc_core import errors, metrics, source
+from ltc_core.cell import Cell, View, base_of
+from ltc_core.graph import TensorMeta, ViewStep, contiguous_stride
+from ltc_core.host_storage import HostStorage
+from ltc_core.infer import infer
+from ltc_core.record_view import make_operand, record_view_step
+from ltc_core.recorder import recorder
+from ltc_core.runtime import checked, context, fetch, real, upload
+from ltc_core.schema import OpSchema
+from ltc_core.settings import settings
+from ltc_core.signature import NotRecordable
+from ltc_core.tensor import LazyTensor, set_handle, wrap
+
+__all__ = ["FREE", "SPECIAL", "on_other_device"]
+
+aten = torch.ops.aten
+_make = torch.Tensor._make_wrapper_subclass
+Handler = Callable[[Any, Any], Any]
+
+
+# -- free ----------------------------------------------------------------------------------------
+
+
+def _share(args: Any, kwargs: Any) -> Any:
+    handle = args[0]._h
+    if torch.is_inference_mode_enabled() and not args[0].is_inference():
+        with torch.inference_mode(False):  # as for every view of a normal tensor
+            return wrap(handle)
+    t = _make(LazyTensor, *handle.meta.wrapper_arguments(handle.trace.device))
+    t._h = handle
+    return t
+
+
+_record_clone = recorder(OpSchema.of(aten.clone.default))
+_packing = (None, torch.preserve_format, torch.contiguous_format)
+
+
+def _clone(args: Any, kwargs: Any) -> Any:
+    handle = args[0]._h
+    memory_format = kwargs.get("memory_format") if kwargs else None
+    if type(handle) is Cell and handle.meta.contiguous and memory_format in _packing:
+        with handle.trace.lock:
+            return wrap(Cell(handle.trace, handle.value, handle.meta))
+    return _record_clone(args, kwargs)
+
+
+_metas: dict[Any, TensorMeta] = {}
+
+
+def _uninitialised(op: torch._ops.OpOverload) -> Handler:
+    """Give the handler of `empty_like` and its kin: no op is recorded for memory nobody has written."""
+    schema = OpSchema.of(op)
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.pop("device", None)
+        handle = args[0]._h
+        trace = handle.trace
+        if device is not None:
+            wanted = torch.device(device)
+            if wanted.type != trace.device.type:
+                return op(_stand_in(args[0]), *args[1:], device=device, **kwargs)
+            if wanted.index not in (None, trace.device.index):
+                trace = context(checked(wanted.index)).trace
+        static = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
+        key = (op, handle.meta, static, tuple(kwargs.items()), torch.get_default_dtype())
+        meta = _metas.get(key)
+        if meta is None:
+            result = infer(schema, args, kwargs)
+            meta = _metas[key] = TensorMeta.of(result.size, result.stride, 0, result.dtype)
+        return wrap(trace.empty(meta))
+
+    return handle
+
+
+def _stand_in(t: torch.Tensor) -> torch.Tensor:
+    """Make a tensor on the device `meta` like `t`, for calls that ask only for its size and dtype."""
+    meta = TensorMeta.like(t) if type(t) is not LazyTensor else t._h.meta
+    return meta.meta_tensor()
+
+
+def on_other_device(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Make a call whose result is to be on another device, such as `zeros_like(t, device='cpu')`."""
+    device = torch.device(kwargs["device"])
+    if device.type == settings.device_name:
+        like = [
+            wrap(context(checked(device.index or 0)).trace.empty(a._h.meta))
+            if type(a) is LazyTensor
+            else a
+            for a in args
+        ]
+        return schema.op(*like, **{k: v for k, v in kwargs.items() if k != "device"})
+    like = [_stand_in(a) if type(a) is LazyTensor else a for a in args]
+    return schema.op(*like, **kwargs)
+
+
+# -- moving data ---------------------------------------------------------------------------------
+
+_record_to_copy = recorder(OpSchema.of(aten._to_copy.default))
+_record_copy = recorder(OpSchema.of(aten.copy_.default))
+
+
+def _to_copy(args: Any, kwargs: Any) -> Any:
+    (t,) = args
+    kwargs = dict(kwargs or {})
+    device = kwargs.pop("device", None)
+    kwargs.pop("non_blocking", None)
+    wanted = t.device if device is None else torch.device(device)
+    if wanted.type == t.device.type:
+        if wanted.index in (None, t.device.index):
+            return _record_to_copy(args, kwargs)
+        return aten._to_copy.default(_across(t, wanted.index), **kwargs)
+    if wanted.type == "meta":
+        return aten._to_copy.default(_stand_in(t), **kwargs)
+    plain = kwargs.get("dtype") in (None, t.dtype) and kwargs.get("memory_format") in _packing
+    if wanted.type == "cpu" and plain:
+        return fetch(t._h, "ToCpu")
+    return aten._to_copy.default(real(t._h, "ToCpu"), device=wanted, **kwargs)
+
+
+def _across(t: LazyTensor, index: int) -> LazyTensor:
+    """Copy a tensor to another device of this process. Cost: syncs the source."""
+    metrics.count("CrossDeviceCopy")
+    return upload(real(t._h, "CrossDeviceCopy"), checked(index))
+
+
+def _copy(args: Any, kwargs: Any) -> Any:
+    destination, origin = args[0], args[1]
+    if type(destination) is not LazyTensor:
+        return destination.copy_(fetch(origin._h, "ToCpu"))
+    handle = destination._h
+    if type(origin) is not LazyTensor:
+        return _copy_in(destination, origin)
+    if origin._h.trace is not handle.trace:
+        return _copy_in(destination, real(origin._h, "CrossDeviceCopy"))
+    return _record_copy(args[:2], None)
+
+
+def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
+    """Copy values from the CPU; where they fill whole memory, no op is recorded for it."""
+    handle = destination._h
+    ctx = context(handle.trace.device.index)
+    if type(handle) is Cell and host.shape == handle.meta.size:
+        value = ctx.place(host.to(handle.meta.dtype))
+        with handle.trace.lock:
+            handle.rebind(value)
+        return destination
+    _record_copy((destination, upload(host, handle.trace.device.index)), None)
+    return destination
+
+
+def _item(args: Any, kwargs: Any) -> Any:
+    metrics.count("aten::_local_scalar_dense")
+    return real(args[0]._h, "Item").item()
+
+
+# -- changing what a tensor is -------------------------------------------------------------------
+
+
+def _strided_view(t: LazyTensor, size: Any, stride: Any, offset: int | None) -> View:
+    """See the memory of `t` with other strides: relative to the whole memory, in the order it is stored."""
+    handle = t._h
+    trace, base = handle.trace, base_of(handle)
+    meta = base.meta
+    order = sorted(range(len(meta.size)), key=lambda d: (-meta.stride[d], -meta.size[d]))
+    lens: tuple[ViewStep, ...] = ()
+    if order != list(range(len(order))):
+        lens += (ViewStep(aten.permute.default, (tuple(order),)),)
+    if len(order) != 1:
+        lens += (ViewStep(aten.view.default, ((-1,),)),)
+    where = handle.meta.offset if offset is None else offset
+    lens += (ViewStep(aten.as_strided.default, (tuple(size), tuple(stride), where)),)
+    with trace.lock:
+        try:
+            make_operand(base)
+            value, value_meta = base.value, base.meta
+            for step in lens:
+                value, value_meta = record_view_step(trace, value, value_meta, step)
+            return View(base, lens, value_meta, value)
+        except BaseException:
+            trace.settle()
+            raise
+
+
+def _as_strided(args: Any, kwargs: Any) -> Any:
+    t, size, stride, *rest = args
+    offset = rest[0] if rest else (kwargs or {}).get("storage_offset")
+    with torch.inference_mode(t.is_inference() and torch.is_inference_mode_enabled()):
+        return wrap(_strided_view(t, size, stride, offset))
+
+
+def _as_strided_in_place(args: Any, kwargs: Any) -> Any:
+    t, size, stride, *rest = args
+    offset = rest[0] if rest else (kwargs or {}).get("storage_offset")
+    set_handle(t, _strided_view(t, size, stride, offset))
+    return t
+
+
+def _in_place_view(op: torch._ops.OpOverload) -> Handler:
+    """Give the handler of `t_`, `squeeze_`, ...: the tensor becomes a view of its own memory."""
+    schema = OpSchema.of(op)
+    record = recorder(schema)
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        set_handle(args[0], record(args, kwargs)._h)
+        return args[0]
+
+    return handle
+
+
+def _resize(args: Any, kwargs: Any) -> Any:
+    t, size = args[0], tuple(args[1])
+    if (kwargs or {}).get("memory_format") not in (
+        None,
+        torch.contiguous_format,
+        torch.preserve_format,
+    ):
+        raise NotRecordable
+    handle = t._h
+    if size == tuple(handle.meta.size):
+        return t
+    wanted = TensorMeta.packed(size, handle.meta.dtype)
+    held = base_of(handle).meta.numel - handle.meta.offset
+    if wanted.numel <= held:
+        set_handle(t, _strided_view(t, size, contiguous_stride(size), handle.meta.offset))
+        return t
+    grown = wrap(handle.trace.empty(wanted))
+    if handle.meta.numel > 0:
+        flat = _strided_view(t, (held,), (1,), handle.meta.offset)
+        aten.copy_.default(
+            aten.slice.Tensor(aten.view.default(grown, [-1]), 0, 0, held), wrap(flat)
+        )
+    set_handle(t, grown._h)
+    return t
+
+
+def _set_tensor(args: Any, kwargs: Any) -> Any:
+    t, origin = args
+    set_handle(t, origin._h)
+    return t
+
+
+def _set_strided(args: Any, kwargs: Any) -> Any:
+    t, origin, offset, size, *stride = args
+    strides = stride[0] if stride and stride[0] else contiguous_stride(size)
+    set_handle(t, _strided_view(origin, size, strides, offset))
+    return t
+
+
+def _set_empty(args: Any, kwargs: Any) -> Any:
+    t = args[0]
+    set_handle(t, t._h.trace.empty(TensorMeta.packed((0,), t._h.meta.dtype)))
+    return t
+
+
+def _set_storage(args: Any, kwargs: Any) -> Any:
+    """Set a tensor on a storage that `torch.load` brings; there are no other storages of the device."""
+    t, storage, *geometry = args
+    if not isinstance(storage, HostStorage):
+        raise errors.UnsupportedOpError(
+            "set_ from a storage: lazy tensors have no storage",
+            where=source.user_line(),
+            next="set_ from a tensor, or assign `t.data = other`",
+        )
+    dtype = t._h.meta.dtype
+    count = storage.host.nbytes() // dtype.itemsize
+    offset, size, stride = (
+        (*geometry, ()) if len(geometry) == 2 else geometry or (0, (count,), (1,))
+    )
+    meta = TensorMeta.of(size, stride, 0, dtype)
+    whole = storage.whole.get(dtype)
+    if whole is None:
+        fills = offset == 0 and meta.dense and meta.numel == count
+        shape = meta if fills else TensorMeta.packed((count,), dtype)
+        host = torch.empty(0, dtype=dtype).set_(storage.host, 0, shape.size, shape.stride)
+        ctx = context(storage.device.index)
+        whole = storage.whole[dtype] = wrap(Cell(ctx.trace, ctx.place(host), shape))
+    if offset == 0 and whole._h.meta is meta:
+        set_handle(t, whole._h)
+    else:
+        set_handle(t, _strided_view(whole, size, stride, offset))
+    return t
+
+
+def _nothing(args: Any, kwargs: Any) -> None:
+    """Do nothing: there is one stream."""
+
+
+def _false(args: Any, kwargs: Any) -> bool:
+    return False
+
+
+# Called at every turn of autograd, and nothing can go wrong: no rescue is put around them.
+FREE = frozenset(
+    {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
+)
+
+SPECIAL: dict[torch._ops.OpOverload, Handler] = {
+    aten.detach.default: _share,
+    aten.alias.default: _share,
+    aten.lift_fresh.default: _share,
+    aten.lift.default: _share,
+    aten.clone.default: _clone,
+    aten.empty_like.default: _uninitialised(aten.empty_like.default),
+    aten.new_empty.default: _uninitialised(aten.new_empty.default),
+    aten.new_empty_strided.default: _uninitialised(aten.new_empty_strided.default),
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+    aten._local_scalar_dense.default: _item,
+    aten.as_strided.default: _as_strided,
+    aten.as_strided_.default: _as_strided_in_place,
+    aten.t_.default: _in_place_view(aten.t.default),
+    aten.transpose_.default: _in_place_view(aten.transpose.int),
+    aten.squeeze_.default: _in_place_view(aten.squeeze.default),
+    aten.squeeze_.dim: _in_place_view(aten.squeeze.dim),
+    aten.squeeze_.dims: _in_place_view(aten.squeeze.dims),
+    aten.unsqueeze_.default: _in_place_view(aten.unsqueeze.default),
+    aten.resize_.default: _resize,
+    aten.set_.source_Tensor: _set_tensor,
+    aten.set_.source_Tensor_storage_offset: _set_strided,
+    aten.set_.default: _set_empty,
+    aten.set_.source_Storage: _set_storage,
+    aten.set_.source_Storage_storage_offset: _set_storage,
+    aten.record_stream.default: _nothing,
+    aten.is_pinned.default: _false,
+}
