@@ -1,0 +1,233 @@
+"""Put a file or a directory in the place of an older one: all of it, or nothing.
+
+`replace_file` and `replace_directory` hand out a temporary sibling to write into. When the block
+ends, it is on the disk (fsync) and takes the place of what was there; when the block raises, it is
+removed. A temporary is locked (flock) while its writer lives, so that what a killed process left
+behind can be told from what another one is writing. `io_errors` puts the operating system's
+refusals into words.
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from ltc_core.errors import CheckpointIOError, LtcError
+
+_log = logging.getLogger(__name__)
+
+
+def old_name(path: str) -> str:
+    """Return where the old directory of `path` stands while the new one takes its place."""
+    parent, name = os.path.split(path)
+    return os.path.join(parent, f".{name}.ltc-old")
+
+
+@contextmanager
+def io_errors(path: str, need_bytes: int | None = None) -> Iterator[None]:
+    """Turn an OSError of the block into a CheckpointIOError about writing `path`.
+
+    `need_bytes` is what the block writes into the file system of `path`, if `path` is in one.
+    """
+    try:
+        yield
+    except LtcError:  # before OSError: some of ours are both
+        raise
+    except OSError as error:
+        room, old = "", ""
+        if need_bytes is not None:
+            room = f" ({_room(path, need_bytes)})"
+            old = " Nothing was replaced: a checkpoint that was there still is."
+        raise CheckpointIOError(
+            f"{error.strerror or error} while writing {path}{room}",
+            got=f"{type(error).__name__}: {error}",
+            next=f"make room or a writable directory, or save elsewhere.{old}",
+            errno=error.errno,
+        ) from error
+
+
+def _room(path: str, need_bytes: int) -> str:
+    parent = os.path.dirname(path)
+    while not os.path.isdir(parent):
+        parent = os.path.dirname(parent)
+    return f"need {_megabytes(need_bytes)}, free {_megabytes(shutil.disk_usage(parent).free)}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.0f} MB" if count >= 10e6 else f"{count / 1e6:.3g} MB"
+
+
+@contextmanager
+def replace_file(path: str) -> Iterator[BinaryIO]:
+    """Hand out a file to write; it becomes `path` when the block ends without an error."""
+    with _lock_parent(path):
+        _remove_stale(path)
+        temporary, descriptor = _new_temporary(path, _create_file)
+    try:
+        with open(descriptor, "wb") as file:  # closing it, last of all, drops the lock
+            yield file
+            file.flush()
+            _keep_mode(path, descriptor)
+            os.fsync(descriptor)
+            os.replace(temporary, path)
+    except BaseException:
+        _discard(temporary)
+        raise
+    _fsync(os.path.dirname(path))
+
+
+@contextmanager
+def replace_directory(path: str, check: Callable[[str], None]) -> Iterator[str]:
+    """Hand out a directory to fill; it becomes `path` when the block ends without an error.
+
+    A directory cannot be renamed onto a full one, so the old one is moved aside first:
+
+        1. the temporary is filled, its files and itself are fsynced
+        2. `path` -> `old_name(path)`
+        3. the temporary -> `path`, fsync of the parent
+        4. `old_name(path)` is removed
+
+    A crash before 2 or after 3 leaves `path` whole, the old one or the new one. Between 2 and 3
+    there is no `path`: readers take `old_name(path)`, and the next writer moves it back first.
+    `check` is called with `path` before anything is written and again before it is moved; it
+    raises if what is there may not be replaced.
+    """
+    with _lock_parent(path):
+        _recover(path)
+        check(path)
+        _remove_stale(path)
+        temporary, descriptor = _new_temporary(path, _create_directory)
+    try:
+        yield temporary
+        _keep_mode(path, descriptor)
+        # Only now, so that the kernel writes one file while the block makes the next.
+        for entry in os.scandir(temporary):
+            _fsync(entry.path)
+        os.fsync(descriptor)
+        with _lock_parent(path) as parent:
+            _recover(path)
+            check(path)
+            _swap(temporary, path)
+            os.fsync(parent)
+            _discard(old_name(path))
+    except BaseException:
+        _discard(temporary)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _swap(temporary: str, path: str) -> None:
+    """Steps 2 and 3; if 3 fails, 2 is undone."""
+    aside = old_name(path)
+    try:
+        if os.path.lexists(path):
+            os.rename(path, aside)
+        os.rename(temporary, path)
+    except BaseException:
+        if os.path.lexists(aside) and not os.path.lexists(path):
+            os.rename(aside, path)
+        raise
+
+
+def _recover(path: str) -> None:
+    """Finish what a writer that was killed in step 3 or 4 had begun."""
+    aside = old_name(path)
+    if not os.path.lexists(aside):
+        return
+    if os.path.lexists(path):
+        _discard(aside)
+    else:
+        os.rename(aside, path)
+
+
+@contextmanager
+def _lock_parent(path: str) -> Iterator[int]:
+    """Keep other writers out of the directory of `path` for a moment: a swap is two renames."""
+    descriptor = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems have no locks
+            _log.debug("%s cannot be locked: %s", os.path.dirname(path), error)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _create_file(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def _create_directory(path: str) -> int:
+    os.mkdir(path)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _prefix(path: str) -> str:
+    return f".{os.path.basename(path)}.ltc-new-"
+
+
+def _new_temporary(path: str, create: Callable[[str], int]) -> tuple[str, int]:
+    """Create a sibling of `path` and lock it; return its name and its descriptor.
+
+    The parent is locked meanwhile: nobody takes it for stale before it is locked itself.
+    """
+    name = os.path.join(os.path.dirname(path), _prefix(path) + secrets.token_hex(4))
+    descriptor = create(name)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # no locks here, so nobody will take it for stale either
+        _log.debug("%s cannot be locked: %s", name, error)
+    return name, descriptor
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the temporaries of writers of `path` that are no more."""
+    for entry in os.scandir(os.path.dirname(path)):
+        if not entry.name.startswith(_prefix(path)) or entry.is_symlink():
+            continue
+        try:
+            descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            _log.debug("%s may be stale, but cannot be opened: %s", entry.path, error)
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _discard(entry.path)
+        except OSError as error:
+            _log.debug("%s is being written: %s", entry.path, error)
+        finally:
+            os.close(descriptor)
+
+
+def _discard(path: str) -> None:
+    """Remove a file or a directory of ours; what cannot be removed is reported, not raised."""
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _log.warning("%s is left over and could not be removed: %s", path, error)
+
+
+def _keep_mode(path: str, descriptor: int) -> None:
+    """Give the new file or directory the permissions of the one it replaces."""
+    if os.path.exists(path):
+        os.fchmod(descriptor, stat.S_IMODE(os.stat(path).st_mode))
+
+
+def _fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

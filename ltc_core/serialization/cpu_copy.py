@@ -1,0 +1,64 @@
+"""Bring tensors of the device to the CPU as something that can be saved: `cpu_copy`, `CpuCopies`.
+
+A copy keeps what a reader of the checkpoint sees: the values, requires_grad, and whether the
+tensor is a parameter. The first copy syncs all that is pending; the later ones find it done.
+`memory_key` tells which tensors are one memory: state_dict() hands out tied weights as several.
+"""
+
+import torch
+from typing_extensions import TypeIs
+
+from ltc_core.cell import Cell
+from ltc_core.runtime import fetch
+from ltc_core.tensor import LazyTensor
+
+
+def is_on_device(tensor: torch.Tensor) -> TypeIs[LazyTensor]:
+    """Tell whether `tensor` lives on our device."""
+    return isinstance(tensor, LazyTensor)
+
+
+def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a CPU copy of a tensor of our device; any other tensor is returned as it is.
+
+    Cost: the first call cuts the graph and waits for it; each call copies one tensor.
+    """
+    if not is_on_device(tensor):
+        return tensor
+    return _like(tensor, fetch(tensor._h, "Save"))
+
+
+class CpuCopies:
+    """`cpu_copy` for tensors that are kept: those that are one memory share one copy of it."""
+
+    def __init__(self) -> None:
+        # The original is kept as well: a key is the id of something it holds.
+        self._copies: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not is_on_device(tensor):
+            return tensor
+        key = memory_key(tensor)
+        if key not in self._copies:
+            self._copies[key] = tensor, fetch(tensor._h, "Save")
+        return _like(tensor, self._copies[key][1].detach())
+
+
+def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def memory_key(tensor: torch.Tensor) -> object:
+    """Return a key that two dense tensors share if they show the same memory in the same way.
+
+    Valid as long as the tensor lives. A part of a tensor of our device is a memory of its own.
+    """
+    if isinstance(tensor, LazyTensor):
+        whole = isinstance(tensor._h, Cell)
+        return id(tensor._h) if whole else id(tensor)
+    if tensor.numel() == 0:
+        return id(tensor)
+    view = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.dtype, *view
