@@ -1,0 +1,77 @@
+"""ltc_core: a lazy-tensor training runtime for PyTorch, in one process.
+
+Importing it registers the device. `lazy_device()` gives it, `mark_step()` ends a step:
+
+    import ltc_core as ltc
+
+    device = ltc.lazy_device()
+    model = model.to(device)
+    for data, target in loader:
+        optimizer.zero_grad()
+        loss_fn(model(data.to(device)), target.to(device)).backward()
+        optimizer.step()
+        ltc.mark_step()
+"""
+
+from ltc_core import autocast, dispatch, errors, factories, hooks, host_storage, metrics, tensor  # noqa: F401
+from ltc_core.device import register as _register
+from ltc_core.lazy_model import (
+    add_step_closure,
+    check_view_sharing,
+    dump_ir,
+    fork_rng,
+    get_lazy_supported_devices,
+    get_memory_info,
+    get_rng_state,
+    is_lazy_tensor,
+    lazy_device,
+    lazy_device_hw,
+    manual_seed,
+    mark_step,
+    save,
+    send_cpu_data_to_device,
+    set_rng_state,
+    step,
+    sync_multi,
+    to_cpu,
+    unlazy,
+    wait_device_ops,
+)
+from ltc_core.serialization.plain import load
+from ltc_core.settings import settings
+
+__all__ = [
+    "add_step_closure",
+    "check_view_sharing",
+    "dump_ir",
+    "errors",
+    "fork_rng",
+    "get_lazy_supported_devices",
+    "get_memory_info",
+    "get_rng_state",
+    "is_lazy_tensor",
+    "lazy_device",
+    "lazy_device_hw",
+    "load",
+    "manual_seed",
+    "mark_step",
+    "metrics",
+    "save",
+    "send_cpu_data_to_device",
+    "set_rng_state",
+    "settings",
+    "step",
+    "sync_multi",
+    "to_cpu",
+    "unlazy",
+    "wait_device_ops",
+]
+
+__version__ = "0.1.0"
+
+_register.register(hooks.install())
+factories.register_factories()
+host_storage.register_loading()
+autocast.register_autocast()
+tensor.name_methods()
+tensor.join_foreach()
