@@ -1,0 +1,53 @@
+"""A Python program in a process of its own, for what belongs to a process: its environment, its end, its children.
+
+The environment is that of the tests without their `LTC_` names, so that a child sees only what its test sets.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+__all__ = ["run", "start"]
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 50
+
+PRELUDE = """
+import torch
+import ltc_core as ltc
+device = ltc.lazy_device()
+"""
+
+
+def _environment(settings: dict[str, str]) -> dict[str, str]:
+    kept = {name: v for name, v in os.environ.items() if not name.startswith(("LTC_", "XLA_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), **settings}
+
+
+def start(code: str, *, prelude: str = PRELUDE, **settings: str) -> subprocess.Popen[str]:
+    """Start `prelude` and `code`, in which every warning is an error; `settings` are environment variables."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", prelude + textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(settings),
+    )
+
+
+def run(
+    code: str, *, prelude: str = PRELUDE, returncode: int = 0, **settings: str
+) -> tuple[str, str]:
+    """Run a program to its end, with the return code that is expected; give what it wrote: (stdout, stderr)."""
+    with start(code, prelude=prelude, **settings) as child:
+        try:
+            out, err = child.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            out, err = child.communicate()
+            raise AssertionError(f"it hangs\n{out}\n{err}") from None
+    assert child.returncode == returncode, f"rc {child.returncode}\n{out}\n{err}"
+    return out, err
