@@ -64,7 +64,7 @@ class LazyStorage:
 class LazyTensor(torch.Tensor):
     """A tensor whose values are computed when they are needed.
 
-    It shows contiguous strides whatever view it is, as documents of its peers promise; autograd and ATen see
+    It shows contiguous strides whatever view it is, as the guides of its peers promise; autograd and ATen see
     the strides eager PyTorch would give.
     """
 

@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class CNN(nn.Module):
-    """The MNIST network of document 002, with fewer channels."""
+    """The MNIST network of the torch._lazy tutorial, with fewer channels."""
 
     def __init__(self, channels: int = 8, hidden: int = 32) -> None:
         super().__init__()

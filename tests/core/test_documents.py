@@ -1,4 +1,4 @@
-"""The snippets of documents 000 and 003 that need one process, in our own words.
+"""The snippets of the torch_xla and lazy_tensor_core guides that need one process, in our own words.
 
 One class for each heading. What a document promises is asserted; counts stand where it speaks of
 syncs and compiles. Document 002 is in test_tutorial.py.

@@ -1,7 +1,7 @@
 """torch.save, torch.load, pickle and shared memory: lazy tensors come back where they were.
 
 With `map_location` they come back elsewhere; `weights_only`, the default, needs no permission. A
-tensor and a view of it are refused, as document 001 says.
+tensor and a view of it are refused, as the torch_xla guide says.
 """
 
 import io

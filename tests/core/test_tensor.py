@@ -282,7 +282,7 @@ class TestOperators:
 
 class TestCopies:
     def test_copy_copies_the_values(self, device: torch.device) -> None:
-        """As document 001 says; a view is what a shallow copy would be."""
+        """As the torch_xla guide says; a view is what a shallow copy would be."""
         t = torch.zeros(2, device=device)
         copied, deep, shallow = copy.copy(t), copy.deepcopy(t), t.view(2)
         t += 1
