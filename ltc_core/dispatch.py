@@ -70,18 +70,22 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if special is not None:
         return special if op in FREE else _with_rescue(schema, special)
     if schema.counter in settings.force_fallback and not schema.view:
-        return lambda args, kwargs: run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
+        return _on_real_values(schema)
     rule = RULES.get(op)
     if rule is not None:  # before composites: `_pad_packed_sequence` is one
         return lambda args, kwargs: rule(*args, **(kwargs or {}))
     if schema.composite:
         return lambda args, kwargs: _decompose(schema, args, kwargs or {})
     if schema.name.startswith(_QUANTIZED):
-        return lambda args, kwargs: run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
+        return _on_real_values(schema)
     if not schema.yields_tensors or not (schema.returns or schema.writes):
         # Its answer, or its refusal (as of a singular matrix), is in the values.
-        return lambda args, kwargs: run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
+        return _on_real_values(schema)
     return _with_rescue(schema, recorder(schema))
+
+
+def _on_real_values(schema: OpSchema) -> Handler:
+    return lambda args, kwargs: run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
 
 
 def _with_rescue(schema: OpSchema, record: Handler) -> Handler:
