@@ -22,7 +22,7 @@ from ltc_core.runtime import contexts, upload
 from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
 from ltc_core.signature import NotRecordable, find_trace
-from ltc_core.special import FREE, SPECIAL, on_other_device
+from ltc_core.special import SPECIAL, on_other_device
 from ltc_core.tensor import LazyTensor, use_handlers
 
 __all__ = ["handler_of"]
@@ -68,7 +68,7 @@ def _run_at_once(handler: Handler) -> Handler:
 def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     special = SPECIAL.get(op)
     if special is not None:
-        return special if op in FREE else _with_rescue(schema, special)
+        return _with_rescue(schema, special)
     if schema.counter in settings.force_fallback and not schema.view:
         return _on_real_values(schema)
     rule = RULES.get(op)

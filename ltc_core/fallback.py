@@ -19,6 +19,7 @@ from ltc_core.graph import TensorMeta
 from ltc_core.runtime import Context, context, real
 from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
+from ltc_core.signature import two_devices
 from ltc_core.tensor import LazyTensor, set_handle, sizes_of, wrap
 from ltc_core.views import Pending, close_lens, open_lens, shares_memory
 
@@ -58,13 +59,7 @@ class _RealCall:
         return operand
 
     def _elsewhere(self, item: torch.Tensor) -> errors.DeviceMismatchError:
-        return errors.DeviceMismatchError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{self.ctx.device} and {item.device}!",
-            got=f"{item.dtype}{list(item.shape)} on {item.device} in {self.schema.op}",
-            where=source.user_line(),
-            next=f"move one of them: t.to('{self.ctx.device}')",
-        )
+        return two_devices(self.ctx.device, item.device, f"{item.dtype}{list(item.shape)}")
 
     def _written(self, item: LazyTensor) -> torch.Tensor:
         base = base_of(item._h)

@@ -85,8 +85,8 @@ class OpSchema:
     """
 
     __slots__ = (
-        "args", "composite", "counter", "defaults", "draws", "name", "named", "names", "op", "returns",
-        "tensor_list_return", "view", "writes", "yields_tensors",
+        "args", "composite", "counter", "draws", "name", "named", "names", "op", "returns", "view", "writes",
+        "yields_tensors",
     )  # fmt: skip
 
     _known: dict[torch._ops.OpOverload, OpSchema] = {}
@@ -113,7 +113,6 @@ class OpSchema:
         ) + _UNMARKED_WRITES.get(op, ())
         self.returns = tuple(self._written_as(r, schema.arguments) for r in schema.returns)
         self.yields_tensors = all("Tensor" in str(r.type) for r in schema.returns)
-        self.tensor_list_return = tuple("List[" in str(r.type) for r in schema.returns)
         self.draws = Arg.GENERATOR in self.args and self.name != "set_"
         self.view = is_view_op(op)
         self.composite = _is_composite(op)

@@ -20,7 +20,7 @@ from ltc_core.trace import Trace, is_stale
 
 __all__ = [
     "DROPPED", "NUMBERS", "NotRecordable", "Stale", "argument", "check_device", "find_trace", "number", "operand",
-    "written", "written_cell",
+    "two_devices", "written", "written_cell",
 ]  # fmt: skip
 
 # Arguments that say where a result goes, which the trace knows, or that enter a signature in a way of their own.
@@ -49,15 +49,21 @@ def find_trace(args: Any, kwargs: Any) -> Trace:
     raise NotRecordable
 
 
+def two_devices(ours: torch.device, other: torch.device, what: str) -> errors.DeviceMismatchError:
+    """Make the error for an op that is given tensors of two devices."""
+    return errors.DeviceMismatchError(
+        "Expected all tensors to be on the same device, but found at least two devices, "
+        f"{ours} and {other}!",
+        got=f"{what} on {other}",
+        where=source.user_line(),
+        next=f"move one of them: t.to('{ours}')",
+    )
+
+
 def operand(trace: Trace, handle: Cell | View) -> Any:
     """Give an operand's part of the signature: its number, or the meta of an input read for the first time."""
     if handle.trace is not trace:
-        raise errors.DeviceMismatchError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{trace.device} and {handle.trace.device}!",
-            where=source.user_line(),
-            next=f"move one of them: t.to('{trace.device}')",
-        )
+        raise two_devices(trace.device, handle.trace.device, str(handle.meta))
     if is_stale(handle, trace.epoch):
         raise Stale
     value = handle.value

@@ -25,10 +25,9 @@ from ltc_core.settings import settings
 from ltc_core.signature import NotRecordable
 from ltc_core.tensor import LazyTensor, set_handle, wrap
 
-__all__ = ["FREE", "SPECIAL", "on_other_device"]
+__all__ = ["SPECIAL", "on_other_device"]
 
 aten = torch.ops.aten
-_make = torch.Tensor._make_wrapper_subclass
 Handler = Callable[[Any, Any], Any]
 
 
@@ -40,9 +39,7 @@ def _share(args: Any, kwargs: Any) -> Any:
     if torch.is_inference_mode_enabled() and not args[0].is_inference():
         with torch.inference_mode(False):  # as for every view of a normal tensor
             return wrap(handle)
-    t = _make(LazyTensor, *handle.meta.wrapper_arguments(handle.trace.device))
-    t._h = handle
-    return t
+    return wrap(handle)
 
 
 _record_clone = recorder(OpSchema.of(aten.clone.default))
@@ -56,9 +53,6 @@ def _clone(args: Any, kwargs: Any) -> Any:
         with handle.trace.lock:
             return wrap(Cell(handle.trace, handle.value, handle.meta))
     return _record_clone(args, kwargs)
-
-
-_metas: dict[Any, TensorMeta] = {}
 
 
 def _uninitialised(op: torch._ops.OpOverload) -> Handler:
@@ -76,13 +70,8 @@ def _uninitialised(op: torch._ops.OpOverload) -> Handler:
                 return op(_stand_in(args[0]), *args[1:], device=device, **kwargs)
             if wanted.index not in (None, trace.device.index):
                 trace = context(checked(wanted.index)).trace
-        static = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
-        key = (op, handle.meta, static, tuple(kwargs.items()), torch.get_default_dtype())
-        meta = _metas.get(key)
-        if meta is None:
-            result = infer(schema, args, kwargs)
-            meta = _metas[key] = TensorMeta.of(result.size, result.stride, 0, result.dtype)
-        return wrap(trace.empty(meta))
+        like = infer(schema, args, kwargs)
+        return wrap(trace.empty(TensorMeta.of(like.size, like.stride, 0, like.dtype)))
 
     return handle
 
@@ -303,11 +292,6 @@ def _nothing(args: Any, kwargs: Any) -> None:
 def _false(args: Any, kwargs: Any) -> bool:
     return False
 
-
-# Called at every turn of autograd, and nothing can go wrong: no rescue is put around them.
-FREE = frozenset(
-    {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
-)
 
 SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten.detach.default: _share,

@@ -18,7 +18,7 @@ from torch import _tensor_str
 from torch.utils import _foreach_utils
 
 from ltc_core import errors, sharing, source
-from ltc_core.cell import Cell, Handle, base_of
+from ltc_core.cell import Handle, base_of
 from ltc_core.graph import contiguous_stride
 from ltc_core.settings import settings
 
@@ -258,10 +258,6 @@ def set_handle(t: LazyTensor, handle: Handle) -> None:
         with torch.no_grad():
             _data.__set__(t, wrap(handle))
     t._h = handle
-
-
-def is_whole(handle: Handle) -> bool:
-    return type(handle) is Cell
 
 
 def sizes_of(args: Sequence[Any]) -> str:
