@@ -22,7 +22,7 @@ help:
 	@echo "make demo    train a CNN on handwritten digits on the lazy device"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types"
-	@echo "make bench   measure recording speed and memory"
+	@echo "make bench   measure recording speed, memory, and training beside its peers (half an hour)"
 
 setup: $(STAMP)
 
@@ -41,7 +41,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	echo "environment: $(VENV), made from $$found"; \
 	"$$found" -m venv "$(VENV)"
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tty]'
-	$(BIN)/python -W ignore::RuntimeWarning:runpy -m ltc_core.device.build \
+	$(BIN)/python -m ltc_core.build \
 	    || echo "going on without it: see 'Start' in README.md"
 	@touch $@
 
@@ -59,6 +59,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.record $(ARGS)
 	$(BIN)/python -m benchmarks.memory $(ARGS)
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 clean:
 	rm -rf .venv build ltc.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -39,7 +39,7 @@ def register(hooks: DeviceHooks) -> None:
         if _registered:
             return
         _refuse_foreign_backend()
-        native = build.load()
+        native = build.extension.load()
         if native is None:
             _register_from_python(hooks)
         else:
@@ -88,7 +88,7 @@ def set_num_devices(count: int) -> None:
         if _native is None:
             raise DeviceError(
                 f"this process has one {settings.device_name} device and can have no more",
-                got=f"{count} devices asked for; {build.unavailable_reason()}",
+                got=f"{count} devices asked for; {build.extension.unavailable_reason}",
                 next="install a C++ compiler (g++) or set CXX, then start again.",
             )
         try:
@@ -112,7 +112,7 @@ def generator_id(generator: torch.Generator) -> int:
     if _native is None:
         raise DeviceError(
             f"there is no torch.Generator for {settings.device_name}",
-            got=build.unavailable_reason(),
+            got=build.extension.unavailable_reason,
             next="install a C++ compiler (g++) or set CXX, then start again.",
         )
     number: int = _native.generator_id(generator)
@@ -187,13 +187,14 @@ def _register_from_python(hooks: DeviceHooks) -> None:
     if setup is None:
         raise DeviceError(
             f"the device {name} cannot be built; torch {torch.__version__} has no other way to it",
-            got=build.unavailable_reason(),
+            got=build.extension.unavailable_reason,
             next="install a C++ compiler (g++), set CXX, or use torch 2.13.",
         )
     setup(rename=name, backend_module=module.make_module(hooks, _OneDevice(), ()))
     warnings.warn(
-        f"{build.unavailable_reason()}, so {name} has one device, no torch.Generator and no pinned "
-        "memory, and most of torch.accelerator fails; a C++ compiler (g++, or CXX) makes it whole.",
+        f"{build.extension.unavailable_reason}, so {name} has one device, no torch.Generator and no "
+        "pinned memory, and most of torch.accelerator fails; a C++ compiler (g++, or CXX) makes it "
+        "whole.",
         stacklevel=3,
     )
 

@@ -1,4 +1,4 @@
-"""Building the C++ file: once for all processes, never half a file, or a sentence why not.
+"""Building a C++ file, the device's: once for all processes, never half a file, or a sentence why not.
 
 Only the first test compiles (four seconds); the others put a compiler in its place that copies a
 built file and keeps a log of its calls. Each child sees `ltc_core` as a bare package, see
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ltc_core.build import EXTENSIONS
+
 ROOT = Path(__file__).parents[2]
 
 PRELUDE = f"""
@@ -24,7 +26,9 @@ sys.path.insert(0, {str(ROOT)!r})
 package = types.ModuleType("ltc_core")
 package.__path__ = [{str(ROOT / "ltc_core")!r}]
 sys.modules["ltc_core"] = package
+from ltc_core import extension
 from ltc_core.device import build
+device = build.extension
 """
 
 
@@ -38,8 +42,8 @@ def start(code: str, **env: str) -> "subprocess.Popen[str]":
     )
 
 
-def finish(child: "subprocess.Popen[str]") -> str:
-    out, err = child.communicate(timeout=55)
+def finish(child: "subprocess.Popen[str]", timeout_s: float = 55) -> str:
+    out, err = child.communicate(timeout=timeout_s)
     assert child.returncode == 0 and not err, f"rc {child.returncode}\n{out}\n{err}"
     return out.strip()
 
@@ -49,17 +53,17 @@ def run(code: str, **env: str) -> str:
 
 
 LOAD = """
-module = build.load()
-assert module is not None, build.unavailable_reason()
-assert build.unavailable_reason() == "" and build.load() is module
-assert module.device_count() == 0 and module.__file__ == str(build.library_path())
+module = device.load()
+assert module is not None, device.unavailable_reason
+assert device.unavailable_reason == "" and device.load() is module
+assert module.device_count() == 0 and module.__file__ == str(device.library_path())
 """
 
 
 @pytest.fixture(scope="session")
 def built() -> Path:
     """A built library, in the user's own cache, where importing ltc_core puts it too."""
-    return Path(run(LOAD + "print(build.library_path())"))
+    return Path(run(LOAD + "print(device.library_path())"))
 
 
 @pytest.fixture
@@ -91,8 +95,8 @@ def test_eight_processes_at_once_build_once(tmp_path: Path) -> None:
     run(LOAD, **env)
     assert calls(script) == 1
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert stat.S_IMODE((cache / "device").stat().st_mode) == 0o700
-    left = {path.suffix for path in (cache / "device").iterdir()}
+    assert stat.S_IMODE((cache / "extensions").stat().st_mode) == 0o700
+    left = {path.suffix for path in (cache / "extensions").iterdir()}
     assert left <= {".so", ".lock"} and ".so" in left, left
 
 
@@ -100,7 +104,7 @@ def test_eight_processes_at_once_build_once(tmp_path: Path) -> None:
 def test_a_damaged_file_is_rebuilt_once(
     compiler: Path, built: Path, tmp_path: Path, damage: str
 ) -> None:
-    cache = tmp_path / "cache" / "device"
+    cache = tmp_path / "cache" / "extensions"
     cache.mkdir(parents=True, mode=0o700)
     data = bytearray(built.read_bytes())
     if damage == "truncated":
@@ -119,7 +123,7 @@ def test_a_damaged_file_is_rebuilt_once(
     assert calls(compiler) == 1
 
 
-REASON = "assert build.load() is None and build.load() is None\nprint(build.unavailable_reason())"
+REASON = "assert device.load() is None and device.load() is None\nprint(device.unavailable_reason)"
 
 
 def test_no_compiler_is_a_reason(tmp_path: Path) -> None:
@@ -153,7 +157,7 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, body: str, reason: st
     cache = tmp_path / "cache"
     said = run(REASON, CXX=str(script), LTC_CACHE_DIR=str(cache))
     assert reason in said and "\n" not in said
-    assert not [path for path in (cache / "device").iterdir() if path.name.startswith("build-")]
+    assert not [path for path in (cache / "extensions").iterdir() if path.name.startswith("build-")]
 
 
 def test_a_cache_that_cannot_be_used_is_a_reason(compiler: Path, tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_a_cache_that_cannot_be_used_is_a_reason(compiler: Path, tmp_path: Path)
     said = run(REASON, CXX=str(compiler), LTC_CACHE_DIR=str(blocked / "cache"))
     assert said.startswith(f"the cache directory {blocked}/cache cannot be used")
 
-    shared = tmp_path / "shared" / "device"
+    shared = tmp_path / "shared" / "extensions"
     shared.mkdir(parents=True)
     shared.chmod(0o777)
     said = run(REASON, CXX=str(compiler), LTC_CACHE_DIR=str(shared.parent))
@@ -174,13 +178,13 @@ def test_a_lock_held_for_ever_is_a_reason(compiler: Path, tmp_path: Path) -> Non
     said = run(
         """
         from filelock import FileLock
-        build._LOCK_TIMEOUT_S = 0.05
-        path = build.library_path()
+        extension._LOCK_TIMEOUT_S = 0.05
+        path = device.library_path()
         path.parent.mkdir(parents=True, mode=0o700)
         with FileLock(f"{path}.lock"):
-            assert build.load() is None
-        print(build.unavailable_reason())
-        assert build.load() is not None and build.unavailable_reason() == ""
+            assert device.load() is None
+        print(device.unavailable_reason)
+        assert device.load() is not None and device.unavailable_reason == ""
         """,
         CXX=str(compiler),
         LTC_CACHE_DIR=str(tmp_path / "cache"),
@@ -193,31 +197,28 @@ def test_the_name_changes_with_what_goes_in(tmp_path: Path) -> None:
         """
         import torch
         from pathlib import Path
-        first = build.library_path()
+        first = device.library_path()
         assert first.name.startswith("_ltc_device-torch" + torch.__version__.split("+")[0])
-        flags = build._flags()
-        build._flags = lambda: [*flags, "-O2"]
-        second = build.library_path()
-        build._flags = lambda: flags
-        assert build.library_path() == first != second
-        build._SOURCE = Path(build.__file__)
-        assert build.library_path() not in (first, second)
+        assert extension.Extension("other", device.source).library_path().name.startswith("other-")
+        others = [
+            extension.Extension(device.name, device.source, "-O2"),
+            extension.Extension(device.name, Path(build.__file__)),
+        ]
+        assert len({first, *(other.library_path() for other in others)}) == 3
+        assert extension.Extension(device.name, device.source).library_path() == first
         torch.__version__ = "9.9.9"
-        assert "torch9.9.9" in build.library_path().name
+        assert "torch9.9.9" in device.library_path().name
         """
     )
 
 
-def test_the_command_builds_ahead_of_time(compiler: Path, tmp_path: Path) -> None:
-    env = {"LTC_CACHE_DIR": str(tmp_path / "cache")}
-    printed = run("sys.exit(build.main())", CXX=str(compiler), **env)
-    assert Path(printed).is_file() and Path(printed).is_relative_to(tmp_path)
-    child = start(
-        "sys.exit(build.main())", CXX="/nonexistent", LTC_CACHE_DIR=str(tmp_path / "other")
-    )
+def test_the_command_builds_all_parts_ahead_of_time(tmp_path: Path) -> None:
+    code = "from ltc_core.build import main; sys.exit(main())"
+    printed = finish(start(code, LTC_CACHE_DIR=str(tmp_path / "cache")), timeout_s=300).split()
+    assert len(printed) == len(set(printed)) == len(EXTENSIONS)
+    assert all(Path(p).is_file() and Path(p).is_relative_to(tmp_path) for p in printed)
+    child = start(code, CXX="/nonexistent", LTC_CACHE_DIR=str(tmp_path / "other"))
     _, said = child.communicate(timeout=55)
-    assert child.returncode == 1
-    assert said == (
-        "The device extension cannot be built: "
-        "there is no C++ compiler (CXX names /nonexistent, which is not there).\n"
-    )
+    assert child.returncode == len(EXTENSIONS)
+    why = "there is no C++ compiler (CXX names /nonexistent, which is not there)"
+    assert said.splitlines() == [f"{e.name} cannot be built: {why}." for e in EXTENSIONS]
