@@ -1,0 +1,85 @@
+"""Attention is one op where eager on the CPU calls flash attention, and gives its numbers to the bit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ltc_core as ltc
+from ltc_core import metrics
+
+Tensor = torch.Tensor
+FLASH = "ltc::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 4, 16, 8, generator=g).to(dtype) for _ in range(3)]
+
+
+def bool_mask() -> Tensor:
+    return torch.ones(16, 16, dtype=torch.bool).tril()
+
+
+def attend(
+    device: torch.device | str, dtype: torch.dtype, mask: Tensor | None, **options: bool
+) -> list[Tensor]:
+    operands = [t.to(device).requires_grad_() for t in tensors(dtype)]
+    mask = None if mask is None else mask.to(device)
+    out = F.scaled_dot_product_attention(*operands, attn_mask=mask, **options)
+    return [
+        out.detach().cpu(),
+        *(g.cpu() for g in torch.autograd.grad(out.square().sum(), operands)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "mask, options",
+    [
+        (None, {}),
+        (None, {"is_causal": True}),
+        (bool_mask(), {}),
+        (torch.randn(16, 16), {}),
+        (torch.randn(2, 1, 16, 16), {}),
+    ],
+    ids=["plain", "causal", "bool", "float", "4-d"],
+)
+def test_it_is_flash_attention_with_eagers_numbers(
+    mask: Tensor | None, options: dict[str, bool], dtype: torch.dtype
+) -> None:
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.to(dtype)
+    metrics.clear_all()
+    got = attend(ltc.lazy_device(), dtype, mask, **options)
+    assert metrics.counter_value(FLASH) == 1
+    assert metrics.counter_value(f"{FLASH}_backward") == 1
+    for a, b in zip(got, attend("cpu", dtype, mask, **options), strict=True):
+        assert torch.equal(a, b)
+
+
+CASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "dropout": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+    "grouped heads": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k[:, :2], v[:, :2], enable_gqa=True
+    ),
+    "3-d": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]),
+    "other length of the keys' heads": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v[..., :4]
+    ),
+    "a mask with a gradient": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, attn_mask=torch.zeros(16, 16, device=q.device).requires_grad_()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rest_is_spelled_out_as_eager_does(name: str) -> None:
+    results = []
+    for device in ("cpu", ltc.lazy_device()):
+        torch.manual_seed(3)
+        metrics.clear_all()
+        results.append(CASES[name](*(t.to(device) for t in tensors())).cpu())
+    assert metrics.counter_value(FLASH) is None
+    torch.testing.assert_close(*results)
