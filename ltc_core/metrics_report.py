@@ -22,6 +22,7 @@ _TIME_PARTS = (  # suffix, nanoseconds, digits
 )
 _SIZE_SUFFIXES = ("B", "KB", "MB", "GB", "TB", "PB")
 _MAX_NAMED = 20
+_CAUSE_PREFIX = "CompileCause."
 
 
 class Metric(NamedTuple):
@@ -88,6 +89,11 @@ def counter_text(name: str, value: int) -> str:
     return f"Counter: {name}\n  Value: {value}\n"
 
 
+def cause_counter(kind: str) -> str:
+    """Give the counter of a kind of cause; a report's readers take a name without spaces."""
+    return _CAUSE_PREFIX + kind.replace(" ", "_")
+
+
 def summary_text(
     counters: Mapping[str, int],
     metrics: Mapping[str, Metric],
@@ -98,6 +104,7 @@ def summary_text(
     sentences = [
         *_steps(counters, device_name),
         *_programs(counters),
+        *_causes(counters),
         *_times(metrics),
         *_sizes(metrics, peak_bytes),
         *_syncs(counters),
@@ -127,6 +134,17 @@ def _programs(counters: Mapping[str, int]) -> Iterable[str]:
             f"{_counted(built, 'program')} built, {_counted(cached, 'time')} one was found "
             f"in the cache, {_counted(runs, 'run')} on the device."
         )
+
+
+def _causes(counters: Mapping[str, int]) -> Iterable[str]:
+    causes = {kind.replace("_", " "): n for kind, n in _named(counters, _CAUSE_PREFIX).items()}
+    if causes:
+        ranked = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
+        compiles = _counted(sum(causes.values()), "compile")
+        steps = counters.get("MarkStep", 0)
+        each = "; ".join(f"{kind}, {n}" for kind, n in ranked)
+        when = f" in {_counted(steps, 'step')}" if steps else ""
+        yield f"{compiles}{when}: {each}."
 
 
 def _times(metrics: Mapping[str, Metric]) -> Iterable[str]:

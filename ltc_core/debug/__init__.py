@@ -1,4 +1,4 @@
-"""What happens, made visible: each sync in a line, graphs as text and DOT."""
+"""What happens, made visible: each sync in a line, graphs as text and DOT, why each graph was built."""
 
 from __future__ import annotations
 

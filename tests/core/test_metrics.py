@@ -10,7 +10,14 @@ import pytest
 
 from ltc_core import metrics as met
 from ltc_core.errors import SettingsError
-from ltc_core.metrics_report import Metric, bytes_text, metric_text, summary_text, time_text
+from ltc_core.metrics_report import (
+    Metric,
+    bytes_text,
+    cause_counter,
+    metric_text,
+    summary_text,
+    time_text,
+)
 from ltc_core.settings import settings
 
 ROOT = Path(__file__).parents[2]
@@ -310,6 +317,8 @@ def test_summary_in_sentences():
         "MarkStep": 5,
         "UncachedCompile": 1,
         "CachedCompile": 4,
+        "CompileCause.first_graph": 1,
+        "CompileCause.shapes_of_the_batch": 2,
         "ExecuteComputation": 6,
         "dev::add": 40,
         "dev::mul": 2,
@@ -328,6 +337,7 @@ def test_summary_in_sentences():
     assert summary_text(counters, metrics, "dev", 3 * 2**20).split("\n") == [
         "5 steps ran, 42 ops were recorded, 8.4 a step.",
         "1 program built, 4 times one was found in the cache, 6 runs on the device.",
+        "3 compiles in 5 steps: shapes of the batch, 2; first graph, 1.",
         "Time went into: 0.5 s compiling, 1.25 s moving data.",
         "Data moved: 1.00MB to the device.",
         "A graph had 15 nodes on average, 20 at most of the recent ones.",
@@ -336,6 +346,12 @@ def test_summary_in_sentences():
         "3 calls of 2 ops ran on the CPU instead: nonzero (2), unique (1). "
         "LTC_FALLBACK=error shows where.",
     ]
+
+
+def test_causes_are_counters_that_a_reports_readers_take():
+    met.count(cause_counter("shapes of the batch"), 3)
+    assert parse_report(met.metrics_report())[1] == {"CompileCause.shapes_of_the_batch": "3"}
+    assert met.summary().splitlines()[0] == "3 compiles: shapes of the batch, 3."
 
 
 def test_summary_without_steps_or_fallbacks():
