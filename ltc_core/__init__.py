@@ -13,7 +13,18 @@ Importing it registers the device. `lazy_device()` gives it, `mark_step()` ends 
         ltc.mark_step()
 """
 
-from ltc_core import autocast, dispatch, errors, factories, hooks, host_storage, metrics, tensor  # noqa: F401
+from ltc_core import (  # noqa: F401
+    attention,
+    autocast,
+    dispatch,
+    errors,
+    factories,
+    follow,
+    hooks,
+    host_storage,
+    metrics,
+    tensor,
+)  # fmt: skip
 from ltc_core.device import register as _register
 from ltc_core.lazy_model import (
     add_step_closure,
@@ -73,5 +84,7 @@ _register.register(hooks.install())
 factories.register_factories()
 host_storage.register_loading()
 autocast.register_autocast()
+attention.register_attention()
 tensor.name_methods()
 tensor.join_foreach()
+follow.install()

@@ -15,6 +15,7 @@ import torch
 from ltc_core import errors, source
 from ltc_core.branch import OutResized
 from ltc_core.fallback import run_real
+from ltc_core.follow import follow_op
 from ltc_core.infer import Unknown
 from ltc_core.recorder import recorder
 from ltc_core.rules import RULES
@@ -22,7 +23,7 @@ from ltc_core.runtime import contexts, upload
 from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
 from ltc_core.signature import NotRecordable, find_trace
-from ltc_core.special import SPECIAL, on_other_device
+from ltc_core.special import SPECIAL, on_other_device, share
 from ltc_core.tensor import LazyTensor, use_handlers
 
 __all__ = ["handler_of"]
@@ -31,6 +32,15 @@ Handler = Callable[[Any, Any], Any]
 
 # Their results are quantized, which meta kernels do not say; the device cannot hold them.
 _QUANTIZED = ("quantize_per_", "_empty_affine", "_empty_per_channel", "_make_per_")
+
+# Special only on the way to another device, or for a format that is the tensor's own.
+_RECORDED_AS_THEY_ARE = frozenset(
+    {
+        torch.ops.aten.clone.default,
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.copy_.default,
+    }
+)
 
 # Operands, by position, that may live on the CPU as on every other device: indices, lengths.
 _INDICES = frozenset({1})
@@ -68,6 +78,8 @@ def _run_at_once(handler: Handler) -> Handler:
 def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     special = SPECIAL.get(op)
     if special is not None:
+        if not settings.eager and (special is share or op in _RECORDED_AS_THEY_ARE):
+            follow_op(op, schema, shares=special is share)
         return _with_rescue(schema, special)
     if schema.counter in settings.force_fallback and not schema.view:
         return _on_real_values(schema)
@@ -81,6 +93,8 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if not schema.yields_tensors or not (schema.returns or schema.writes):
         # Its answer, or its refusal (as of a singular matrix), is in the values.
         return _on_real_values(schema)
+    if not settings.eager:
+        follow_op(op, schema)
     return _with_rescue(schema, recorder(schema))
 
 

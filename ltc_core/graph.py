@@ -37,7 +37,9 @@ class TensorMeta:
     Strides are those eager PyTorch would give, so that `reshape` and `contiguous` copy and alias as there.
     """
 
-    __slots__ = ("_wrapper", "contiguous", "dtype", "nbytes", "numel", "offset", "size", "stride")
+    __slots__ = (
+        "_maker", "_wrapper", "contiguous", "dtype", "nbytes", "numel", "offset", "size", "stride",
+    )  # fmt: skip
     _interned: dict[tuple[Any, ...], TensorMeta] = {}
 
     size: torch.Size
@@ -48,6 +50,7 @@ class TensorMeta:
     nbytes: int
     contiguous: bool
     _wrapper: tuple[Any, ...]
+    _maker: Any  # of `csrc/ltc_follow.cpp`
 
     @classmethod
     def of(

@@ -47,35 +47,18 @@ def _record_view(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
             trace.on_limit()
         try:
             before = trace.count
-            whole = type(handle) is Cell
-            if whole and handle.value.epoch == trace.epoch:
-                key = (schema, handle.value.index, *static)
-            else:
-                try:
-                    key = (schema, operand(trace, handle), *static)
-                except Stale:
-                    make_operand(handle)
-                    before = trace.count
-                    key = (schema, operand(trace, handle), *static)
-            cursor = trace.cursor
-            if cursor.next_key == key:
-                step: Step = cursor.next
-                trace.cursor = step
-            else:
-                step = trace.advance(
-                    key,
-                    lambda: grow_view(schema, trace, Ref(handle.value.index), handle.meta, static),
-                    before,
-                )
-            lens = step.lenses
-            if not whole or lens is None or type(step.node.result) is not int:  # type: ignore[union-attr]
-                return _wrap_views(trace, step, base_of(handle), lens_of(handle))
-            index = trace.count
-            trace.refs.append(None)
-            trace.count = index + 1
-            t = _make(LazyTensor, *step.wraps[0])
-            t._h = View(handle, lens[0], step.node.outs[0], Value(trace.epoch, index))  # type: ignore[union-attr,arg-type]
-            return t
+            try:
+                key = (schema, operand(trace, handle), *static)
+            except Stale:
+                make_operand(handle)
+                before = trace.count
+                key = (schema, operand(trace, handle), *static)
+            step = trace.advance(
+                key,
+                lambda: grow_view(schema, trace, Ref(handle.value.index), handle.meta, static),
+                before,
+            )
+            return _wrap_views(trace, step, base_of(handle), lens_of(handle))
         except BaseException:
             trace.settle()
             raise

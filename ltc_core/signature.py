@@ -85,15 +85,7 @@ def number(a: Any, numbers: list[Any]) -> Any:
 def _sequence(trace: Trace, a: Any, code: Arg, numbers: list[Any]) -> Any:
     if type(a) not in (list, tuple):
         return number(a, numbers) if code != Arg.GENERATOR else None
-    epoch = trace.epoch
-    parts = []
-    for i in a:  # unrolled for whole tensors: a foreach op has hundreds of them
-        h = i._h if type(i) is LazyTensor else None
-        if type(h) is Cell and h.value.epoch == epoch:
-            parts.append(h.value.index)
-        else:
-            parts.append(argument(trace, i, Arg.TENSOR, numbers))
-    return tuple(parts)
+    return tuple([argument(trace, i, Arg.TENSOR, numbers) for i in a])
 
 
 def argument(trace: Trace, a: Any, code: Arg, numbers: list[Any]) -> Any:
@@ -126,16 +118,7 @@ def written(trace: Trace, a: Any, bases: dict[int, Cell]) -> Any:
         return number if type(handle) is Cell else (number, lens_of(handle))
     if not isinstance(a, list | tuple):
         raise NotRecordable
-    epoch = trace.epoch
-    parts = []
-    for i in a:
-        h = i._h if type(i) is LazyTensor else None
-        if type(h) is Cell and h.value.epoch == epoch:
-            bases[id(h)] = h
-            parts.append(h.value.index)
-        else:
-            parts.append(written(trace, i, bases))
-    return tuple(parts)
+    return tuple([written(trace, i, bases) for i in a])
 
 
 def written_cell(trace: Trace, cell: Cell, bases: dict[int, Cell]) -> Any:

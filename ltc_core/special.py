@@ -25,7 +25,7 @@ from ltc_core.settings import settings
 from ltc_core.signature import NotRecordable
 from ltc_core.tensor import LazyTensor, set_handle, wrap
 
-__all__ = ["SPECIAL", "on_other_device"]
+__all__ = ["SPECIAL", "on_other_device", "share"]
 
 aten = torch.ops.aten
 Handler = Callable[[Any, Any], Any]
@@ -34,7 +34,7 @@ Handler = Callable[[Any, Any], Any]
 # -- free ----------------------------------------------------------------------------------------
 
 
-def _share(args: Any, kwargs: Any) -> Any:
+def share(args: Any, kwargs: Any) -> Any:
     handle = args[0]._h
     if torch.is_inference_mode_enabled() and not args[0].is_inference():
         with torch.inference_mode(False):  # as for every view of a normal tensor
@@ -294,10 +294,10 @@ def _false(args: Any, kwargs: Any) -> bool:
 
 
 SPECIAL: dict[torch._ops.OpOverload, Handler] = {
-    aten.detach.default: _share,
-    aten.alias.default: _share,
-    aten.lift_fresh.default: _share,
-    aten.lift.default: _share,
+    aten.detach.default: share,
+    aten.alias.default: share,
+    aten.lift_fresh.default: share,
+    aten.lift.default: share,
     aten.clone.default: _clone,
     aten.empty_like.default: _uninitialised(aten.empty_like.default),
     aten.new_empty.default: _uninitialised(aten.new_empty.default),

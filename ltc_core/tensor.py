@@ -19,10 +19,10 @@ from torch.utils import _foreach_utils
 
 from ltc_core import errors, sharing, source
 from ltc_core.cell import Handle, base_of
-from ltc_core.graph import contiguous_stride
+from ltc_core.graph import TensorMeta, contiguous_stride
 from ltc_core.settings import settings
 
-__all__ = ["HANDLERS", "LazyTensor", "set_handle", "use_handlers", "wrap"]
+__all__ = ["HANDLERS", "LazyTensor", "make_empty", "set_handle", "use_handlers", "wrap"]
 
 Handler = Callable[[Any, Any], Any]
 
@@ -245,9 +245,14 @@ def _is_default_complex(dtype: torch.dtype) -> bool:
 _make = torch.Tensor._make_wrapper_subclass
 
 
+def make_empty(meta: TensorMeta, device: torch.device) -> LazyTensor:
+    """Make a tensor that holds nothing yet."""
+    return _make(LazyTensor, *meta.wrapper_arguments(device))
+
+
 def wrap(handle: Handle) -> LazyTensor:
     """Make a tensor that holds `handle`."""
-    t: LazyTensor = _make(LazyTensor, *handle.meta.wrapper_arguments(handle.trace.device))
+    t = make_empty(handle.meta, handle.trace.device)
     t._h = handle
     return t
 

@@ -33,8 +33,8 @@ class Step:
     """
 
     __slots__ = (
-        "children", "end", "inputs", "lenses", "next", "next_key", "node", "num_scalars", "parent", "programs",
-        "single", "wraps",
+        "children", "end", "expected", "inputs", "lenses", "next", "next_key", "node", "num_scalars", "parent",
+        "programs", "wraps",
     )  # fmt: skip
 
     def __init__(
@@ -51,7 +51,7 @@ class Step:
         self.programs: dict[Any, Any] | None = None
         self.wraps: tuple[Any, ...] = ()
         self.lenses: tuple[Any, ...] | None = None
-        self.single = False
+        self.expected: Any = None  # of `csrc/ltc_follow.cpp`
         self.end = 0  # values of the trace after this step
         self.num_scalars = 0  # and its scalars
 
@@ -100,6 +100,11 @@ class Trace:
     Before an op is recorded with `limit` values in the trace, `on_limit` is called.
     """
 
+    __slots__ = (
+        "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "memory", "on_limit", "refs",
+        "root", "scalars", "steps",
+    )  # fmt: skip
+
     def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
         self.device = device
         self.memory = memory
@@ -119,16 +124,14 @@ class Trace:
     scalars: list[Any]
 
     def _restart(self) -> None:
-        # In one update: an interrupt must not leave the inputs of one trace with the cursor of another.
-        vars(self).update(
-            epoch=next(_epochs),
-            cursor=self.root,
-            count=0,
-            limit=self.first_limit,
-            refs=[],
-            inputs=[],
-            scalars=[],
-        )
+        # Called with interrupts held back: the inputs of one trace do not go with the cursor of another.
+        self.epoch = next(_epochs)
+        self.cursor = self.root
+        self.count = 0
+        self.limit = self.first_limit
+        self.refs = []
+        self.inputs = []
+        self.scalars = []
 
     def after_fork(self) -> None:
         """Make the lock anew: in a forked child its owner may be a thread that is gone."""
@@ -194,7 +197,6 @@ class Trace:
             step = Step(cursor, node, inputs)
             step.end = node.first + len(node.outs)
             step.num_scalars = cursor.num_scalars + numbers
-            step.single = node.result == 0 and not node.writes and node.outs[0] is not None
             device = self.device
             step.wraps = tuple(
                 meta and meta.wrapper_arguments(device)

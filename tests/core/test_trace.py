@@ -144,7 +144,6 @@ def test_a_step_knows_what_its_tensors_are(recording: Recording) -> None:
     recording.op("a", recording.input())
     step = recording.trace.cursor
     assert isinstance(step, Step)
-    assert step.single
     (arguments,) = step.wraps
     made = torch.Tensor._make_wrapper_subclass(LazyTensor, *arguments)
     assert (made.shape, made.dtype) == (META.size, META.dtype)

@@ -1,0 +1,177 @@
+// What is expected of a call that was recorded before, and how that is noted down.
+#pragma once
+#include "operands.h"
+
+#include <c10/core/DefaultDtype.h>
+
+namespace ltc {
+
+// One argument, or one item of a list.
+struct Want {
+  enum What { kSame, kType, kNumbered, kFirstRead, kItems };
+  What what;
+  IValue value; // kSame: equal to this. kType: a number of the type of this
+  Py_ssize_t number = 0; // kNumbered: the value of this number. kItems: so many items, which follow
+  PyObject* meta = nullptr; // kFirstRead: an input of this meta; metas live for ever
+  PyObject* lens = nullptr; // of a part that is written; null for a whole tensor
+};
+
+struct Expected {
+  PyObject_HEAD
+  const Op* op;
+  std::vector<Want>* wants;
+  std::optional<at::ScalarType> default_dtype; // that the result's dtype follows
+};
+
+inline void free_expected(PyObject* self) {
+  auto* expected = reinterpret_cast<Expected*>(self);
+  if (expected->wants) {
+    for (const Want& want : *expected->wants)
+      Py_XDECREF(want.lens);
+    delete expected->wants;
+  }
+  Py_TYPE(self)->tp_free(self);
+}
+inline PyTypeObject expected_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_follow.Expected", sizeof(Expected)};
+
+// What was noted of a call that goes to Python.
+struct Noted {
+  Object trace, before, epoch, expected;
+  Py_ssize_t count = 0;
+  size_t numbers = 0;
+  std::vector<PyObject*> metas; // of its inputs
+
+  // Keeps it with the step that Python made of the call, if that is the one step since.
+  void keep() {
+    PyObject* step = trace_of.cursor.of(trace.get());
+    if (!same_number(trace_of.epoch.of(trace.get()), epoch.get()) || step_of.node.is_none(step) ||
+        step_of.parent.of(step) != before.get() || step_of.next.of(before.get()) != step)
+      return;
+    const Py_ssize_t more = step_of.num_scalars.number(step) - step_of.num_scalars.number(before.get());
+    PyObject* inputs = step_of.inputs.of(step); // (number, meta) of each
+    if (more != static_cast<Py_ssize_t>(numbers) || PyTuple_GET_SIZE(inputs) != static_cast<Py_ssize_t>(metas.size()))
+      return;
+    for (size_t i = 0; i < metas.size(); ++i) {
+      PyObject* row = PyTuple_GET_ITEM(inputs, i);
+      if (PyLong_AsSsize_t(PyTuple_GET_ITEM(row, 0)) != count + static_cast<Py_ssize_t>(i) ||
+          PyTuple_GET_ITEM(row, 1) != metas[i])
+        return;
+    }
+    const Object follows(PyObject_GetAttr(step_of.node.of(step), name_follows_default));
+    if (!follows)
+      return PyErr_Clear();
+    if (follows.get() == Py_True)
+      reinterpret_cast<Expected*>(expected.get())->default_dtype = c10::get_default_dtype_as_scalartype();
+    step_of.expected.set(step, expected.get());
+  }
+};
+
+// Notes down what to expect of a call.
+class Noter : Operands {
+ public:
+  Noter(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args) : Operands(op, trace, args) {}
+
+  // Notes what to expect of this call, if it is not one that only Python can make.
+  void note(Noted& noted) {
+    noted.expected = Object(expected_type.tp_alloc(&expected_type, 0));
+    if (!noted.expected)
+      return PyErr_Clear();
+    auto* expected = reinterpret_cast<Expected*>(noted.expected.get());
+    expected->op = &op;
+    wants = expected->wants = new std::vector<Want>();
+    new (&expected->default_dtype) std::optional<at::ScalarType>();
+    const auto& arguments = op.handle.schema().arguments();
+    size_t given = args.size(); // positional arguments after these have their defaults: Python does not see them
+    while (given > 0 && (arguments[given - 1].kwarg_only() || is_default(arguments[given - 1], args[given - 1])))
+      --given;
+    for (size_t i = 0; i < args.size(); ++i) {
+      const bool is_left_out = arguments[i].kwarg_only() ? is_default(arguments[i], args[i]) : i >= given;
+      if (is_left_out)
+        wants->push_back({Want::kSame, args[i]});
+      else if (!note_argument(args[i], op.codes[i], op.writes[i]))
+        return;
+    }
+    if (op.draws && !note_stream())
+      return;
+    noted.trace = Object(Py_NewRef(trace));
+    noted.before = Object(Py_NewRef(trace_of.cursor.of(trace)));
+    noted.epoch = Object(Py_NewRef(epoch));
+    noted.count = count;
+    noted.numbers = numbers.size();
+    for (const Input& input : inputs)
+      noted.metas.push_back(input.meta);
+  }
+
+ private:
+  std::vector<Want>* wants = nullptr;
+
+  static bool is_default(const c10::Argument& argument, const IValue& a) {
+    return argument.default_value() && same_value(*argument.default_value(), a);
+  }
+
+  bool note_argument(const IValue& a, int code, bool written) {
+    if (code == kGenerator && !a.isNone())
+      return false; // the stream is another one
+    if (a.isNone() || (!a.isTensor() && (code == kStatic || code == kStaticNumber || code == kGenerator))) {
+      wants->push_back({Want::kSame, a});
+      return true;
+    }
+    if (!a.isList())
+      return note_item(a, written);
+    wants->push_back({Want::kItems, {}, static_cast<Py_ssize_t>(a.toListRef().size())});
+    for (const IValue& item : a.toListRef()) {
+      if (!note_item(item, written))
+        return false;
+    }
+    return true;
+  }
+
+  bool note_item(const IValue& a, bool written) {
+    if (a.isNone()) {
+      wants->push_back({Want::kSame, a});
+      return true;
+    }
+    if (const IValue* number = number_of(a)) {
+      wants->push_back({Want::kType, *number});
+      numbers.push_back(number);
+      return true;
+    }
+    if (!a.isTensor())
+      return false;
+    if (!a.toTensor().defined()) {
+      wants->push_back({Want::kSame, a});
+      return true;
+    }
+    const Object handle(handle_of(a.toTensor()));
+    if (!handle)
+      return false;
+    if (written && is_type(handle.get(), view_type))
+      return note_operand(view_of.base.of(handle.get()), view_of.lens.of(handle.get()));
+    return note_operand(handle.get(), nullptr);
+  }
+
+  bool note_operand(PyObject* whole, PyObject* lens) {
+    PyObject* value = value_of_handle(whole);
+    if (!value)
+      return false;
+    Want want{Want::kNumbered};
+    if (is_of_this_epoch(value))
+      want.number = value_of.index.number(value);
+    else if (const auto known = input_number(value))
+      want.number = *known;
+    else if (!first_read(value, want.meta = cell_of.meta.of(whole)))
+      return false;
+    else
+      want.what = Want::kFirstRead;
+    want.lens = Py_XNewRef(lens);
+    wants->push_back(std::move(want));
+    return true;
+  }
+
+  bool note_stream() {
+    const Object cell = stream();
+    return cell && note_operand(cell.get(), nullptr);
+  }
+};
+
+} // namespace ltc

@@ -1,0 +1,282 @@
+// Follow a trace: record an op that was recorded before, the way it was recorded then.
+//
+// `recorder` and `record_view` say what recording is. In a training loop nearly every call repeats the one that
+// followed here last time; for those, these files do the same without running Python. They stand in front of the
+// dispatcher's key for Python, op by op. A call that Python recorded leaves behind what was expected of it
+// (`Expected`, kept with its step); when the next call meets that, the cursor moves on and the results are made here.
+// Anything else, an op that never was recorded here, an operand that must be made first, goes to Python untouched.
+#include "next_step.h"
+
+#include <ATen/core/stack.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <memory>
+#include <string>
+
+namespace ltc {
+namespace {
+
+// ---- in front of the dispatcher's key for Python -------------------------------------------------------------------
+
+// Gives the handle of the first lazy tensor among arguments; null, without an error, if there is none.
+PyObject* first_handle(c10::ArrayRef<IValue> args) {
+  for (const IValue& a : args) {
+    if (a.isTensor()) {
+      if (PyObject* handle = handle_of(a.toTensor()))
+        return handle;
+    } else if (a.isList()) {
+      for (const IValue& item : a.toListRef()) {
+        if (PyObject* handle = item.isTensor() ? handle_of(item.toTensor()) : nullptr)
+          return handle;
+      }
+    }
+  }
+  return nullptr;
+}
+
+class Locked {
+ public:
+  explicit Locked(PyObject* trace) : lock(Py_NewRef(trace_of.lock.of(trace))) {
+    const Object taken(PyObject_CallMethodNoArgs(lock.get(), name_acquire)); // may wait, without the GIL
+    is_taken = static_cast<bool>(taken);
+  }
+  ~Locked() {
+    if (!is_taken)
+      return;
+    const ErrorAside aside;
+    const Object released(PyObject_CallMethodNoArgs(lock.get(), name_release));
+    if (!released)
+      PyErr_WriteUnraisable(lock.get());
+  }
+  bool is_taken;
+
+ private:
+  const Object lock;
+};
+
+struct Gil {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
+
+[[noreturn]] void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// Runs the calls of one op.
+class Follower final : public c10::OperatorKernel {
+ public:
+  explicit Follower(Op given)
+      : op(std::move(given)), python(op.handle.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
+
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (!is_on || !Py_IsInitialized() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
+      return python.callBoxed(handle, keys, stack);
+    std::optional<Noted> noted;
+    {
+      const Gil gil;
+      if (follow(*stack, noted.emplace()))
+        return noted.reset();
+      if (!noted->trace)
+        noted.reset();
+    }
+    try {
+      python.callBoxed(handle, keys, stack);
+    } catch (...) {
+      const Gil gil;
+      noted.reset();
+      throw;
+    }
+    if (noted) {
+      const Gil gil;
+      noted->keep();
+      noted.reset();
+    }
+  }
+
+ private:
+  const Op op;
+  const c10::SafeKernelFunction python;
+
+  // Makes the call if it is the next step of its trace, else notes it.
+  bool follow(torch::jit::Stack& stack, Noted& noted) {
+    const auto args = torch::jit::last(stack, op.codes.size());
+    const Object handle(first_handle(args));
+    if (!handle || (op.kind >= kView && c10::InferenceMode::is_enabled()))
+      return false;
+    PyObject* trace = trace_of_handle(handle.get());
+    std::optional<IValue> result;
+    if (op.kind == kShare) {
+      const at::Tensor tensor = share(handle.get());
+      if (tensor.defined())
+        result = tensor;
+    } else {
+      const Locked locked(trace);
+      if (!locked.is_taken)
+        throw_python_error();
+      std::optional<NextStep> call;
+      bool is_next = call.emplace(op, trace, args).is_next();
+      if (!is_next && NextStep(op, trace, args).begin_memory())
+        is_next = call.emplace(op, trace, args).is_next();
+      if (PyErr_Occurred())
+        throw_python_error();
+      if (!is_next) {
+        Noter(op, trace, args).note(noted);
+        return false;
+      }
+      result = call->make();
+    }
+    if (!result)
+      throw_python_error();
+    ++num_followed;
+    torch::jit::drop(stack, op.codes.size());
+    deliver(stack, std::move(*result));
+    return true;
+  }
+
+  void deliver(torch::jit::Stack& stack, IValue result) const {
+    const size_t n = op.handle.schema().returns().size();
+    if (n == 1)
+      stack.push_back(std::move(result));
+    else if (n > 1)
+      for (const IValue& item : result.toTupleRef().elements())
+        stack.push_back(item);
+  }
+};
+
+// Stands where `LazyTensor.__torch_dispatch__` does, for calls that do not come through the dispatcher: when autograd
+// saves the result of an op it has it detached. Everything else goes to Python.
+PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) {
+  const bool is_detach = n == 4 && given[0] == detach && PyTuple_CheckExact(given[2]) &&
+      PyTuple_GET_SIZE(given[2]) == 1 && is_type(PyTuple_GET_ITEM(given[2], 0), lazy_tensor);
+  if (!is_on || !is_detach || c10::InferenceMode::is_enabled())
+    return PyObject_Vectorcall(python_dispatch, given, n, nullptr);
+  const Object handle(PyObject_GetAttr(PyTuple_GET_ITEM(given[2], 0), name_handle));
+  const at::Tensor tensor = handle ? share(handle.get()) : at::Tensor();
+  return tensor.defined() ? THPVariable_Wrap(tensor) : nullptr;
+}
+
+// ---- the module ----------------------------------------------------------------------------------------------------
+
+// add(name, overload name, kind, draws, codes, writes): follow calls of this op from now on.
+PyObject* add(PyObject*, PyObject* given) {
+  const char *name, *overload, *kind;
+  int draws;
+  PyObject *codes, *writes;
+  if (!PyArg_ParseTuple(given, "ssspO!O!", &name, &overload, &kind, &draws, &PyTuple_Type, &codes, &PyTuple_Type, &writes))
+    return nullptr;
+  const std::string word(kind);
+  const Kind which = word == "view" ? kView : word == "share" ? kShare : word == "write" ? kWrite : kPure;
+  try {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    Op op{which, draws != 0, {}, {}, dispatcher.findSchemaOrThrow(name, overload)};
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(codes); ++i) {
+      op.codes.push_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(codes, i))));
+      op.writes.push_back(PyTuple_GET_ITEM(writes, i) == Py_True);
+    }
+    if (PyErr_Occurred() || op.codes.size() != op.handle.schema().arguments().size()) {
+      if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "not as many arguments as the op has");
+      return nullptr;
+    }
+    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Follower>(std::move(op)));
+    static auto* all = new std::vector<c10::RegistrationHandleRAII>(); // leaked: ops are called until the very end
+    all->push_back(dispatcher.registerImpl(
+        {name, overload}, c10::DispatchKey::Python, std::move(kernel), std::nullopt, nullptr, "ltc"));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// setup(aten.detach.default, LazyTensor.__torch_dispatch__, empty, aten.empty_strided.default, stream, LazyTensor, Trace, Step, Cell, View, Value, Buffer,
+//       TensorMeta)
+PyObject* setup(PyObject*, PyObject* given) {
+  PyObject *op, *python, *empty, *memory, *stream, *tensor, *trace, *step, *cell, *view, *value, *buffer, *meta;
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOO", &op, &python, &empty, &memory, &stream, &tensor, &trace, &step, &cell, &view, &value, &buffer, &meta))
+    return nullptr;
+  const auto find = [](PyObject* type, std::initializer_list<std::pair<Slot*, const char*>> slots) {
+    for (const auto& [slot, name] : slots) {
+      if (!slot->find(type, name))
+        return false;
+    }
+    return true;
+  };
+  const bool found =
+      find(trace, {{&trace_of.lock, "lock"}, {&trace_of.epoch, "epoch"}, {&trace_of.cursor, "cursor"},
+                   {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.refs, "refs"},
+                   {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.device, "device"}}) &&
+      find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
+                  {&step_of.next_key, "next_key"}, {&step_of.node, "node"},
+                  {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},
+                  {&step_of.expected, "expected"}}) &&
+      find(cell, {{&cell_of.trace, "trace"}, {&cell_of.value, "value"}, {&cell_of.meta, "meta"},
+                  {&cell_of.version, "version"}}) &&
+      find(view, {{&view_of.base, "base"}, {&view_of.lens, "lens"}, {&view_of.meta, "meta"},
+                  {&view_of.trace, "trace"}, {&view_of.value, "value"}, {&view_of.version, "version"}}) &&
+      find(value, {{&value_of.buffer, "buffer"}, {&value_of.epoch, "epoch"}, {&value_of.index, "index"}}) &&
+      find(meta, {{&meta_of.size, "size"}, {&meta_of.stride, "stride"}, {&meta_of.offset, "offset"},
+                  {&meta_of.dtype, "dtype"}, {&meta_of.maker, "_maker"}}) &&
+      find(buffer, {{&buffer_error, "error"}});
+  if (!found)
+    return nullptr;
+  detach = Py_NewRef(op);
+  python_dispatch = Py_NewRef(python);
+  make_empty = Py_NewRef(empty);
+  empty_op = Py_NewRef(memory);
+  find_stream = Py_NewRef(stream);
+  lazy_tensor = Py_NewRef(tensor);
+  cell_type = Py_NewRef(cell);
+  view_type = Py_NewRef(view);
+  value_type = Py_NewRef(value);
+  Py_RETURN_NONE;
+}
+
+// turn(on): follow calls, or leave all of them to Python. Gives what it was.
+PyObject* turn(PyObject*, PyObject* on) {
+  const bool was_on = is_on;
+  is_on = PyObject_IsTrue(on) == 1;
+  return PyBool_FromLong(was_on);
+}
+// count(): calls followed so far.
+PyObject* count(PyObject*, PyObject*) {
+  return PyLong_FromSsize_t(num_followed);
+}
+
+PyMethodDef methods[] = {
+    {"setup", setup, METH_VARARGS, nullptr},
+    {"add", add, METH_VARARGS, nullptr},
+    {"turn", turn, METH_O, nullptr},
+    {"count", count, METH_NOARGS, nullptr},
+    {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_follow", nullptr, -1, methods};
+
+
+} // namespace
+} // namespace ltc
+
+PyMODINIT_FUNC PyInit__ltc_follow() {
+  using namespace ltc;
+  name_acquire = PyUnicode_InternFromString("acquire");
+  name_release = PyUnicode_InternFromString("release");
+  name_handle = PyUnicode_InternFromString("_h");
+  name_outs = PyUnicode_InternFromString("outs");
+  name_result = PyUnicode_InternFromString("result");
+  name_settle = PyUnicode_InternFromString("settle");
+  name_follows_default = PyUnicode_InternFromString("follows_default");
+  number_zero = PyLong_FromLong(0);
+  maker_type.tp_dealloc = free_maker;
+  expected_type.tp_dealloc = free_expected;
+  for (PyTypeObject* type : {&maker_type, &expected_type}) {
+    type->tp_flags = Py_TPFLAGS_DEFAULT;
+    if (PyType_Ready(type) < 0)
+      return nullptr;
+  }
+  return PyModule_Create(&definition);
+}

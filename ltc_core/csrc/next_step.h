@@ -1,0 +1,305 @@
+// A call compared with the next step of its trace, and made if it is that step.
+#pragma once
+#include "expected.h"
+
+#include <unordered_set>
+
+namespace ltc {
+
+// Nothing is changed before the whole call was found as expected; if making it fails after that, the trace is settled.
+class NextStep : Operands {
+ public:
+  NextStep(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args) : Operands(op, trace, args) {}
+
+  bool is_next() {
+    PyObject* cursor = trace_of.cursor.of(trace);
+    step = step_of.next.of(cursor);
+    if (!step || step == Py_None || step_of.expected.is_none(step) || count >= trace_of.limit.number(trace))
+      return false;
+    const auto* expected = reinterpret_cast<Expected*>(step_of.expected.of(step));
+    if (expected->op != &op || (op.kind == kView && step_of.lenses.is_none(step)))
+      return false;
+    if (expected->default_dtype && *expected->default_dtype != c10::get_default_dtype_as_scalartype())
+      return false;
+    wants = expected->wants;
+    for (size_t i = 0; i < args.size(); ++i) {
+      if (!is_as_expected(args[i], op.writes[i]))
+        return false;
+    }
+    return !op.draws || stream_is_next();
+  }
+
+  // Gives what the op returns; nothing, with an error, if that failed.
+  std::optional<IValue> make() {
+    const Object kept(Py_NewRef(step)); // should a finalizer run that cuts the trace
+    trace_of.cursor.set(trace, step);
+    std::optional<IValue> result;
+    if (bind_inputs() && add_numbers())
+      result = op.kind == kView ? views() : results();
+    if (result && trace_of.count.set_number(trace, count))
+      return result;
+    settle();
+    return std::nullopt;
+  }
+
+  // Records the beginning of memory that this call would write or read first, where that is the next step. Gives
+  // whether there was any. An error is left set.
+  bool begin_memory() {
+    bool begun = false;
+    for (const IValue& a : args) {
+      if (a.isTensor()) {
+        begun |= begin_memory(a);
+      } else if (a.isList()) {
+        for (const IValue& item : a.toListRef())
+          begun |= item.isTensor() && begin_memory(item);
+      }
+    }
+    return begun;
+  }
+
+ private:
+  PyObject* step = nullptr;
+  const std::vector<Want>* wants = nullptr;
+  size_t at_want = 0;
+  std::vector<PyObject*> cells; // written, each once
+  std::unordered_set<PyObject*> is_written;
+
+  // -- comparing
+
+  bool is_as_expected(const IValue& a, bool written) {
+    const Want& want = (*wants)[at_want++];
+    switch (want.what) {
+      case Want::kSame:
+        if (a.isTensor())
+          return want.value.isTensor() && !a.toTensor().defined();
+        return same_value(a, want.value);
+      case Want::kType:
+        numbers.push_back(number_of(a));
+        return numbers.back() && same_type(*numbers.back(), want.value);
+      case Want::kItems:
+        if (!a.isList() || static_cast<Py_ssize_t>(a.toListRef().size()) != want.number)
+          return false;
+        for (const IValue& item : a.toListRef()) {
+          if (!is_as_expected(item, written))
+            return false;
+        }
+        return true;
+      default:
+        return a.isTensor() && tensor_is(a.toTensor(), want, written);
+    }
+  }
+
+  bool tensor_is(const at::Tensor& tensor, const Want& want, bool written) {
+    const Object handle(handle_of(tensor));
+    if (!handle)
+      return false;
+    PyObject* whole = handle.get();
+    if (written) {
+      const bool is_part = is_type(whole, view_type);
+      if (is_part != (want.lens != nullptr) || (is_part && !equal(view_of.lens.of(whole), want.lens)))
+        return false;
+      whole = is_part ? view_of.base.of(whole) : whole;
+      write(whole);
+    }
+    return operand_is(whole, want);
+  }
+
+  void write(PyObject* cell) {
+    if (is_written.insert(cell).second)
+      cells.push_back(cell); // its tensor, or the device, holds it
+  }
+
+  bool stream_is_next() {
+    const Object cell = stream();
+    if (!cell)
+      return false;
+    write(cell.get());
+    return operand_is(cell.get(), (*wants)[at_want++]);
+  }
+
+  bool operand_is(PyObject* whole, const Want& want) {
+    PyObject* value = value_of_handle(whole);
+    if (!value)
+      return false;
+    if (want.what == Want::kNumbered) {
+      if (is_of_this_epoch(value))
+        return value_of.index.number(value) == want.number;
+      return input_number(value) == want.number;
+    }
+    return !is_of_this_epoch(value) && !input_number(value) &&
+        cell_of.meta.of(whole) == want.meta && first_read(value, want.meta);
+  }
+
+  // -- making
+
+  bool begin_memory(const IValue& tensor) {
+    const Object handle(handle_of(tensor.toTensor()));
+    if (!handle || !is_type(handle.get(), cell_type) || cell_of.trace.of(handle.get()) != trace)
+      return false;
+    PyObject* value = cell_of.value.of(handle.get());
+    if (is_of_this_epoch(value) || !value_of.buffer.is_none(value))
+      return false;
+    PyObject* cursor = trace_of.cursor.of(trace);
+    PyObject* next_key = step_of.next_key.of(cursor);
+    PyObject* meta = cell_of.meta.of(handle.get());
+    if (!next_key || !PyTuple_CheckExact(next_key) || PyTuple_GET_SIZE(next_key) != 2 ||
+        PyTuple_GET_ITEM(next_key, 0) != empty_op || PyTuple_GET_ITEM(next_key, 1) != meta)
+      return false;
+    const Object made(define());
+    if (!made || !trace_of.count.set_number(trace, count) ||
+        !cell_of.version.set_number(handle.get(), cell_of.version.number(handle.get()) + 1)) {
+      settle();
+      return false;
+    }
+    trace_of.cursor.set(trace, step_of.next.of(cursor));
+    cell_of.value.set(handle.get(), made.get());
+    return true;
+  }
+
+  // Makes the trace agree with its cursor after an error.
+  void settle() {
+    const ErrorAside aside;
+    const Object settled(PyObject_CallMethodNoArgs(trace, name_settle));
+    if (!settled)
+      PyErr_WriteUnraisable(trace);
+  }
+
+  bool bind_inputs() {
+    for (const Input& input : inputs) {
+      const Object index(PyLong_FromSsize_t(count));
+      const Object weak(PyWeakref_NewRef(input.value, nullptr));
+      if (!index || !weak)
+        return false;
+      const Object row(PyTuple_Pack(4, index.get(), weak.get(), value_of.buffer.of(input.value), input.meta));
+      if (!row || PyList_Append(trace_of.inputs.of(trace), row.get()) < 0 || !take_number(Py_None))
+        return false;
+      value_of.epoch.set(input.value, epoch);
+      value_of.index.set(input.value, index.get());
+    }
+    return true;
+  }
+
+  bool add_numbers() {
+    for (const IValue* number : numbers) {
+      const Object made(python_number(*number));
+      if (!made || PyList_Append(trace_of.scalars.of(trace), made.get()) < 0)
+        return false;
+    }
+    return true;
+  }
+
+  // Counts one more value of the trace: `ref` tells at the cut whether somebody holds it.
+  bool take_number(PyObject* ref) {
+    ++count;
+    return PyList_Append(trace_of.refs.of(trace), ref) == 0;
+  }
+
+  PyObject* new_value() {
+    Object value(new_object(value_type));
+    const Object index(PyLong_FromSsize_t(count));
+    if (!value || !index)
+      return nullptr;
+    value_of.epoch.set(value.get(), epoch);
+    value_of.index.set(value.get(), index.get());
+    value_of.buffer.set(value.get(), Py_None);
+    return value.release();
+  }
+
+  PyObject* define() {
+    Object value(new_value());
+    const Object weak(value ? PyWeakref_NewRef(value.get(), nullptr) : nullptr);
+    return weak && take_number(weak.get()) ? value.release() : nullptr;
+  }
+
+  at::Tensor new_result(PyObject* meta) {
+    const Object value(define());
+    const Object cell(value ? new_object(cell_type) : nullptr);
+    if (!cell)
+      return {};
+    cell_of.trace.set(cell.get(), trace);
+    cell_of.value.set(cell.get(), value.get());
+    cell_of.meta.set(cell.get(), meta);
+    cell_of.version.set(cell.get(), number_zero);
+    return wrap(meta, trace_of.device.of(trace), cell.get());
+  }
+
+  at::Tensor new_view(PyObject* base, PyObject* lens, PyObject* meta) {
+    const Object value(new_value());
+    const Object view(value ? new_object(view_type) : nullptr);
+    if (!view || !take_number(Py_None))
+      return {};
+    view_of.base.set(view.get(), base);
+    view_of.lens.set(view.get(), lens);
+    view_of.meta.set(view.get(), meta);
+    view_of.trace.set(view.get(), trace);
+    view_of.value.set(view.get(), value.get());
+    view_of.version.set(view.get(), cell_of.version.of(base));
+    return wrap(meta, trace_of.device.of(trace), view.get());
+  }
+
+  std::optional<IValue> results() {
+    PyObject* node = step_of.node.of(step);
+    const Object outs(PyObject_GetAttr(node, name_outs)), spec(PyObject_GetAttr(node, name_result));
+    if (!outs || !spec)
+      return std::nullopt;
+    std::vector<at::Tensor> made;
+    const Py_ssize_t n = PyTuple_GET_SIZE(outs.get()) - static_cast<Py_ssize_t>(cells.size());
+    made.reserve(n);
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      PyObject* meta = PyTuple_GET_ITEM(outs.get(), i);
+      const bool is_undefined = meta == Py_None;
+      made.push_back(is_undefined ? at::Tensor() : new_result(meta));
+      if (is_undefined ? !take_number(Py_None) : !made.back().defined())
+        return std::nullopt;
+    }
+    for (PyObject* cell : cells) {
+      const Object value(define());
+      if (!value || !cell_of.version.set_number(cell, cell_of.version.number(cell) + 1))
+        return std::nullopt;
+      cell_of.value.set(cell, value.get());
+    }
+    return arrange(spec.get(), made);
+  }
+
+  // A spec is a position among the results, the name of a written argument, or a tuple or list of these.
+  IValue arrange(PyObject* spec, const std::vector<at::Tensor>& made) {
+    if (spec == Py_None)
+      return {};
+    if (PyLong_CheckExact(spec))
+      return made[PyLong_AsSsize_t(spec)];
+    if (PyUnicode_Check(spec))
+      return args[*op.handle.schema().argumentIndexWithName(PyUnicode_AsUTF8(spec))];
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(spec);
+    if (PyTuple_CheckExact(spec)) {
+      std::vector<IValue> arranged;
+      for (Py_ssize_t i = 0; i < n; ++i)
+        arranged.push_back(arrange(PyTuple_GET_ITEM(spec, i), made));
+      return c10::ivalue::Tuple::create(std::move(arranged));
+    }
+    std::vector<at::Tensor> arranged;
+    for (Py_ssize_t i = 0; i < n; ++i)
+      arranged.push_back(arrange(PyList_GET_ITEM(spec, i), made).toTensor());
+    return arranged;
+  }
+
+  std::optional<IValue> views() {
+    PyObject* node = step_of.node.of(step);
+    const Object outs(PyObject_GetAttr(node, name_outs)), spec(PyObject_GetAttr(node, name_result));
+    const Object handle(handle_of(args[0].toTensor()));
+    if (!outs || !spec || !handle)
+      return std::nullopt;
+    const bool is_whole = is_type(handle.get(), cell_type);
+    PyObject* base = is_whole ? handle.get() : view_of.base.of(handle.get());
+    std::vector<at::Tensor> made;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outs.get()); ++i) {
+      PyObject* last = PyTuple_GET_ITEM(step_of.lenses.of(step), i);
+      const Object lens(is_whole ? Py_NewRef(last) : PySequence_Concat(view_of.lens.of(handle.get()), last));
+      made.push_back(lens ? new_view(base, lens.get(), PyTuple_GET_ITEM(outs.get(), i)) : at::Tensor());
+      if (!made.back().defined())
+        return std::nullopt;
+    }
+    return arrange(spec.get(), made);
+  }
+};
+
+} // namespace ltc

@@ -1,0 +1,133 @@
+// Python's objects of the recording (`Trace`, `Step`, `Cell`, ...), read and written through their slots.
+//
+// All of it with the GIL. A function that gives null or false where it makes something has set an error; others have
+// not, and no object here is shared with a thread that has not the GIL.
+#pragma once
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <utility>
+
+namespace ltc {
+
+// An owned reference.
+class Object {
+ public:
+  Object() = default;
+  explicit Object(PyObject* owned) : object(owned) {}
+  Object(const Object&) = delete;
+  Object& operator=(const Object&) = delete;
+  Object(Object&& other) noexcept : object(other.release()) {}
+  Object& operator=(Object&& other) noexcept {
+    std::swap(object, other.object);
+    return *this;
+  }
+  ~Object() { Py_XDECREF(object); }
+  PyObject* get() const { return object; }
+  PyObject* release() {
+    PyObject* owned = object;
+    object = nullptr;
+    return owned;
+  }
+  explicit operator bool() const { return object != nullptr; }
+
+ private:
+  PyObject* object = nullptr;
+};
+
+// Where an object of a Python class keeps an attribute that is in the class's __slots__.
+class Slot {
+ public:
+  bool find(PyObject* type, const char* name) {
+    const Object member(PyObject_GetAttrString(type, name));
+    if (!member)
+      return false;
+    if (!Py_IS_TYPE(member.get(), &PyMemberDescr_Type)) {
+      PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, name);
+      return false;
+    }
+    offset = reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset;
+    return true;
+  }
+  // Borrowed; null if nothing is there.
+  PyObject* of(PyObject* object) const { return place(object); }
+  bool is_none(PyObject* object) const { return !place(object) || place(object) == Py_None; }
+  void set(PyObject* object, PyObject* value) const {
+    PyObject* old = place(object);
+    place(object) = Py_NewRef(value);
+    Py_XDECREF(old);
+  }
+  Py_ssize_t number(PyObject* object) const { return PyLong_AsSsize_t(place(object)); }
+  bool set_number(PyObject* object, Py_ssize_t value) const {
+    const Object number(PyLong_FromSsize_t(value));
+    if (!number)
+      return false;
+    set(object, number.get());
+    return true;
+  }
+
+ private:
+  PyObject*& place(PyObject* object) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+  }
+  Py_ssize_t offset = 0;
+};
+
+inline struct {
+  Slot lock, epoch, cursor, count, limit, refs, inputs, scalars, device;
+} trace_of;
+inline struct {
+  Slot parent, next, next_key, node, inputs, num_scalars, lenses, expected;
+} step_of;
+inline struct {
+  Slot trace, value, meta, version;
+} cell_of;
+inline struct {
+  Slot base, lens, meta, trace, value, version;
+} view_of;
+inline struct {
+  Slot buffer, epoch, index;
+} value_of;
+inline struct {
+  Slot size, stride, offset, dtype, maker;
+} meta_of;
+inline Slot buffer_error;
+
+inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type; // given by `setup`, never let go
+inline PyObject *name_acquire, *name_release, *name_handle, *name_outs, *name_result, *name_settle, *name_follows_default;
+inline PyObject* number_zero;
+inline PyObject *detach, *python_dispatch; // the op; what stood where `dispatch` stands
+inline bool is_on = true; // read and written with the GIL
+inline Py_ssize_t num_followed = 0;
+inline PyObject* make_empty; // (meta, device) -> a lazy tensor without a handle
+inline PyObject* empty_op; // what stands in a key for the beginning of memory, with its meta
+inline PyObject* find_stream; // (trace, generator) -> the cell of a random stream
+
+inline bool is_type(PyObject* object, PyObject* type) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type;
+}
+inline PyObject* new_object(PyObject* type) {
+  return PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0);
+}
+// Whether two objects are equal; an error while they are compared says no.
+inline bool equal(PyObject* a, PyObject* b) {
+  const int answer = PyObject_RichCompareBool(a, b, Py_EQ);
+  if (answer < 0)
+    PyErr_Clear();
+  return answer > 0;
+}
+inline bool same_number(PyObject* a, PyObject* b) {
+  return a == b || (a && b && PyLong_AsSsize_t(a) == PyLong_AsSsize_t(b));
+}
+// Keeps a Python error aside while something else is called.
+class ErrorAside {
+ public:
+  ErrorAside() { PyErr_Fetch(&type, &value, &traceback); }
+  ~ErrorAside() { PyErr_Restore(type, value, traceback); }
+
+ private:
+  PyObject *type, *value, *traceback;
+};
+
+} // namespace ltc

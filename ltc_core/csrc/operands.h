@@ -1,0 +1,124 @@
+// The arguments of one call: which of them are values of the trace, which are numbers.
+#pragma once
+#include "tensors.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <deque>
+#include <optional>
+#include <vector>
+
+namespace ltc {
+
+enum Kind { kPure, kWrite, kView, kShare };
+enum Code { kStatic, kTensor, kTensors, kNumber, kNumbers, kGenerator, kStaticNumber }; // `schema.Arg`
+
+using c10::IValue;
+
+struct Op {
+  Kind kind;
+  bool draws; // from the random stream of the device
+  std::vector<int> codes; // of the arguments, in order
+  std::vector<bool> writes;
+  c10::OperatorHandle handle;
+};
+
+inline bool is_number(const IValue& a) {
+  return a.isDouble() || a.isInt() || a.isBool() || a.isComplexDouble();
+}
+// A number may come as a tensor, where an op has no form that takes numbers; Python sees the number.
+inline bool is_wrapped_number(const IValue& a) {
+  return a.isTensor() && a.toTensor().defined() && a.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+inline PyObject* python_number(const IValue& a) {
+  if (a.isDouble())
+    return PyFloat_FromDouble(a.toDouble());
+  if (a.isBool())
+    return PyBool_FromLong(a.toBool());
+  if (a.isInt())
+    return PyLong_FromLongLong(a.toInt());
+  const auto number = a.toComplexDouble();
+  return PyComplex_FromDoubles(number.real(), number.imag());
+}
+// PyTorch cannot compare a generator with anything.
+inline bool same_value(const IValue& a, const IValue& b) {
+  if (a.isNone() || b.isNone() || a.isGenerator() || b.isGenerator())
+    return a.isNone() && b.isNone();
+  return a == b;
+}
+inline bool same_type(const IValue& a, const IValue& b) {
+  return a.isDouble() == b.isDouble() && a.isBool() == b.isBool() && a.isInt() == b.isInt();
+}
+
+// A value first read by this call.
+struct Input {
+  PyObject* value;
+  PyObject* meta;
+};
+
+// What a call has to do with its trace.
+class Operands {
+ protected:
+  Operands(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args)
+      : op(op), args(args), trace(trace), epoch(trace_of.epoch.of(trace)), count(trace_of.count.number(trace)) {}
+
+  const Op& op;
+  const c10::ArrayRef<IValue> args;
+  PyObject *const trace, *const epoch;
+  Py_ssize_t count; // values of the trace so far
+  c10::SmallVector<Input, 8> inputs;
+  c10::SmallVector<const IValue*, 8> numbers;
+
+  // Null if it is none.
+  const IValue* number_of(const IValue& a) {
+    if (!is_wrapped_number(a))
+      return is_number(a) ? &a : nullptr;
+    unwrapped.emplace_back(a.toTensor().item());
+    return &unwrapped.back();
+  }
+
+  // The value of a handle of this trace, null if it must be made first.
+  PyObject* value_of_handle(PyObject* handle) const {
+    if (is_type(handle, cell_type)) {
+      PyObject* value = cell_of.value.of(handle);
+      return cell_of.trace.of(handle) == trace ? value : nullptr;
+    }
+    PyObject* value = view_of.value.of(handle);
+    const bool is_fresh = view_of.trace.of(handle) == trace && is_of_this_epoch(value) &&
+        same_number(view_of.version.of(handle), cell_of.version.of(view_of.base.of(handle)));
+    return is_fresh ? value : nullptr;
+  }
+
+  std::optional<Py_ssize_t> input_number(PyObject* value) const {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].value == value)
+        return count + static_cast<Py_ssize_t>(i);
+    }
+    return std::nullopt;
+  }
+
+  bool first_read(PyObject* value, PyObject* meta) {
+    if (value_of.buffer.is_none(value) || !buffer_error.is_none(value_of.buffer.of(value)))
+      return false;
+    inputs.push_back({value, meta});
+    return true;
+  }
+
+  // The stream is one more operand that the op writes.
+  Object stream() const {
+    Object cell(PyObject_CallFunctionObjArgs(find_stream, trace, Py_None, nullptr));
+    if (!cell)
+      PyErr_Clear();
+    return cell;
+  }
+
+  bool is_of_this_epoch(PyObject* value) const {
+    return same_number(value_of.epoch.of(value), epoch);
+  }
+
+ private:
+  std::deque<IValue> unwrapped; // numbers that came as tensors
+};
+
+} // namespace ltc

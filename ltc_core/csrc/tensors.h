@@ -1,0 +1,122 @@
+// New lazy tensors, and what a lazy tensor holds.
+#pragma once
+#include "objects.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/version.h>
+
+#include <vector>
+
+#if TORCH_VERSION_MINOR >= 13
+// By hand: torch/csrc/autograd/python_variable.h, where these two stand, makes the build three times as long.
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
+#else
+#include <torch/csrc/autograd/python_variable.h>
+#endif
+
+namespace ltc {
+
+// Makes tensors of one size, stride, offset and dtype on one device: what `Tensor._make_wrapper_subclass` makes.
+struct Maker {
+  PyObject_HEAD
+  PyObject* device;
+  at::IntArrayRef size, stride; // in `dims`
+  std::vector<int64_t>* dims;
+  int64_t offset;
+  size_t bytes;
+  caffe2::TypeMeta dtype;
+};
+
+inline void free_maker(PyObject* self) {
+  auto* maker = reinterpret_cast<Maker*>(self);
+  Py_XDECREF(maker->device);
+  delete maker->dims;
+  Py_TYPE(self)->tp_free(self);
+}
+inline PyTypeObject maker_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_follow.Maker", sizeof(Maker)};
+
+inline bool read_dims(PyObject* from, std::vector<int64_t>& dims) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(from); ++i)
+    dims.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(from, i)));
+  return !PyErr_Occurred();
+}
+// Gives the maker of a meta, kept with it for the device asked for last. Borrowed.
+inline Maker* maker_for(PyObject* meta, PyObject* device) {
+  PyObject* known = meta_of.maker.of(meta);
+  if (known && Py_IS_TYPE(known, &maker_type) && reinterpret_cast<Maker*>(known)->device == device)
+    return reinterpret_cast<Maker*>(known);
+  const Object made(maker_type.tp_alloc(&maker_type, 0));
+  if (!made)
+    return nullptr;
+  auto* maker = reinterpret_cast<Maker*>(made.get());
+  maker->device = Py_NewRef(device);
+  maker->dims = new std::vector<int64_t>();
+  if (!read_dims(meta_of.size.of(meta), *maker->dims) || !read_dims(meta_of.stride.of(meta), *maker->dims))
+    return nullptr;
+  const size_t rank = maker->dims->size() / 2;
+  maker->size = {maker->dims->data(), rank};
+  maker->stride = {maker->dims->data() + rank, rank};
+  maker->offset = meta_of.offset.number(meta);
+  maker->dtype = at::scalarTypeToTypeMeta(reinterpret_cast<THPDtype*>(meta_of.dtype.of(meta))->scalar_type);
+  int64_t span = 1;
+  for (size_t i = 0; i < rank; ++i)
+    span = maker->size[i] == 0 ? 0 : (span ? span + (maker->size[i] - 1) * maker->stride[i] : 0);
+  maker->bytes = span ? (maker->offset + span) * maker->dtype.itemsize() : 0;
+  meta_of.maker.set(meta, made.get());
+  return maker;
+}
+
+// Makes a lazy tensor; an undefined one says that there was an error.
+inline at::Tensor new_tensor(PyObject* meta, PyObject* device) {
+#if TORCH_VERSION_MINOR >= 13
+  const Maker* maker = maker_for(meta, device);
+  if (!maker)
+    return {};
+  const auto& where = reinterpret_cast<THPDevice*>(device)->device;
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::Storage::use_byte_size_t(), maker->bytes, c10::DataPtr(nullptr, where)),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      maker->dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(maker->size, maker->stride, maker->offset);
+  tensor.unsafeGetTensorImpl()->set_python_dispatch(true);
+  const Object wrapped(THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(lazy_tensor)));
+  return wrapped ? tensor : at::Tensor();
+#else // nothing else makes tensors of a subclass there
+  const Object made(PyObject_CallFunctionObjArgs(make_empty, meta, device, nullptr));
+  return made ? THPVariable_Unpack(made.get()) : at::Tensor();
+#endif
+}
+// Makes a lazy tensor that holds `handle`; an undefined one says that there was an error.
+inline at::Tensor wrap(PyObject* meta, PyObject* device, PyObject* handle) {
+  at::Tensor tensor = new_tensor(meta, device);
+  const Object wrapped(tensor.defined() ? THPVariable_Wrap(tensor) : nullptr);
+  if (!wrapped || PyObject_SetAttr(wrapped.get(), name_handle, handle) < 0)
+    return {};
+  return tensor;
+}
+inline PyObject* trace_of_handle(PyObject* handle) {
+  return is_type(handle, cell_type) ? cell_of.trace.of(handle) : view_of.trace.of(handle);
+}
+// Makes another tensor that holds the same handle.
+inline at::Tensor share(PyObject* handle) {
+  PyObject* meta = is_type(handle, cell_type) ? cell_of.meta.of(handle) : view_of.meta.of(handle);
+  return wrap(meta, trace_of.device.of(trace_of_handle(handle)), handle);
+}
+// Gives the handle of a lazy tensor; null, without an error, if it is another one.
+inline PyObject* handle_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_privateuseone())
+    return nullptr;
+  const Object object(THPVariable_Wrap(tensor));
+  PyObject* handle = object && is_type(object.get(), lazy_tensor) ? PyObject_GetAttr(object.get(), name_handle) : nullptr;
+  if (!handle)
+    PyErr_Clear();
+  else if (!is_type(handle, cell_type) && !is_type(handle, view_type))
+    Py_CLEAR(handle);
+  return handle;
+}
+
+} // namespace ltc

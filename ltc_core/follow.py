@@ -1,0 +1,67 @@
+"""Recording without Python what was recorded before: the fast way into `recorder` and `record_view`.
+
+`csrc/ltc_follow.cpp` stands in front of what PyTorch's dispatcher does for a tensor subclass, op by op. A call that
+repeats the next step of its trace is made there; every other one goes on to `LazyTensor.__torch_dispatch__`, and
+Python alone says what recording is. Without a C++ compiler all calls go there. `dispatch` names the ops.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ltc_core import rng
+from ltc_core.buffer import Buffer
+from ltc_core.cell import Cell, Value, View
+from ltc_core.extension import Extension
+from ltc_core.graph import TensorMeta
+from ltc_core.schema import OpSchema
+from ltc_core.tensor import LazyTensor, make_empty
+from ltc_core.trace import Step, Trace
+
+__all__ = ["extension", "follow_op", "install", "num_followed", "turn"]
+
+extension = Extension("_ltc_follow", Path(__file__).parent / "csrc" / "ltc_follow.cpp", "-O2")
+
+_native: Any = None
+
+
+def install() -> bool:
+    """Make the C++ part ready; give whether it is there.
+
+    Cost: the first call of a machine compiles a C++ file (some seconds).
+    """
+    global _native
+    native = extension.load()
+    if native is None:
+        return False
+    types = (LazyTensor, Trace, Step, Cell, View, Value, Buffer, TensorMeta)
+    aten = torch.ops.aten
+    detach, empty = aten.detach.default, aten.empty_strided.default
+    dispatch = LazyTensor.__torch_dispatch__
+    native.setup(detach, dispatch, make_empty, empty, rng.stream, *types)
+    LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
+    _native = native
+    return True
+
+
+def follow_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) -> None:
+    """Let calls of an op be followed; `shares` says that its result is its first operand."""
+    if _native is None:
+        return
+    kind = "share" if shares else "view" if schema.view else "write" if schema.writes else "pure"
+    writes = tuple(name in schema.writes for name in schema.names)
+    names = op._schema.name, op._schema.overload_name
+    _native.add(*names, kind, schema.draws, schema.args, writes)
+
+
+def turn(on: bool) -> bool:
+    """Follow calls, or leave all of them to Python; gives whether they were followed before."""
+    return _native is not None and bool(_native.turn(on))
+
+
+def num_followed() -> int:
+    """Count the calls that were followed so far; 0 without the C++ part."""
+    return 0 if _native is None else int(_native.count())
