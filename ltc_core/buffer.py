@@ -52,36 +52,39 @@ class MemoryCounter:
 class Buffer:
     """The device memory of one value. `take()` gives what is there, or raises what went wrong."""
 
-    __slots__ = ("__weakref__", "_data", "_error", "_job", "_memory", "_nbytes", "_pending")
+    __slots__ = ("__weakref__", "_job", "_memory", "_nbytes", "_pending", "data", "error")
 
-    def __init__(self, memory: MemoryCounter, nbytes: int) -> None:
+    def __init__(self, memory: MemoryCounter, nbytes: int, pending: bool = True) -> None:
+        """Make a buffer whose bytes the caller has counted."""
         self._memory = memory
         self._nbytes = nbytes
-        self._data: Any = None
-        self._error: BaseException | None = None
         self._job: Waitable | None = None
-        self._pending = False
-        memory.add(nbytes)
+        self._pending = pending
+        # What it holds, None while pending or lost; what made the op fail whose result it would be.
+        self.data: Any = None
+        self.error: BaseException | None = None
 
     @classmethod
     def ready(cls, memory: MemoryCounter, data: Any, nbytes: int) -> Buffer:
-        buffer = cls(memory, nbytes)
-        buffer._data = data
+        buffer = cls(memory, nbytes, pending=False)
+        buffer.data = data
+        memory.add(nbytes)
         return buffer
 
     @classmethod
-    def pending(cls, memory: MemoryCounter, nbytes: int) -> Buffer:
-        buffer = cls(memory, nbytes)
-        buffer._pending = True
+    def failed(cls, memory: MemoryCounter, error: BaseException) -> Buffer:
+        buffer = cls(memory, 0, pending=False)
+        buffer.error = error
         return buffer
 
     def __del__(self) -> None:
-        self._memory.add(-self._nbytes)
+        if self._nbytes:
+            self._memory.add(-self._nbytes)
 
-    def give_up_bytes(self) -> None:
-        """Stop counting: another buffer takes this memory over."""
-        self._memory.add(-self._nbytes)
-        self._nbytes = 0
+    def hand_over_bytes(self) -> int:
+        """Count no more: another buffer takes this memory over. Gives the bytes."""
+        nbytes, self._nbytes = self._nbytes, 0
+        return nbytes
 
     def made_by(self, job: Waitable) -> None:
         if self._pending:
@@ -95,11 +98,6 @@ class Buffer:
     def is_pending(self) -> bool:
         return self._pending
 
-    @property
-    def error(self) -> BaseException | None:
-        """What made the op fail whose result this would be."""
-        return self._error
-
     def wait_done(self) -> None:
         """Block until the job that makes the buffer is done."""
         job = self._job
@@ -107,23 +105,23 @@ class Buffer:
             job.wait()
 
     def set(self, data: Any) -> None:
-        self._data = data
+        self.data = data
         self._pending = False
         self._job = None
 
     def fail(self, error: BaseException) -> None:
-        self._error = error
+        self.error = error
         self._pending = False
         self._job = None
 
     def take(self) -> Any:
         """Give the data of a buffer that is not pending."""
         self.check()
-        return self._data
+        return self.data
 
     def check(self) -> None:
         """Raise what made the op fail whose result this would be."""
-        if self._error is not None:
-            if isinstance(self._error, LtcError):
-                self._error.seen = True
-            raise self._error
+        if self.error is not None:
+            if isinstance(self.error, LtcError):
+                self.error.seen = True
+            raise self.error

@@ -11,8 +11,10 @@ from collections import OrderedDict
 from typing import Any
 
 from ltc_core import metrics
+from ltc_core.debug.explain import Cause, KnownGraphs, explain, on_compile
 from ltc_core.executors import Executor, Program
 from ltc_core.graph import Graph, TensorMeta, references
+from ltc_core.pace import Pace
 from ltc_core.passes import count_ops, prune
 from ltc_core.settings import settings
 from ltc_core.trace import Cut, Step, Trace
@@ -21,23 +23,19 @@ __all__ = ["Compiled", "Compiler"]
 
 
 class Compiled:
-    """A program with what the runtime must know to launch it: which inputs, which metas come out.
+    """A program with what the runtime must know to launch it: which inputs, what comes out.
 
-    `recorded` counts all ops of the path, those that turned out dead included. `is_small` says that its ops are
-    so short that Python's lock bounds it: such a program is run where it was cut. In the worker each of its ops
-    would wait for the thread that records (MLP of design section 6 on two cores: 4.1 ms a step there, 2.2 ms so).
+    `recorded` counts all ops of the path, those that turned out dead included. `outputs` are, for each output, its
+    bytes and which of the inputs taken it lives on in (-1: none).
     """
 
-    _SMALL_OP_NS = 20_000
-    _SMALL_RUN_NS = 5_000_000
-
     __slots__ = (
-        "_cost_ns",
-        "is_small",
+        "cause",
         "graph",
         "input_slots",
         "key",
-        "metas",
+        "outputs",
+        "pace",
         "path",
         "program",
         "recorded",
@@ -45,27 +43,23 @@ class Compiled:
     )
 
     def __init__(
-        self, graph: Graph, program: Program, input_slots: tuple[int, ...], recorded: dict[str, int]
+        self,
+        graph: Graph,
+        program: Program,
+        input_slots: tuple[int, ...],
+        outputs: tuple[tuple[int, int], ...],
+        recorded: dict[str, int],
     ) -> None:
         self.graph = graph
         self.program = program
         self.input_slots = input_slots
+        self.outputs = outputs
         self.recorded = recorded
-        metas = graph.metas()
-        self.metas: tuple[TensorMeta, ...] = tuple(metas[i] for i in graph.outputs)
+        self.pace = Pace(len(graph.nodes))
         self.path: Step | None = None
         self.key: Any = None
+        self.cause: Cause | None = None
         self.runs = 0
-        self.is_small = False
-        self._cost_ns = 0.0
-
-    def note_run(self, elapsed_ns: int) -> None:
-        """Learn from the processor time of a run."""
-        self._cost_ns = (
-            elapsed_ns if not self._cost_ns else 0.75 * self._cost_ns + 0.25 * elapsed_ns
-        )
-        small_op = self._cost_ns < self._SMALL_OP_NS * max(len(self.graph.nodes), 1)
-        self.is_small = small_op and self._cost_ns < self._SMALL_RUN_NS
 
 
 class Compiler:
@@ -73,10 +67,11 @@ class Compiler:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
+        self._known = KnownGraphs()
         self._recent: OrderedDict[int, Compiled] = OrderedDict()
 
-    def compile(self, trace: Trace, cut: Cut, donated: tuple[int, ...]) -> Compiled:
-        """Give the program for a cut. Cost: compiles if this path was never cut like this before."""
+    def compile(self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str) -> Compiled:
+        """Give the program for a cut, made for `reason`. Cost: compiles if this path was never cut so before."""
         outputs = tuple(index for index, _ in cut.alive)
         key = (outputs, donated)
         if cut.path.programs is None:
@@ -87,6 +82,8 @@ class Compiler:
             found.path, found.key = cut.path, key
             cut.path.programs[key] = found
             metrics.count("UncachedCompile")
+            found.cause = explain(found.graph, self._known, reason, cut.path)
+            on_compile(found.cause)
             self._evict()
         else:
             metrics.count("CachedCompile")
@@ -110,7 +107,18 @@ class Compiler:
         program = self.executor.compile(graph)
         metrics.observe("CompileTime", time.perf_counter_ns() - started)
         metrics.observe("TensorsGraphSize", len(kept))
-        return Compiled(graph, program, slots, count_ops(nodes))
+        return Compiled(graph, program, slots, self._outputs(graph, program), count_ops(nodes))
+
+    def _outputs(self, graph: Graph, program: Program) -> tuple[tuple[int, int], ...]:
+        metas = graph.metas()
+        taken = {number: k for k, number in enumerate(graph.inputs)}
+        return tuple(
+            (
+                self.executor.nbytes(metas[i]),
+                taken[program.reuses[i]] if i in program.reuses else -1,
+            )
+            for i in graph.outputs
+        )
 
     def _evict(self) -> None:
         while len(self._recent) >= settings.compilation_cache_size:
@@ -122,6 +130,7 @@ class Compiler:
     def forget(self) -> None:
         """Drop all programs."""
         self._recent.clear()
+        self._known.forget()
 
 
 def _inputs_read(nodes: Any, metas: dict[int, TensorMeta]) -> set[int]:

@@ -17,7 +17,8 @@ from ltc_core.buffer import Buffer, MemoryCounter
 from ltc_core.cell import Cell, Value
 from ltc_core.compiler import Compiled, Compiler
 from ltc_core.executors import EXECUTORS, NodeFailure
-from ltc_core.graph import TensorMeta, references
+from ltc_core.executors.host_threads import release_team
+from ltc_core.graph import Graph, Node, TensorMeta, references
 from ltc_core.interrupt import Uninterrupted
 from ltc_core.passes import origins
 from ltc_core.settings import settings
@@ -43,6 +44,7 @@ class Context:
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps, _begin_worker)
         self.failures: list[errors.LtcError] = []
+        self._worker_has_team = False
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -57,7 +59,7 @@ class Context:
             self.worker.wait_for_place()  # here Ctrl-C loses nothing yet
             started = time.perf_counter_ns()
             with Uninterrupted():
-                compiled, job = self._hand_over()
+                compiled, job = self._hand_over(reason)
             if compiled is None:
                 return None
         metrics.count("ExecuteComputation")
@@ -66,14 +68,14 @@ class Context:
         debug.on_cut(self.device, reason, compiled, time.perf_counter_ns() - started)
         return job
 
-    def _hand_over(self) -> tuple[Compiled | None, Job | None]:
+    def _hand_over(self, reason: str) -> tuple[Compiled | None, Job | None]:
         """Take the trace apart and launch its program; (None, None) if nothing of it is alive."""
         cut = self.trace.cut()
         if not cut.alive:
             return None, None
         donated = tuple(index for index, ref, _ in cut.inputs if ref() is None)
         try:
-            compiled = self.compiler.compile(self.trace, cut, donated)
+            compiled = self.compiler.compile(self.trace, cut, donated, reason)
         except BaseException as error:
             self._give_up(cut, error)
             raise
@@ -92,10 +94,8 @@ class Context:
         for index, value in cut.alive:
             old, buffer = given.get((index, *chains[index])[-1], (None, None))
             if buffer is None:
-                buffer = Buffer.pending(self.memory, 0)
-                buffer.fail(
-                    errors.op_error(error, what=f"the graph could not be compiled on {self.device}")
-                )
+                what = f"the graph could not be compiled on {self.device}"
+                buffer = Buffer.failed(self.memory, errors.op_error(error, what=what))
             elif old is not None:  # somebody else holds the old value: two must not own one buffer
                 buffer.wait_done()
                 data = self.executor.copy(buffer.take())
@@ -104,25 +104,23 @@ class Context:
 
     def _launch(self, compiled: Compiled, cut: Cut) -> Job:
         inputs = [cut.inputs[k][2] for k in compiled.input_slots]
-        by_number = {
-            cut.inputs[k][0]: buffer for k, buffer in zip(compiled.input_slots, inputs, strict=True)
-        }
         outputs = []
-        for (index, value), meta in zip(cut.alive, compiled.metas, strict=True):
-            reused = compiled.program.reuses.get(index)
-            if reused is not None:
-                by_number[reused].give_up_bytes()
-            buffer = Buffer.pending(self.memory, self.executor.nbytes(meta))
-            value.buffer = buffer
+        more_bytes = 0
+        for (_, value), (nbytes, taken) in zip(cut.alive, compiled.outputs, strict=True):
+            buffer = value.buffer = Buffer(self.memory, nbytes)
+            more_bytes += nbytes if taken < 0 else nbytes - inputs[taken].hand_over_bytes()
             outputs.append(buffer)
-        scalars = cut.scalars
-        job = Job(lambda: self._run(compiled, inputs, scalars, outputs))
-        if compiled.is_small and self.worker.is_idle:
+        self.memory.add(more_bytes)
+        scalars, num_threads = cut.scalars, torch.get_num_threads()
+        job = Job(lambda: self._run(compiled, inputs, scalars, outputs, num_threads))
+        if self._runs_here(compiled):
             with torch.no_grad():
                 job.execute()
             return job
         for buffer in outputs:
             buffer.made_by(job)
+        release_team()
+        self._worker_has_team = True
         try:
             self.worker.submit(job)
         except BaseException as error:  # an interrupt: nobody will run it
@@ -131,13 +129,33 @@ class Context:
             raise
         return job
 
+    def _runs_here(self, compiled: Compiled) -> bool:
+        """Choose the thread for a program: this one, once the worker has done its work and left the cores, or that."""
+        if compiled.program.holds_lock:
+            if not (compiled.pace.is_small and self.worker.is_idle):
+                return False
+        elif not compiled.pace.runs_here(time.perf_counter_ns()):
+            return False
+        if self._worker_has_team:
+            self.worker.submit(Job(release_team))
+            self._worker_has_team = False
+        self.worker.drain()
+        return True
+
     def _run(
-        self, compiled: Compiled, inputs: list[Buffer], scalars: list[Any], outputs: list[Buffer]
+        self,
+        compiled: Compiled,
+        inputs: list[Buffer],
+        scalars: list[Any],
+        outputs: list[Buffer],
+        num_threads: int,
     ) -> None:
         """Run a program; called by the worker. The buffers' old contents are dropped as early as possible."""
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)  # what the user asked for, in another thread
         started, started_cpu = time.perf_counter_ns(), time.thread_time_ns()
-        lost = next((buffer.error for buffer in inputs if buffer.error is not None), None)
-        data = [None if buffer.error is not None else buffer.take() for buffer in inputs]
+        data = [buffer.data for buffer in inputs]
+        lost = next((error for buffer in inputs if (error := buffer.error) is not None), None)
         inputs.clear()
         if lost is not None:
             self._settle(lost, compiled.program.salvage(data, scalars), compiled, outputs)
@@ -157,18 +175,17 @@ class Context:
             return
         for buffer, result in zip(outputs, results, strict=True):
             buffer.set(result)
-        compiled.note_run(time.thread_time_ns() - started_cpu)
+        compiled.pace.note_run(time.thread_time_ns() - started_cpu)
         metrics.observe("ExecuteTime", time.perf_counter_ns() - started)
 
     def _fail(self, failure: NodeFailure, compiled: Compiled, outputs: list[Buffer]) -> None:
-        node = failure.node
         original = failure.__cause__
         assert original is not None
         error = errors.op_error(
             original,
-            what=f"{node.op} failed while its graph ran on {self.device}",
-            got=", ".join(str(compiled.graph.metas().get(int(r))) for r in references(node))[:500],
-            where=node.line,
+            what=f"{_what_failed(failure)} on {self.device}",
+            got=_operands(failure.node, compiled.graph),
+            where="" if failure.node is None else failure.node.line,
             next=_advice(original),
         )
         error.where_words = "first recorded at"  # this graph may have come from elsewhere since
@@ -231,6 +248,19 @@ class Context:
         return Value.of(
             Buffer.ready(self.memory, data, self.executor.nbytes(TensorMeta.like(tensor)))
         )
+
+
+def _what_failed(failure: NodeFailure) -> str:
+    if failure.node is None:
+        return "a compiled program failed while it ran"
+    return f"{failure.node.op} failed while its graph ran"
+
+
+def _operands(node: Node | None, graph: Graph) -> str:
+    if node is None:
+        return f"a graph of {len(graph.nodes)} ops"
+    metas = graph.metas()
+    return ", ".join(str(metas.get(int(r))) for r in references(node))[:500]
 
 
 def _advice(error: BaseException) -> str:

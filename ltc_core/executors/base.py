@@ -21,11 +21,11 @@ class NodeFailure(Exception):
     """A node failed while a program ran.
 
     Attributes:
-        node: the node.
+        node: the node; None if the program cannot tell.
         salvaged: output -> data, for outputs that keep an earlier version (see `passes.MemoryPlan.origins`).
     """
 
-    def __init__(self, node: Node, salvaged: dict[int, Any]) -> None:
+    def __init__(self, node: Node | None, salvaged: dict[int, Any]) -> None:
         super().__init__(str(node))
         self.node = node
         self.salvaged = salvaged
@@ -37,10 +37,12 @@ class Program(abc.ABC):
     Attributes:
         peak_bytes: what its intermediate values hold at most.
         reuses: output -> donated input whose memory it takes.
+        holds_lock: whether a run holds Python's lock most of the time, so that nothing is recorded beside it.
     """
 
     peak_bytes: int = 0
     reuses: dict[int, int]
+    holds_lock: bool = True
 
     @abc.abstractmethod
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:

@@ -31,7 +31,7 @@ def test_a_ready_buffer_gives_its_data() -> None:
 
 
 def test_a_pending_buffer_becomes_ready() -> None:
-    buffer = Buffer.pending(MemoryCounter(), 12)
+    buffer = Buffer(MemoryCounter(), 12)
     assert buffer.is_pending
     data = torch.ones(3)
     buffer.set(data)
@@ -40,7 +40,7 @@ def test_a_pending_buffer_becomes_ready() -> None:
 
 
 def test_a_failed_buffer_raises_whenever_it_is_asked() -> None:
-    buffer = Buffer.pending(MemoryCounter(), 12)
+    buffer = Buffer(MemoryCounter(), 12)
     buffer.fail(ValueError("lost"))
     assert not buffer.is_pending
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_a_failed_buffer_raises_whenever_it_is_asked() -> None:
 
 def test_waiting_waits_for_the_job_that_makes_the_buffer() -> None:
     job = FakeJob()
-    buffer = Buffer.pending(MemoryCounter(), 12)
+    buffer = Buffer(MemoryCounter(), 12)
     buffer.made_by(job)
     buffer.wait_done()
     assert job.waited == 1
@@ -61,7 +61,7 @@ def test_nobody_waits_for_a_job_that_is_done(ending: str) -> None:
     """The job may end before the buffer is told of it."""
     for told_first in (True, False):
         job = FakeJob()
-        buffer = Buffer.pending(MemoryCounter(), 12)
+        buffer = Buffer(MemoryCounter(), 12)
         if told_first:
             buffer.made_by(job)
         if ending == "set":
@@ -77,7 +77,7 @@ def test_nobody_waits_for_a_job_that_is_done(ending: str) -> None:
 def test_a_buffer_does_not_keep_its_job() -> None:
     """A job holds its inputs; a chain of steps would hold all of them."""
     job = FakeJob()
-    buffer = Buffer.pending(MemoryCounter(), 12)
+    buffer = Buffer(MemoryCounter(), 12)
     buffer.made_by(job)
     assert job in gc.get_referents(buffer)
     buffer.set(torch.ones(3))
@@ -90,7 +90,8 @@ def test_a_buffer_does_not_keep_its_job() -> None:
 def test_bytes_are_counted_while_the_buffer_lives() -> None:
     memory = MemoryCounter()
     first = Buffer.ready(memory, torch.ones(3), 12)
-    second = Buffer.pending(memory, 100)
+    second = Buffer(memory, 100)
+    memory.add(100)  # by whoever makes many at once
     assert (memory.used_bytes, memory.peak_bytes) == (112, 112)
     del second
     assert (memory.used_bytes, memory.peak_bytes) == (12, 112)
@@ -101,8 +102,8 @@ def test_bytes_are_counted_while_the_buffer_lives() -> None:
 def test_a_buffer_that_gave_up_its_bytes_counts_none() -> None:
     memory = MemoryCounter()
     old = Buffer.ready(memory, torch.ones(3), 12)
-    old.give_up_bytes()
-    new = Buffer.pending(memory, 12)
+    assert (old.hand_over_bytes(), old.nbytes) == (12, 0)
+    new = Buffer(memory, 12)
     assert (memory.used_bytes, memory.peak_bytes) == (12, 12)
     del old
     assert memory.used_bytes == 12
@@ -112,10 +113,19 @@ def test_a_buffer_that_gave_up_its_bytes_counts_none() -> None:
 
 def test_a_failed_buffer_gives_its_bytes_back_too() -> None:
     memory = MemoryCounter()
-    buffer = Buffer.pending(memory, 12)
+    buffer = Buffer(memory, 12)
+    memory.add(12)
     buffer.fail(ValueError("lost"))
     del buffer
     assert memory.used_bytes == 0
+
+
+def test_a_buffer_that_never_was_made_holds_no_bytes() -> None:
+    memory = MemoryCounter()
+    buffer = Buffer.failed(memory, ValueError("no room"))
+    assert not buffer.is_pending and buffer.nbytes == memory.used_bytes == 0
+    with pytest.raises(ValueError, match="no room"):
+        buffer.take()
 
 
 def test_the_peak_counts_what_a_program_holds_beside_the_buffers() -> None:

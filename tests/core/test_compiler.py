@@ -1,6 +1,7 @@
 """Programs: what makes a new one, what is found again, what is evicted, what a failed compile leaves."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 import ltc_core as ltc
 from ltc_core import context as context_module
 from ltc_core import metrics
-from ltc_core.compiler import Compiled, Compiler
+from ltc_core.compiler import Compiler
 from ltc_core.errors import SettingsError
 from ltc_core.executors import Program
-from ltc_core.executors.reference import ReferenceExecutor
-from ltc_core.graph import Graph, Node, Ref, TensorMeta
+from ltc_core.executors.reference import ReferenceExecutor, ReferenceProgram
+from ltc_core.graph import Graph, TensorMeta
+from ltc_core.passes import plan
 from ltc_core.runtime import context
 from ltc_core.settings import Settings, settings
 from tests.core.counting import Counting
@@ -253,36 +255,6 @@ def test_a_program_that_never_repeats_itself_forgets(
 # -- small programs --------------------------------------------------------------------------------
 
 
-def compiled(num_nodes: int) -> Compiled:
-    nodes = tuple(
-        Node(aten.relu.default, (Ref(k),), {}, k + 1, (META,), result=0) for k in range(num_nodes)
-    )
-    graph = Graph(nodes, {0: META}, (num_nodes,))
-    return Compiled(graph, ReferenceExecutor().compile(graph), (0,), {})
-
-
-def test_a_program_is_small_when_its_ops_are_short() -> None:
-    program = compiled(10)
-    assert not program.is_small  # nothing is known of it yet
-    program.note_run(10 * 5_000)
-    assert program.is_small
-    program.note_run(10 * 500_000)
-    assert not program.is_small
-
-
-def test_a_long_program_is_not_small_however_short_its_ops() -> None:
-    program = compiled(400)
-    program.note_run(6_000_000)
-    assert not program.is_small
-
-
-def test_one_slow_run_is_forgiven_in_time() -> None:
-    program = compiled(10)
-    for cost in (10 * 100_000, *([10 * 1_000] * 12)):
-        program.note_run(cost)
-    assert program.is_small
-
-
 def test_small_and_large_programs_run_in_the_order_of_their_cuts(executor: WatchedExecutor) -> None:
     """Small ones run where they are cut, but never before what was handed over earlier."""
     device = ltc.lazy_device()
@@ -303,6 +275,41 @@ def test_small_and_large_programs_run_in_the_order_of_their_cuts(executor: Watch
         host = host @ host * 300 / 300
         wanted.mul_(1 + host[0, 0]).add_(k)
     assert torch.allclose(small.cpu(), wanted)
+
+
+class FreeProgram(ReferenceProgram):
+    """Says of itself that it leaves Python's lock free, and notes the threads it runs in."""
+
+    holds_lock = False
+    threads: list[str] = []
+
+    def run(self, inputs: Any, scalars: Any) -> list[Any]:
+        self.threads.append(threading.current_thread().name)
+        return super().run(inputs, scalars)
+
+
+def test_native_programs_are_tried_here_and_in_the_worker_in_the_order_of_their_cuts(
+    executor: WatchedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile(graph: Graph) -> FreeProgram:
+        return FreeProgram(graph, plan(graph), None)
+
+    monkeypatch.setattr(executor, "compile", compile)
+    monkeypatch.setattr(FreeProgram, "threads", [])
+    device = ltc.lazy_device()
+    x, y = torch.ones(3).to(device), torch.zeros(3).to(device)
+    for k in range(60):
+        x.mul_(-1).add_(k)
+        ltc.mark_step()
+        y.add_(x)
+        ltc.mark_step()
+    here = threading.current_thread().name
+    assert FreeProgram.threads[0] != here and here in FreeProgram.threads
+    wanted, total = torch.ones(3), torch.zeros(3)
+    for k in range(60):
+        wanted.mul_(-1).add_(k)
+        total.add_(wanted)
+    assert torch.equal(x.cpu(), wanted) and torch.equal(y.cpu(), total)
 
 
 # -- a compile that fails --------------------------------------------------------------------------

@@ -1,0 +1,69 @@
+"""Where a program runs: what is small, and what the measurement of both places decides."""
+
+from ltc_core.pace import Pace
+
+
+def test_a_program_is_small_when_its_ops_are_short() -> None:
+    pace = Pace(10)
+    assert not pace.is_small  # nothing is known of it yet
+    pace.note_run(10 * 5_000)
+    assert pace.is_small
+    pace.note_run(10 * 500_000)
+    assert not pace.is_small
+
+
+def test_a_long_program_is_not_small_however_short_its_ops() -> None:
+    pace = Pace(400)
+    pace.note_run(6_000_000)
+    assert not pace.is_small
+
+
+def test_one_slow_run_is_forgiven_in_time() -> None:
+    pace = Pace(10)
+    for cost in (10 * 100_000, *([10 * 1_000] * 12)):
+        pace.note_run(cost)
+    assert pace.is_small
+
+
+class Loop:
+    """A loop whose steps take `here_ns` if they run where they are cut and `there_ns` in the worker."""
+
+    def __init__(self, here_ns: int, there_ns: int) -> None:
+        self.pace = Pace(10)
+        self.lengths = {True: here_ns, False: there_ns}
+        self.now_ns = 0
+
+    def steps(self, n: int) -> list[bool]:
+        places = []
+        for _ in range(n):
+            places.append(self.pace.runs_here(self.now_ns))
+            self.now_ns += self.lengths[places[-1]]
+        return places
+
+
+def test_both_places_are_tried_and_the_quicker_one_is_kept() -> None:
+    for here_ns, there_ns, wanted in ((8, 10, True), (10, 8, False)):
+        places = Loop(here_ns, there_ns).steps(60)
+        assert not places[0] and {True, False} == set(places[:30])
+        assert set(places[30:]) == {wanted}
+
+
+def test_where_it_makes_no_difference_the_caller_is_not_kept_waiting() -> None:
+    assert set(Loop(99, 100).steps(60)[30:]) == {False}
+
+
+def test_a_step_that_is_interrupted_now_and_then_does_not_decide() -> None:
+    loop = Loop(8, 10)
+    for _ in range(30):
+        loop.steps(1)
+        if loop.now_ns % 5 == 0:
+            loop.now_ns += 1  # an uneven clock
+    loop.now_ns += 10**9
+    assert set(loop.steps(30)) == {True}
+
+
+def test_it_is_measured_again_when_the_program_has_run_for_long() -> None:
+    loop = Loop(8, 10)
+    assert set(loop.steps(1000)[30:]) == {True}
+    loop.lengths = {True: 10, False: 8}
+    assert set(loop.steps(4000)[-500:]) == {False}
