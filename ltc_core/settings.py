@@ -134,8 +134,23 @@ SETTINGS: tuple[Setting, ...] = (
             fixed=True, check=_check_device_name),
     Setting("num_devices", "LTC_NUM_DEVICES", ("CPU_NUM_DEVICES",), int, 1,
             "Devices of this process.", at_least=1),
-    Setting("executor", "LTC_EXECUTOR", (), str, "reference",
-            "What runs the graphs; null does no maths.", choices=("reference", "null")),
+    Setting("executor", "LTC_EXECUTOR", (), str, "inductor",
+            "What runs the graphs; reference runs op by op, null does no maths.",
+            choices=("inductor", "reference", "null")),
+    Setting("compile", "LTC_COMPILE", (), str, "async",
+            "When graphs are compiled: in the background, before their first run, or never.",
+            choices=("async", "sync", "off")),
+    Setting("compile_after", "LTC_COMPILE_AFTER", (), int, 3,
+            "Runs after which a graph that comes back is compiled in the background.", at_least=1),
+    Setting("compile_priority", "LTC_COMPILE_PRIORITY", (), str, "low",
+            "What the background compiler takes of busy cores: nothing, a quarter of one, or its share.",
+            choices=("idle", "low", "normal")),
+    Setting("compile_timeout_s", "LTC_COMPILE_TIMEOUT_S", (), float, 1800.0,
+            "Seconds one compile may take before it is given up.", at_least=1),
+    Setting("compiled_cache_bytes", "LTC_COMPILED_CACHE_BYTES", (), int, 4 << 30,
+            "Compiled programs kept on disk; the longest unused go first.", at_least=0),
+    Setting("keep_memory", "LTC_KEEP_MEMORY", (), bool, True,
+            "Keep memory that a step frees for the next one."),
     Setting("fallback", "LTC_FALLBACK", (), str, "allow",
             "An op without a rule: raise, run on the CPU with a warning, or run there silently.",
             choices=("error", "warn", "allow")),
@@ -157,6 +172,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("debug", "LTC_DEBUG", ("LTC_DEBUG_LEVEL", "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG"), int, 0,
             "0 to 3: show more and more of what each sync does.",
             choices=("0", "1", "2", "3"), translate=_translate_debug),
+    Setting("explain", "LTC_EXPLAIN", (), bool, False,
+            "Say why each graph is built: what differs from the nearest known one, and where."),
     Setting("sync_wait", "LTC_SYNC_WAIT", ("XLA_SYNC_WAIT",), bool, False,
             "Each sync waits until the device is done."),
     Setting("eager", "LTC_EAGER", ("XLA_USE_EAGER_DEBUG_MODE",), bool, False,
@@ -190,6 +207,12 @@ class Settings:
     device_name: str
     num_devices: int
     executor: str
+    compile: str
+    compile_after: int
+    compile_priority: str
+    compile_timeout_s: float
+    compiled_cache_bytes: int
+    keep_memory: bool
     fallback: str
     force_fallback: frozenset[str]
     use_bf16: bool
@@ -199,6 +222,7 @@ class Settings:
     save_tensors_fmt: str
     ir_debug: bool
     debug: int
+    explain: bool
     sync_wait: bool
     eager: bool
     max_async_queue: int

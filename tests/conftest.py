@@ -24,6 +24,9 @@ from types import ModuleType
 import psutil
 import pytest
 
+# A compile takes ten seconds of both cores: only tests of compiled programs ask for it.
+os.environ.setdefault("LTC_COMPILE", "off")
+
 GRACE_S = 2.0
 RANDOM_STATE_BYTES = 5056  # what torch.Generator().get_state() has
 

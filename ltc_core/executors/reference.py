@@ -275,6 +275,11 @@ class ReferenceExecutor(Executor):
     def __init__(self) -> None:
         self._types = StorageTypes.from_settings()
 
+    @property
+    def stores_narrow(self) -> bool:
+        """Whether tensors are stored as something else than they report."""
+        return self._types is not None
+
     def place(self, tensor: torch.Tensor) -> Any:
         dtype = tensor.dtype if self._types is None else self._types.of(tensor.dtype)
         return tensor.detach().to(dtype, copy=True)
@@ -289,7 +294,11 @@ class ReferenceExecutor(Executor):
     def view(self, data: Any, meta: TensorMeta) -> torch.Tensor:
         return data.to(meta.dtype)  # type: ignore[no-any-return]
 
-    def compile(self, graph: Graph) -> ReferenceProgram:
+    def compile(self, graph: Graph) -> Program:
+        return self.interpret(graph)
+
+    def interpret(self, graph: Graph) -> ReferenceProgram:
+        """Make the program that runs a graph op by op."""
         if self._types is not None:
             graph = self._types.rewrite(graph)
         return ReferenceProgram(graph, plan(graph), self._types)

@@ -13,7 +13,14 @@ PACKAGE = Path(ltc_core.__file__).parent
 NAME = PACKAGE.name
 
 # (file, what it imports inside a function) -> why that import cannot stand at the top.
-INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {}
+INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
+    ("ltc_core.executors.inductor.child", "ltc_core.executors.inductor.artifacts"): (
+        "it imports PyTorch: only after the process has lowered its priority and watches its parent"
+    ),
+}
+
+# What is imported in the compiler's process only, where it may take seconds.
+OF_THE_COMPILER = ("build_artifact", "child", "lower", "spelled_out")
 
 # What a file may import beside ltc_core, Python's own library and torch: the dependencies of setup.cfg.
 MAY_NOT_BE_IMPORTED = (
@@ -77,6 +84,18 @@ def needs(module: str) -> set[str]:
     return {name for name in found if name in files() and name != module}
 
 
+def reached_from(module: str) -> set[str]:
+    """The modules of the package that it needs, by whatever way, and itself."""
+    reached: set[str] = set()
+    stack = [module]
+    while stack:
+        name = stack.pop()
+        if name not in reached:
+            reached.add(name)
+            stack += needs(name) - {NAME}
+    return reached
+
+
 # -- the order -------------------------------------------------------------------------------------
 
 
@@ -120,7 +139,9 @@ def test_imports_form_no_cycle() -> None:
     assert not cycle, " -> ".join(cycle)
 
 
-@pytest.mark.parametrize("package", ["executors", "device", "debug", "serialization"])
+@pytest.mark.parametrize(
+    "package", ["executors", "executors.inductor", "device", "debug", "serialization"]
+)
 def test_a_subpackages_init_stands_above_its_files(package: str) -> None:
     """Else importing one file of it would need the file that is just being imported."""
     init = f"{NAME}.{package}"
@@ -136,18 +157,25 @@ def test_a_subpackages_init_stands_above_its_files(package: str) -> None:
         ("settings", "metrics"), ("errors", "settings"), ("graph", "passes"), ("views", "graph"),
         ("buffer", "trace"), ("cell", "trace"), ("trace", "tensor"), ("tensor", "runtime"),
         ("executors", "runtime"), ("compiler", "runtime"), ("runtime", "dispatch"), ("dispatch", "lazy_model"),
+        ("executors.reference", "executors.inductor.chain"), ("executors.inductor.part", "executors.inductor.request"),
+        ("executors.inductor.chain", "executors.inductor.tiers"),
+        ("executors.inductor.service", "executors.inductor.tiers"),
+        ("executors.inductor.compiler_process", "executors.inductor.service"),
+        ("executors.inductor.executor", "runtime"),
     ],
 )  # fmt: skip
 def test_known_layers_are_in_order(lower: str, higher: str) -> None:
     """What stands below never needs, by whatever way, what stands above."""
-    reached: set[str] = set()
-    stack = [f"{NAME}.{lower}"]
-    while stack:
-        name = stack.pop()
-        if name not in reached:
-            reached.add(name)
-            stack += needs(name) - {NAME}
-    assert f"{NAME}.{higher}" not in reached
+    assert f"{NAME}.{higher}" in files()
+    assert f"{NAME}.{higher}" not in reached_from(f"{NAME}.{lower}")
+
+
+def test_the_compilers_own_modules_are_in_no_other_process() -> None:
+    inductor = f"{NAME}.executors.inductor"
+    own = {f"{inductor}.{name}" for name in OF_THE_COMPILER}
+    assert own <= files().keys()
+    for module in files().keys() - own:
+        assert not reached_from(module) & own, module
 
 
 def test_the_core_knows_nothing_of_what_is_built_on_it() -> None:

@@ -1,0 +1,306 @@
+"""The compiler's process as its parent sees it: started when first asked, killed with all that it started.
+
+`CompilerProcess.ask` sends one request to `child` and waits for the answer; a process that crashes, hangs or cannot be
+started is an answer too, in one sentence. What the process prints goes to memory, and is quoted when it crashes. `end`
+may be called from any thread. `service` is the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ltc_core.executors.inductor.artifacts import WORK
+from ltc_core.settings import settings
+
+__all__ = ["Answer", "CompilerProcess"]
+
+_SCRIPT = Path(__file__).with_name("child.py")
+# Importing PyTorch takes 2 s; on a busy machine, at idle priority, it takes its time.
+_START_TIMEOUT_S = 300.0
+_EXIT_GRACE_S = 5.0
+_SLICE_S = 1.0
+_LOG_TAIL_BYTES = 1 << 16
+_MAX_QUOTED = 300
+_SENTENCES = {
+    "refused": "the compiler refuses it ({})",
+    "disk": "{}",
+    "unusable": "the compiler cannot be started ({})",
+}
+
+
+class Answer(NamedTuple):
+    """What became of a request.
+
+    Attributes:
+        kind: 'built'; 'refused' (this request), 'crashed' (with this request), 'disk' (the root cannot be written),
+            'unusable' (the compiler, whatever it is asked), 'ended' (by `end`).
+        text: the artifact's path if it was built, else the sentence why not; of 'disk' the reason alone.
+        op: name of the op that is not taken, if the builder said so.
+        evicted: artifacts that were removed to make room.
+    """
+
+    kind: str
+    text: str = ""
+    op: str = ""
+    evicted: int = 0
+
+
+class _Gone(Exception):
+    """The process has ended, or closed its connection."""
+
+
+class CompilerProcess:
+    """At most one process, that builds with one function below one root.
+
+    Args:
+        builder: 'module:function', imported in the process.
+        root: of the artifacts; made by the caller.
+    """
+
+    def __init__(self, builder: str, root: Path) -> None:
+        self.root = root
+        self._builder = builder
+        self._lock = threading.Lock()
+        self._ended = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
+        self._log = -1
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    def ask(self, key: str, payload: bytes) -> Answer:
+        """Have an artifact built. Cost: the compile, and the start of the process if it does not run."""
+        if self._process is None:
+            problem = self._start()
+            if problem is not None:
+                return problem
+        assert self._connection is not None
+        os.ftruncate(self._log, 0)
+        try:
+            self._connection.send((key, payload))
+            message = self._receive(settings.compile_timeout_s)
+        except (_Gone, OSError):
+            how = self._reap(_EXIT_GRACE_S)
+            return Answer("ended") if self._ended else Answer("crashed", f"the compiler {how}")
+        if message is None:
+            self._reap(0)
+            limit = f"{settings.compile_timeout_s:g} s"
+            return Answer(
+                "crashed", f"the compiler was not done after {limit} (LTC_COMPILE_TIMEOUT_S)"
+            )
+        kind, text, extra = message
+        if kind == "built":
+            return Answer(kind, text, evicted=extra)
+        return _failure(kind, text, extra)
+
+    def end(self) -> None:
+        """Kill the process and all that it started, now and for good. `ask` then answers 'ended'."""
+        with self._lock:
+            self._ended = True
+            if self._process is not None:
+                _kill_group(self._process.pid)
+        # The thread that asks reaps it; if there is none, nobody else does.
+
+    def stop(self) -> None:
+        """End a process that is not being asked; the next request starts one anew."""
+        if self._process is not None:
+            self._reap(0)
+
+    def log(self) -> bytes:
+        """Give the last of what the process printed for the last request."""
+        if self._log < 0:
+            return b""
+        size = os.fstat(self._log).st_size
+        return os.pread(self._log, _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES))
+
+    def forget(self) -> None:
+        """In a forked child: let go of what belongs to the parent's process."""
+        if self._process is not None:
+            self._process.returncode = 0  # not ours: nothing to wait for
+        if self._connection is not None:
+            self._connection.close()
+        if self._log >= 0:
+            os.close(self._log)
+
+    # -- starting and ending -----------------------------------------------------------------------
+
+    def _start(self) -> Answer | None:
+        """Start the process; give an answer if that failed."""
+        try:
+            (self.root / WORK).mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            return _failure("disk", str(error))
+        ours, theirs = Pipe()
+        try:
+            with self._lock:
+                if self._ended:
+                    ours.close()
+                    return Answer("ended")
+                self._open_log()
+                self._process = self._spawn(theirs.fileno())
+                self._connection = ours
+        except OSError as error:
+            ours.close()
+            return _failure("unusable", str(error))
+        finally:
+            theirs.close()
+        config = {
+            "path": sys.path,
+            "builder": self._builder,
+            "root": str(self.root),
+            "limit_bytes": settings.compiled_cache_bytes,
+        }
+        try:
+            ours.send(config)
+            message = self._receive(_START_TIMEOUT_S)
+        except (_Gone, OSError):
+            how = self._reap(_EXIT_GRACE_S)
+            return Answer("ended") if self._ended else _failure("unusable", f"it {how}")
+        if message == ("ready",):
+            return None
+        self._reap(_EXIT_GRACE_S if message else 0)
+        why = message[1] if message else f"it was not ready after {_START_TIMEOUT_S:g} s"
+        return _failure("unusable", why)
+
+    def _spawn(self, connection_number: int) -> subprocess.Popen[bytes]:
+        # A user who waits for the compiler wants it to be quick.
+        priority = "normal" if settings.compile == "sync" else settings.compile_priority
+        arguments = [_SCRIPT, connection_number, os.getpid(), priority]
+        return subprocess.Popen(
+            # -P: no imports from the script's directory. -u: nothing printed is lost in a crash.
+            [sys.executable, "-P", "-u", "-Wignore", "-Xfaulthandler", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=[connection_number],
+            env=self._environment(),
+            # A group of its own, so that Ctrl-C does not reach it and a kill reaches all of it. Not a session: where
+            # the kernel groups by session (sched_autogroup), a new session gets half of a core we compute on whatever
+            # its priority; measured 1.49 s of 3 s in a new session and 0.01 s in a new group, at SCHED_IDLE.
+            process_group=0,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        work = str(self.root / WORK)
+        inherited = {name: value for name, value in os.environ.items() if name != "CXX" or value}
+        if _is_chosen_by_torch(inherited.get("TORCHINDUCTOR_CACHE_DIR", "")):
+            del inherited["TORCHINDUCTOR_CACHE_DIR"]
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": work,
+            **inherited,
+            "TMPDIR": work,  # where PyTorch keeps its precompiled headers
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "LC_ALL": "C",  # messages of compilers are quoted in a sentence: in English
+            "LTC_AUTOLOAD": "0",
+            "LTC_COMPILE": "off",
+        }
+
+    def _open_log(self) -> None:
+        if self._log < 0:
+            self._log = os.memfd_create("ltc-compiler")
+            fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
+
+    def _receive(self, timeout_s: float) -> tuple[Any, ...] | None:
+        """Give the next message; None if there was none in time.
+
+        Raises:
+            _Gone: there will be none.
+        """
+        assert self._connection is not None and self._process is not None
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            # In slices: a process forked meanwhile may hold the other end, which then never closes.
+            is_gone = _has_exited(self._process.pid)
+            if self._connection.poll(min(left, _SLICE_S)):
+                try:
+                    message: tuple[Any, ...] = self._connection.recv()
+                except EOFError:
+                    raise _Gone from None
+                return message
+            if is_gone:
+                raise _Gone
+        return None
+
+    def _reap(self, grace_s: float) -> str:
+        """Collect the process, killing it and all it started if it has not ended in time; say how it ended."""
+        assert self._connection is not None and self._process is not None
+        deadline = time.monotonic() + grace_s
+        while not (natural := _has_exited(self._process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with self._lock:
+            # Not collected yet: so its number is still its own, and its group's.
+            _kill_group(self._process.pid)
+            code = self._process.wait()
+            self._process = None
+        self._connection.close()
+        self._connection = None
+        if not natural:
+            return "closed its connection"
+        return _how_it_ended(code, self.log())
+
+
+def _is_chosen_by_torch(directory: str) -> bool:
+    """Tell whether PyTorch chose this directory for its cache, not the user: it exports its choice to children.
+
+    PyTorch's own function for its name imports the compiler, a second of a core.
+    """
+    parent, name = os.path.split(directory)
+    # Also the system's ones: TMPDIR may have been another when PyTorch chose.
+    temporary = {os.path.abspath(tempfile.gettempdir()), "/tmp", "/var/tmp", "/usr/tmp"}
+    return parent in temporary and name.startswith("torchinductor_")
+
+
+def _failure(kind: str, why: str, op: str = "") -> Answer:
+    return Answer(kind, _SENTENCES[kind].format(why), op)
+
+
+def _has_exited(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody else collected it
+        return True
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _how_it_ended(code: int, log: bytes) -> str:
+    """'crashed (SIGSEGV; the last line it printed)'"""
+    quote = _last_words(log)
+    quoted = f"; {quote}" if quote else ""
+    if code >= 0:
+        return f"ended without an answer (exit code {code}{quoted})"
+    if -code == signal.SIGKILL:
+        return "was killed (SIGKILL; most likely memory ran out)"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"crashed ({name}{quoted})"
+
+
+def _last_words(log: bytes) -> str:
+    """Give the last line that was printed before Python's own report of a crash."""
+    lines = []
+    for line in log.replace(b"\0", b"").decode(errors="replace").splitlines():
+        if line.startswith("Fatal Python error"):
+            break
+        if line.strip():
+            lines.append(line.strip())
+    return lines[-1][:_MAX_QUOTED] if lines else ""

@@ -1,0 +1,279 @@
+"""Parts of a graph: what is compiled, and what runs op by op between.
+
+Some ops are no business of a compiler: draws from PyTorch's generator (whose numbers must not depend on what runs
+them), writes through views that only exist on packed memory, ops the compiler refused. `partition` cuts the graph into
+parts that run one after the other, each of one kind. A part's graph is written in a canonical form: values and numbers
+counted from zero, numbers that are no inputs written as constants. Comes from `tiers`, goes to `request`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.executors.inductor.indices import find_bounds
+from ltc_core.executors.inductor.number_rules import takes_number
+from ltc_core.graph import Graph, Lens, Node, Ref, Scalar, TensorMeta, Write, references
+from ltc_core.passes import prune
+from ltc_core.views import open_lens
+
+__all__ = ["Part", "partition"]
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some nodes of a graph, in canonical form.
+
+    Attributes:
+        compiled: whether the compiler gets it; else it runs op by op.
+        graph: the nodes; inputs are its values 0, 1, ...
+        inputs: which values of the whole graph those are.
+        outputs: which values of the whole graph its outputs are.
+        nodes: the nodes as they are in the whole graph.
+        numbers: which numbers of a run its `Scalar`s stand for.
+        types: their Python types.
+        constants: the numbers of a run written into it, with the values they must have.
+    """
+
+    compiled: bool
+    graph: Graph
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    nodes: tuple[Node, ...]
+    numbers: tuple[int, ...]
+    types: tuple[type, ...]
+    constants: Mapping[int, Any]
+
+
+def partition(
+    graph: Graph, scalars: Sequence[Any], varied: frozenset[int], refused: frozenset[str]
+) -> list[Part]:
+    """Cut `graph` into parts.
+
+    Args:
+        scalars: the numbers of the last run.
+        varied: positions of numbers seen with another value before.
+        refused: names of ops the compiler cannot take.
+    """
+    graph = dataclasses.replace(graph, nodes=tuple(_without_operand(node) for node in graph.nodes))
+    stages = _stages(graph, refused)
+    last = max((stage for stage, _ in stages), default=0)
+    groups: list[tuple[bool, list[Node]]] = []
+    for level in range(last + 1):
+        for compiled in (False, True):
+            chosen = [
+                node
+                for node, stage in zip(graph.nodes, stages, strict=True)
+                if stage == (level, compiled)
+            ]
+            if chosen:
+                groups.append((compiled, chosen))
+    return _parts(graph, groups, scalars, varied)
+
+
+# Ops that read nothing of their operand but its metadata; what they fill in with.
+_LIKE: dict[torch._ops.OpOverload, int | None] = {
+    aten.empty_like.default: None,
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+}
+
+
+def _without_operand(node: Node) -> Node:
+    """Write `empty_like(x)` and its kin as what does not wait for `x`: a draw into it would cut the graph in two."""
+    if node.op not in _LIKE:
+        return node
+    meta, fill = node.outs[0], _LIKE[node.op]
+    assert meta is not None
+    kwargs = {"dtype": meta.dtype}
+    if fill is None or not meta.contiguous:
+        if fill is not None:
+            return node
+        args: tuple[Any, ...] = (tuple(meta.size), meta.stride)
+        return dataclasses.replace(node, op=aten.empty_strided.default, args=args, kwargs=kwargs)
+    args = (tuple(meta.size), fill)
+    return dataclasses.replace(node, op=aten.full.default, args=args, kwargs=kwargs)
+
+
+def _eager_nodes(graph: Graph, refused: frozenset[str]) -> set[int]:
+    """Find the nodes that run op by op, with those of their operands that need nothing compiled."""
+    metas = graph.metas()
+    _, unchecked = find_bounds(graph)
+    maker = {
+        node.first + i: at for at, node in enumerate(graph.nodes) for i in range(len(node.outs))
+    }
+    eager = {
+        at
+        for at, node in enumerate(graph.nodes)
+        if at in unchecked or _runs_eagerly(node, metas, refused)
+    }
+    free = set(eager)  # nodes that could run eagerly at the very beginning
+    for at, node in enumerate(graph.nodes):
+        if all(v in maker and maker[v] in free - eager for v in references(node)):
+            free.add(at)
+    stack = list(eager)
+    while stack:
+        for value in references(graph.nodes[stack.pop()]):
+            at = maker.get(value, -1)
+            if at in free and at not in eager:
+                eager.add(at)
+                stack.append(at)
+    return eager
+
+
+def _stages(graph: Graph, refused: frozenset[str]) -> list[tuple[int, bool]]:
+    """Give each node its level and whether it is compiled: a level's eager nodes run before its compiled ones."""
+    level_of: dict[int, tuple[int, bool]] = {}
+    eager = _eager_nodes(graph, refused)
+    stages = []
+    for at, node in enumerate(graph.nodes):
+        compiled = at not in eager
+        level = 0
+        for value in references(node):
+            before = level_of.get(value)
+            if before is not None:
+                # What a compiled node made is there for eager nodes of the next level only.
+                level = max(level, before[0] + (before[1] and not compiled))
+        for i in range(len(node.outs)):
+            level_of[node.first + i] = (level, compiled)
+        stages.append((level, compiled))
+    return stages
+
+
+def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozenset[str]) -> bool:
+    if str(node.op) in refused or "generator" in node.kwargs:
+        return True
+    stack: list[Any] = [*node.args, *node.kwargs.values()]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Write):
+            if not _is_plain_view(item.lens, metas[node.writes[item.base]]):
+                return True
+        elif type(item) in (list, tuple):
+            stack.extend(item)
+    return False
+
+
+def _is_plain_view(lens: Lens, meta: TensorMeta) -> bool:
+    """Tell whether a lens leads to memory as eager's views do: without copies, and not by strides of strides."""
+    if len(lens) > 1 and any(step.op is aten.as_strided.default for step in lens):
+        return False  # PyTorch cannot make such a write functional
+    return not lens or not open_lens(meta.meta_tensor(), lens)[1]
+
+
+def _parts(
+    graph: Graph,
+    groups: list[tuple[bool, list[Node]]],
+    scalars: Sequence[Any],
+    varied: frozenset[int],
+) -> list[Part]:
+    metas = graph.metas()
+    needed_later = set(graph.outputs)
+    wanted: list[set[int]] = []
+    for _, nodes in reversed(groups):
+        wanted.append(set(needed_later))
+        needed_later.update(value for node in nodes for value in references(node))
+    wanted.reverse()
+    parts = []
+    unseen = set(graph.outputs)
+    for (compiled, nodes), later in zip(groups, wanted, strict=True):
+        made = {node.first + i for node in nodes for i, m in enumerate(node.outs) if m is not None}
+        outputs = sorted(made & later)
+        unseen -= set(outputs)
+        part = _Canonical(graph, metas, later, varied, scalars).part(compiled, nodes, outputs)
+        if part is not None:
+            parts.append(part)
+    if unseen:  # outputs that are inputs as they are
+        parts.append(_Canonical(graph, metas, set(), varied, scalars).passing(sorted(unseen)))
+    return parts
+
+
+class _Canonical:
+    """Writes nodes down with numbers counted from zero."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        metas: Mapping[int, TensorMeta],
+        later: set[int],
+        varied: frozenset[int],
+        scalars: Sequence[Any],
+    ) -> None:
+        self._graph = graph
+        self._metas = metas
+        self._later = later
+        self._varied = varied
+        self._scalars = scalars
+        self._values: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._constants: dict[int, Any] = {}
+
+    def part(self, compiled: bool, nodes: Sequence[Node], outputs: Sequence[int]) -> Part | None:
+        nodes = prune(nodes, outputs)
+        if not nodes:
+            return None
+        made = {node.first + i for node in nodes for i in range(len(node.outs))}
+        read = dict.fromkeys(v for node in nodes for v in references(node) if v not in made)
+        for value in read:
+            self._values[value] = len(self._values)
+        renumbered = tuple(self._node(node, compiled) for node in nodes)
+        graph = Graph(
+            renumbered,
+            {self._values[v]: self._metas[v] for v in read},
+            tuple(self._values[v] for v in outputs),
+            frozenset(self._values[v] for v in read if self._is_donated(v)),
+        )
+        numbers = tuple(self._numbers)
+        return Part(
+            compiled,
+            graph,
+            tuple(read),
+            tuple(outputs),
+            tuple(nodes),
+            numbers,
+            tuple(type(self._scalars[i]) for i in numbers),
+            self._constants,
+        )
+
+    def passing(self, values: Sequence[int]) -> Part:
+        """Make the part without nodes."""
+        inputs = {k: self._metas[v] for k, v in enumerate(values)}
+        donated = frozenset(k for k, v in enumerate(values) if self._is_donated(v))
+        graph = Graph((), inputs, tuple(inputs), donated)
+        return Part(False, graph, tuple(values), tuple(values), (), (), (), {})
+
+    def _is_donated(self, value: int) -> bool:
+        if value in self._later:
+            return False
+        return value not in self._graph.inputs or value in self._graph.donated
+
+    def _node(self, node: Node, compiled: bool) -> Node:
+        first = len(self._values)
+        for i in range(len(node.outs)):
+            self._values[node.first + i] = first + i
+        args = tuple(self._item(a, node.op, compiled) for a in node.args)
+        kwargs = {k: self._item(a, node.op, compiled) for k, a in node.kwargs.items()}
+        writes = tuple(self._values[w] for w in node.writes)
+        return dataclasses.replace(node, args=args, kwargs=kwargs, first=first, writes=writes)
+
+    def _item(self, item: Any, op: torch._ops.OpOverload, compiled: bool) -> Any:
+        kind = type(item)
+        if kind is Ref:
+            return Ref(self._values[item])
+        if kind is Scalar:
+            return self._number(int(item), op, compiled)
+        if kind in (list, tuple):
+            return kind(self._item(i, op, compiled) for i in item)
+        return item
+
+    def _number(self, position: int, op: torch._ops.OpOverload, compiled: bool) -> Any:
+        value = self._scalars[position]
+        if compiled and not takes_number(op, value, position in self._varied):
+            self._constants[position] = value
+            return value
+        return Scalar(self._numbers.setdefault(position, len(self._numbers)))

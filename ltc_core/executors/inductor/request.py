@@ -1,0 +1,155 @@
+"""What the compiler's process is asked for, and the key its answer is kept under.
+
+A `Request` is a part and everything else a program depends on. Its key is a digest of the part's text, of the
+machine, of PyTorch and of the sources that lower it: equal keys, equal programs, in whatever process and run. Comes
+from `tiers`, goes to `service`, and in the compiler's process to `build`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import functools
+import hashlib
+import io
+import os
+import pickle
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ltc_core.executors.inductor.part import Part
+from ltc_core.graph import Graph, Node, TensorMeta
+
+__all__ = ["Request", "decode", "encode", "key"]
+
+
+_PACKAGE = Path(__file__).parents[2]
+# The files that decide what is made of a part: `lower` and all it stands on.
+_LOWERING = (
+    "graph.py", "passes.py", "schema.py", "views.py",
+    *(f"executors/inductor/{n}.py" for n in ("build_artifact", "lower", "number_rules", "part", "spelled_out")),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A part to be compiled for a device, to be run with so many threads."""
+
+    part: Part
+    device: str
+    num_threads: int
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table.copy()
+
+
+def _reduce_op(op: torch._ops.OpOverload) -> tuple[Any, ...]:
+    return _find_op, (op.namespace, op._opname, op._overloadname)
+
+
+def _reduce_meta(meta: TensorMeta) -> tuple[Any, ...]:
+    return TensorMeta.of, (tuple(meta.size), meta.stride, meta.offset, meta.dtype)
+
+
+_Pickler.dispatch_table[torch._ops.OpOverload] = _reduce_op
+_Pickler.dispatch_table[TensorMeta] = _reduce_meta
+
+
+def _find_op(namespace: str, name: str, overload: str) -> torch._ops.OpOverload:
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return getattr(packet, overload)  # type: ignore[no-any-return]
+
+
+def encode(request: Request) -> bytes:
+    out = io.BytesIO()
+    _Pickler(out).dump(request)
+    return out.getvalue()
+
+
+def decode(payload: bytes) -> Request:
+    """Read what `encode` wrote.
+
+    Raises:
+        AttributeError: the part has an op that this process does not have.
+    """
+    return pickle.loads(payload)  # type: ignore[no-any-return]
+
+
+def key(request: Request) -> str:
+    """Give the key of a request, 64 hexadecimal digits. Cost: about 5 us a node."""
+    digest = hashlib.sha256(_environment().encode())
+    digest.update(f"{request.device} {request.num_threads}\n".encode())
+    digest.update(_part_text(request.part).encode())
+    return digest.hexdigest()
+
+
+def _part_text(part: Part) -> str:
+    numbers = " ".join(kind.__name__ for kind in part.types)
+    return "\n".join((numbers, *_graph_rows(part.graph)))
+
+
+def _graph_rows(graph: Graph) -> list[str]:
+    rows = [f"{i} {_meta_text(meta)}" for i, meta in graph.inputs.items()]
+    rows += [_node_text(node) for node in graph.nodes]
+    rows.append(f"{graph.outputs} {sorted(graph.donated)}")
+    return rows
+
+
+def _meta_text(meta: TensorMeta | None) -> str:
+    if meta is None:
+        return "-"
+    return f"{meta.dtype}{tuple(meta.size)}{meta.stride}{meta.offset}"
+
+
+def _node_text(node: Node) -> str:
+    outs = " ".join(map(_meta_text, node.outs))
+    return (
+        f"{node.first} {node.op} {node.args} {sorted(node.kwargs.items())} {node.writes} "
+        f"{node.result} {node.follows_default} {outs}"
+    )
+
+
+@functools.cache
+def _environment() -> str:
+    """Say in words what programs depend on besides their graph."""
+    return " ".join(
+        (
+            torch.__version__,
+            platform.machine(),
+            _processor(),
+            _compiler(),
+            _sources(),
+        )
+    )
+
+
+def _processor() -> str:
+    """Digest what the processor can do: programs are compiled for this one."""
+    try:
+        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return torch.backends.cpu.get_cpu_capability()
+    wanted = ("model name", "flags", "Features")
+    about = sorted({row for row in rows if row.startswith(wanted)})
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+
+
+def _compiler() -> str:
+    """Name the C++ compiler and when it was installed; asking for its version would start a process."""
+    path = shutil.which(os.environ.get("CXX", "g++").split()[0])
+    if path is None:
+        return "none"
+    status = os.stat(path)
+    return f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
+
+
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for name in _LOWERING:
+        digest.update((_PACKAGE / name).read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,379 @@
+"""The compile service of this process: a thread that takes requests, looks on the disk, and asks the compiler.
+
+A request is a key and a payload that only the builder reads; what became of it is an `Outcome`, given to `done` in the
+service's thread. Requests are served urgent ones first, then in order; one that another process is building is put off
+until that one is done, so of the ranks of a job one starts a compiler. Nothing raises: what goes wrong is a sentence in
+the outcome. `tiers` is the caller.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ltc_core import metrics
+from ltc_core.executors.inductor.artifacts import Artifacts
+from ltc_core.executors.inductor.compiler_process import Answer, CompilerProcess
+from ltc_core.settings import settings
+
+__all__ = ["CompileService", "Outcome", "service"]
+
+_BUILDER = "ltc_core.executors.inductor.build_artifact:build"
+_IDLE_S = 120.0  # after which the compiler's process, 300 MB of it, is ended
+_LOOK_AGAIN_S = 0.25
+_JOIN_TIMEOUT_S = 5.0
+_LOG_NAME_LENGTH = 16
+_NO_PLACE = "the compiled program cannot be kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a request.
+
+    Attributes:
+        path: directory of the artifact, or None.
+        problem: why there is none, in words without a full stop; "" if the process ends, or the service was shut down.
+        op: name of the op that the compiler does not take, if it is known to be one.
+        seconds: what it took.
+        from_cache: it was there already, from another process or run.
+        facts: what the builder said about it.
+    """
+
+    path: Path | None = None
+    problem: str = ""
+    op: str = ""
+    seconds: float = 0.0
+    from_cache: bool = False
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def failed(cls, problem: str) -> Outcome:
+        return cls(problem=problem)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nothing was found out: there is nothing to say, and nobody to try again."""
+        return self.path is None and not self.problem
+
+
+class _Request:
+    """One key that was asked for, by how many it may be."""
+
+    def __init__(self, key: str, payload: bytes, order: int) -> None:
+        self.key = key
+        self.payload = payload
+        self.order = order
+        self.urgent = False
+        self.callbacks: list[Callable[[Outcome], None]] = []
+        self.not_before = 0.0
+        self.put_off_at = 0.0
+
+
+class CompileService:
+    """Builds what is asked for, in the background.
+
+    Args:
+        builder: 'module:function' of `function(payload: bytes, directory: Path) -> dict`, imported in the compiler's
+            process. It writes files into the directory and gives facts that JSON can hold; it may raise anything.
+        root: where artifacts are kept (default: below `settings.cache_dir`).
+    """
+
+    def __init__(self, builder: str = _BUILDER, root: Path | None = None) -> None:
+        self._builder = builder
+        self._root = root or Path(settings.cache_dir).expanduser().absolute() / "compiled"
+        self._process: CompilerProcess | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition()
+        self._requests: dict[str, _Request] = {}
+        self._order = 0
+        self._thread: threading.Thread | None = None
+        self._is_shut_down = False
+        self._unusable = ""
+        self._places: list[Artifacts] = []  # the last one is written to
+        self._temporary: Path | None = None
+
+    # -- for the callers ---------------------------------------------------------------------------
+
+    def available(self) -> str:
+        """Give "", or why nothing can be compiled, in words without a full stop."""
+        if self._unusable:
+            return self._unusable
+        if not sys.executable or getattr(sys, "frozen", False):
+            return f"this Python cannot be started again (sys.executable is {sys.executable!r})"
+        compiler = os.environ.get("CXX") or "g++"  # what PyTorch's compiler calls
+        if shutil.which(compiler) is None:
+            named = "no g++ on the PATH" if compiler == "g++" else f"CXX names {compiler!r}"
+            return f"there is no C++ compiler ({named})"
+        return ""
+
+    def is_cached(self, key: str) -> bool:
+        """Whether an earlier process left an artifact, whole or not. Cost: one system call."""
+        return any(place.has(key) for place in self._places or [Artifacts(self._root)])
+
+    def submit(
+        self, key: str, payload: bytes, done: Callable[[Outcome], None], urgent: bool = False
+    ) -> None:
+        """Ask for an artifact; `done` is called once, in the service's thread.
+
+        A key that is being built, or waits for it, is not built twice. After `shutdown` the outcome comes at once and
+        is dropped.
+        """
+        with self._changed:
+            if not self._is_shut_down:
+                request = self._requests.get(key)
+                if request is None:
+                    self._order += 1
+                    request = self._requests[key] = _Request(key, payload, self._order)
+                request.callbacks.append(done)
+                request.urgent |= urgent
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._loop, name="ltc-compiler", daemon=True
+                    )
+                    self._thread.start()
+                self._changed.notify_all()
+                return
+        done(Outcome())
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Wait until every `done` was called; False if that took longer than the time given."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._requests, timeout_s)
+
+    def shutdown(self) -> None:
+        """End it now: the compiler is killed with all it started, and what was asked for is dropped."""
+        with self._changed:
+            self._is_shut_down = True
+            thread, process = self._thread, self._process
+            self._changed.notify_all()
+        if process is not None:
+            process.end()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_TIMEOUT_S)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def after_fork(self) -> None:
+        """In a forked child: begin anew. What the parent asked for is the parent's."""
+        if self._process is not None:
+            self._process.forget()
+            self._process = None
+        self._begin()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while (request := self._next()) is not None:
+            try:
+                outcome = self._serve(request)
+            except Exception as error:  # a fault of ours, or the disk's: who asked must hear of it
+                _report()
+                outcome = Outcome.failed(f"compiling failed ({type(error).__name__}: {error})")
+            if outcome is not None:
+                self._finish(request, outcome)
+        if self._process is not None:
+            self._process.stop()
+        for request in list(self._requests.values()):
+            self._finish(request, Outcome())
+
+    def _next(self) -> _Request | None:
+        """Wait for a request to serve; None once the service is shut down."""
+        with self._changed:
+            while not self._is_shut_down:
+                now = time.monotonic()
+                waiting = self._requests.values()
+                ready = [request for request in waiting if request.not_before <= now]
+                if ready:
+                    return min(ready, key=lambda request: (not request.urgent, request.order))
+                if waiting:
+                    self._changed.wait(min(request.not_before for request in waiting) - now)
+                elif self._process is None or not self._process.is_running:
+                    self._changed.wait()
+                elif not self._changed.wait(_IDLE_S):
+                    self._process.stop()
+            return None
+
+    def _finish(self, request: _Request, outcome: Outcome) -> None:
+        """Tell all who asked, also those who ask meanwhile."""
+        while True:
+            with self._changed:
+                if not request.callbacks:
+                    del self._requests[request.key]
+                    self._changed.notify_all()
+                    return
+                done = request.callbacks.pop(0)
+            try:
+                done(outcome)
+            except BaseException:  # the caller's fault: say it, and serve the others
+                _report()
+
+    def _serve(self, request: _Request) -> Outcome | None:
+        """Find or build; None if it is put off."""
+        started = time.monotonic()
+        if not self._places:
+            problem = self._open_places()
+            if problem:
+                return Outcome.failed(problem)
+        found = self._find(request.key)
+        if found is not None:
+            return found
+        if self._unusable:
+            return Outcome.failed(self._unusable)
+        answer = self._build(request)
+        if answer is None:
+            return self._put_off(request)
+        if answer.kind == "disk" and self._use_temporary_place(answer.text):
+            return self._serve(request)
+        return dataclasses.replace(
+            self._outcome(request.key, answer), seconds=time.monotonic() - started
+        )
+
+    def _find(self, key: str) -> Outcome | None:
+        for place in self._places:
+            path = place.find(key)
+            if path is not None:
+                metrics.count("PersistentCacheHit")
+                return Outcome(path, from_cache=True, facts=place.facts(path))
+        return None
+
+    def _build(self, request: _Request) -> Answer | None:
+        """Ask the compiler; None if another process does that at the moment."""
+        place = self._places[-1]
+        try:
+            with place.claim(request.key) as is_mine:
+                if not is_mine:
+                    return None
+                path = place.find(request.key)  # built since we looked
+                if path is not None:
+                    return Answer("found", str(path))
+                answer = self._compiler(place.root).ask(request.key, request.payload)
+        except OSError as error:
+            return Answer("disk", str(error))
+        if answer.kind in ("crashed", "ended"):
+            with contextlib.suppress(OSError):  # whoever builds next tries again
+                place.sweep()
+        return answer
+
+    def _compiler(self, root: Path) -> CompilerProcess:
+        with self._changed:
+            if self._process is None or self._process.root != root:
+                if self._process is not None:
+                    self._process.stop()
+                self._process = CompilerProcess(self._builder, root)
+            if self._is_shut_down:
+                self._process.end()
+            return self._process
+
+    def _put_off(self, request: _Request) -> Outcome | None:
+        now = time.monotonic()
+        request.not_before = now + _LOOK_AGAIN_S
+        request.put_off_at = request.put_off_at or now
+        if now - request.put_off_at < settings.compile_timeout_s:
+            return None
+        limit = f"{settings.compile_timeout_s:g} s"
+        return Outcome.failed(f"another process was not done compiling it after {limit}")
+
+    def _outcome(self, key: str, answer: Answer) -> Outcome:
+        if answer.kind in ("built", "found"):
+            is_found = answer.kind == "found"
+            metrics.count("PersistentCacheHit" if is_found else "PersistentCacheMiss")
+            metrics.count("EvictedArtifact", answer.evicted)
+            path = Path(answer.text)
+            return Outcome(path, from_cache=is_found, facts=self._places[-1].facts(path))
+        if answer.kind == "ended":
+            return Outcome()
+        problem = f"{_NO_PLACE} ({answer.text})" if answer.kind == "disk" else answer.text
+        if settings.debug >= 2 and self._process is not None:
+            problem += _kept_log(self._places[-1].root, key, self._process.log())
+        if answer.kind == "unusable":
+            self._unusable = problem
+        return Outcome(problem=problem, op=answer.op)
+
+    # -- where artifacts are kept ------------------------------------------------------------------
+
+    def _open_places(self) -> str:
+        """Make the place for artifacts; give "", or why there is none."""
+        place = Artifacts(self._root)
+        try:
+            place.prepare()
+        except OSError as error:
+            why = str(error)
+            return "" if self._use_temporary_place(why) else f"{_NO_PLACE} ({why})"
+        self._places = [place]
+        return ""
+
+    def _use_temporary_place(self, why: str) -> bool:
+        """Keep what is built from now on in a directory of this process; False if that is done already."""
+        if self._temporary is not None or self._is_shut_down:
+            return False
+        try:
+            self._temporary = Path(tempfile.mkdtemp(prefix="ltc-compiled-"))
+        except OSError:  # there is no room anywhere: `why` is what the outcome says
+            return False
+        self._places.append(Artifacts(self._temporary))
+        print(
+            f"[ltc] compiled programs cannot be kept in {self._root}, the next run compiles them again: {why}. "
+            "Next: make room there, or let LTC_CACHE_DIR name a directory that can be written.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return True
+
+
+def _report() -> None:
+    """Show the error that is being handled, as Python shows one that ends a thread."""
+    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+
+def _kept_log(root: Path, key: str, log: bytes) -> str:
+    """Keep what the compiler printed; say where."""
+    path = root / "logs" / f"{key[:_LOG_NAME_LENGTH]}.log"
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.write_bytes(log)
+    except OSError as error:
+        return f"; what it printed cannot be kept ({error})"
+    return f"; what it printed is in {path}"
+
+
+# -- the one of this process -----------------------------------------------------------------------
+
+_service: CompileService | None = None
+_lock = threading.Lock()
+
+
+def service() -> CompileService:
+    """Give the service of this process, made on first use."""
+    global _service
+    with _lock:
+        if _service is None:
+            _service = CompileService()
+        return _service
+
+
+def _at_exit() -> None:
+    if _service is not None:
+        _service.shutdown()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    if _service is not None:
+        _service.after_fork()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork_in_child)

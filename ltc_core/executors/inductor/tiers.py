@@ -1,0 +1,245 @@
+"""Which tier runs a graph: op by op at first, compiled once it comes back, swapped in between two runs.
+
+`TieredProgram` counts the runs of one graph. In the mode `async` a graph that came back often enough is handed to the
+compile service and goes on op by op until its libraries are there; libraries that an earlier process left are taken at
+once. In the mode `sync` the first run waits for them. A graph, or an op, that cannot be compiled stays on the
+reference executor; why is said once. Comes from `executor`, goes to `part`, `service` and `chain`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ltc_core import metrics
+from ltc_core.errors import listed
+from ltc_core.executors.base import Program
+from ltc_core.executors.inductor.chain import Chain
+from ltc_core.executors.inductor.launcher import Model, load
+from ltc_core.executors.inductor.number_rules import vector_metas
+from ltc_core.executors.inductor.part import Part, partition
+from ltc_core.executors.inductor.request import Request, encode, key
+from ltc_core.executors.inductor.service import CompileService, Outcome, service
+from ltc_core.executors.reference import ReferenceProgram
+from ltc_core.graph import Graph, TensorMeta
+from ltc_core.settings import settings
+
+__all__ = ["TieredProgram", "say_once"]
+
+# Sets of constants a graph is compiled for; steps with still others run op by op.
+_MAX_CHAINS = 4
+
+_said: set[str] = set()
+_refused_ops: set[str] = set()
+
+
+def say_once(sentence: str) -> None:
+    """Tell the user why something is not compiled."""
+    if sentence not in _said:
+        _said.add(sentence)
+        print(f"[ltc] {sentence}", file=sys.stderr, flush=True)
+
+
+class TieredProgram(Program):
+    """One graph on both tiers.
+
+    Args:
+        graph: the graph.
+        reference: its program on the reference executor.
+        device: of the data, as PyTorch names it.
+    """
+
+    def __init__(self, graph: Graph, reference: ReferenceProgram, device: str) -> None:
+        self.graph = graph
+        self.reuses = reference.reuses
+        self.peak_bytes = reference.peak_bytes
+        self.device = device
+        self._reference = reference
+        self._chains: list[Chain] = []
+        self._build: _Build | None = None
+        self._runs = 0
+        self._numbers: list[Any] | None = None
+        self._varied: set[int] = set()
+        self._given_up = False
+
+    @property
+    def holds_lock(self) -> bool:  # type: ignore[override]
+        return not self._chains
+
+    def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        for chain in self._chains:
+            if chain.fits(scalars):
+                return chain.run(inputs, scalars)
+        if settings.compile != "off" and not self._given_up:
+            self._note_numbers(scalars)
+            chain_now = self._compiled(scalars)
+            if chain_now is not None:
+                return chain_now.run(inputs, scalars)
+        return self._reference.run(inputs, scalars)
+
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
+        return self._reference.salvage(inputs, scalars)
+
+    def _note_numbers(self, scalars: Sequence[Any]) -> None:
+        """Learn which numbers are not the same in every run."""
+        if self._numbers is None:
+            self._numbers = list(scalars)
+        elif self._numbers != scalars:
+            pairs = zip(self._numbers, scalars, strict=True)
+            self._varied.update(k for k, (a, b) in enumerate(pairs) if a != b)
+
+    def _compiled(self, scalars: Sequence[Any]) -> Chain | None:
+        """Give the compiled program for these numbers if it is there now; see to it that it will be."""
+        self._runs += 1
+        if self._build is not None and self._build.is_orphan:
+            self._build = None
+        if self._build is None and self._is_wanted():
+            self._start(scalars)
+        if settings.compile == "sync" and self._build is not None:
+            self._build.done.wait()
+        return next((chain for chain in self._chains if chain.fits(scalars)), None)
+
+    def _is_wanted(self) -> bool:
+        return self._runs == 1 or self._runs >= settings.compile_after or settings.compile == "sync"
+
+    def _start(self, scalars: Sequence[Any]) -> None:
+        compiler = service()
+        why = compiler.available()
+        if why:
+            self.give_up(f"no graph is compiled, all run op by op: {why}")
+            return
+        varied, refused = frozenset(self._varied), frozenset(_refused_ops)
+        parts = partition(self.graph, scalars, varied, refused)
+        build = _Build(self, parts, compiler)
+        if not build.requests:
+            self._given_up = True
+            return
+        only_cached = settings.compile == "async" and self._runs < settings.compile_after
+        if only_cached and not build.is_cached():
+            return
+        self._build = build
+        build.submit()
+
+    def install(self, chain: Chain, seconds: float) -> None:
+        """Take a compiled program, that was there after so many seconds: the next run uses it."""
+        self._build = None
+        self._runs = 0
+        self._chains.append(chain)
+        metrics.count("CompiledProgram")
+        if settings.explain:
+            size = len(self.graph.nodes)
+            print(
+                f"[ltc] compiled a graph of {size} ops in {seconds:.1f} s{self._where()}: it runs as native code now",
+                file=sys.stderr,
+                flush=True,
+            )
+        if len(self._chains) == _MAX_CHAINS:
+            self.give_up(
+                f"a graph of {len(self.graph.nodes)} ops was compiled for {_MAX_CHAINS} values of numbers that are "
+                f"constants of compiled programs; with other values it runs op by op{self._where()}"
+            )
+
+    def retry(self) -> None:
+        """Compile again at the next run: an op was found that must run op by op."""
+        self._build = None
+
+    def give_up(self, sentence: str) -> None:
+        """Stay on the reference executor."""
+        self._given_up = True
+        self._build = None
+        metrics.count("CompileRefused")
+        say_once(sentence)
+
+    def refuse(self, outcome: Outcome) -> None:
+        """Take note that a part could not be compiled."""
+        if outcome.is_dropped:  # the process ends
+            self._given_up = True
+            return
+        if outcome.op and outcome.op not in _refused_ops:
+            _refused_ops.add(outcome.op)
+            say_once(f"{outcome.op} runs op by op between compiled parts: {outcome.problem}")
+            self.retry()
+            return
+        size = len(self.graph.nodes)
+        self.give_up(f"a graph of {size} ops stays op by op: {outcome.problem}{self._where()}")
+
+    def _where(self) -> str:
+        lines = dict.fromkeys(node.line for node in self.graph.nodes if node.line)
+        return f" (recorded at {listed(lines, 1)})" if lines else ""
+
+
+class _Build:
+    """One attempt to compile the parts of a program. Outcomes arrive in the service's thread."""
+
+    def __init__(self, program: TieredProgram, parts: list[Part], compiler: CompileService) -> None:
+        self._program = weakref.ref(program)
+        self._graph = program.graph
+        self._parts = parts
+        self._compiler = compiler
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._models: dict[int, tuple[Model, Sequence[int]]] = {}
+        self._failed = False
+        self._num_threads = torch.get_num_threads()
+        self._started = time.monotonic()
+        self.done = threading.Event()
+        self.requests = {
+            k: Request(part, program.device, self._num_threads)
+            for k, part in enumerate(parts)
+            if part.compiled
+        }
+        self._keys = {k: key(request) for k, request in self.requests.items()}
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether this process is a forked child of the one that asked."""
+        return self._process != os.getpid()
+
+    def is_cached(self) -> bool:
+        return all(self._compiler.is_cached(k) for k in self._keys.values())
+
+    def submit(self) -> None:
+        urgent = settings.compile == "sync"
+        for k, request in self.requests.items():
+            self._compiler.submit(self._keys[k], encode(request), partial(self._take, k), urgent)
+
+    def _take(self, k: int, outcome: Outcome) -> None:
+        """Take the outcome of the `k`-th part."""
+        with self._lock:
+            if self._failed:
+                return
+            if outcome.path is None:
+                self._fail(outcome)
+                return
+            try:
+                metas = _input_metas(self._parts[k])
+                model = load(outcome.path / outcome.facts["library"], metas)
+            except (OSError, RuntimeError) as error:
+                self._fail(Outcome.failed(f"its library cannot be loaded ({error})"))
+                return
+            self._models[k] = (model, outcome.facts["returned"])
+            if len(self._models) == len(self.requests):
+                program = self._program()
+                if program is not None:
+                    chain = Chain(self._graph, self._parts, self._models, self._num_threads)
+                    program.install(chain, time.monotonic() - self._started)
+                self.done.set()
+
+    def _fail(self, outcome: Outcome) -> None:
+        self._failed = True
+        program = self._program()
+        if program is not None:
+            program.refuse(outcome)
+        self.done.set()
+
+
+def _input_metas(part: Part) -> list[TensorMeta]:
+    return [*part.graph.inputs.values(), *vector_metas(part.types)]

@@ -1,0 +1,283 @@
+"""Which tier runs a graph, by counting: a compile service of the test's own, libraries that are interpreted.
+
+What is built here runs the lowered FX graph as it is, so each test takes milliseconds.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ltc_core import metrics
+from ltc_core.executors.inductor import tiers
+from ltc_core.executors.inductor.executor import InductorExecutor
+from ltc_core.executors.inductor.lower import lower
+from ltc_core.executors.inductor.request import decode
+from ltc_core.executors.inductor.service import Outcome
+from ltc_core.executors.inductor.tiers import TieredProgram
+from ltc_core.executors.reference import ReferenceExecutor, ReferenceProgram
+from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta
+from ltc_core.settings import settings
+
+aten = torch.ops.aten
+META = TensorMeta.packed((4,), torch.float32)
+
+
+class Service:
+    """Takes requests and answers when told to."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, tuple[bytes, Callable[[Outcome], None]]] = {}
+        self.asked = 0
+        self.cached: set[str] = set()
+        self.problem = ""
+        self.answers_at_once = False
+
+    def available(self) -> str:
+        return self.problem
+
+    def is_cached(self, key: str) -> bool:
+        return key in self.cached
+
+    def submit(
+        self, key: str, payload: bytes, done: Callable[[Outcome], None], urgent: bool
+    ) -> None:
+        self.asked += 1
+        self.requests[key] = (payload, done)
+        if self.answers_at_once:
+            self.answer()
+
+    def answer(self, outcome: Outcome | None = None) -> None:
+        requests, self.requests = self.requests, {}
+        for key, (payload, done) in requests.items():
+            built = Outcome(Path(key), facts={"library": "model.so", "returned": []})
+            MODELS[key] = lower(decode(payload).part, "cpu")
+            built.facts["returned"] = list(MODELS[key].returned)
+            done(outcome or built)
+
+
+MODELS: dict[str, Any] = {}
+
+
+class Interpreted:
+    def __init__(self, path: Path, metas: Any) -> None:
+        self.module = MODELS[path.parent.name].module
+
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(self.module(*tensors))
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    made = Service()
+    monkeypatch.setattr(tiers, "service", lambda: made)
+    monkeypatch.setattr(tiers, "load", Interpreted)
+    monkeypatch.setattr(tiers, "_said", set())
+    monkeypatch.setattr(tiers, "_refused_ops", set())
+    metrics.clear_all()
+    with settings.override(compile="async", compile_after=3):
+        yield made
+    MODELS.clear()
+
+
+def one_node(op: Any, *args: Any) -> TieredProgram:
+    node = Node(op, (Ref(0), *args), {}, 1, (META,), result=0, line="train.py:7 in step")
+    graph = Graph((node,), {0: META}, (1,))
+    return TieredProgram(graph, ReferenceExecutor().interpret(graph), "cpu")
+
+
+def run(program: TieredProgram, *numbers: Any) -> torch.Tensor:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    (result,) = program.run([x], list(numbers))
+    return result
+
+
+def is_compiled(program: TieredProgram) -> bool:
+    return not program.holds_lock
+
+
+def test_a_graph_that_comes_back_is_compiled_in_the_background(service: Service) -> None:
+    program = one_node(aten.mul.Scalar, Scalar(0))
+    for count in range(1, 4):
+        assert service.asked == 0
+        assert torch.equal(run(program, 2.0), torch.tensor([2.0, 4.0, 6.0, 8.0])), count
+    assert service.asked == 1
+    run(program, 2.0)
+    assert not is_compiled(program)
+    service.answer()
+    assert is_compiled(program)
+    assert torch.equal(run(program, 3.0), torch.tensor([3.0, 6.0, 9.0, 12.0]))
+    assert service.asked == 1
+    assert metrics.counter_value("CompiledProgram") == 1
+
+
+def test_what_an_earlier_process_compiled_is_taken_at_once(service: Service) -> None:
+    first = one_node(aten.mul.Scalar, Scalar(0))
+    for _ in range(3):
+        run(first, 2.0)
+    service.cached.update(service.requests)
+    service.answer()
+    service.answers_at_once = True
+    second = one_node(aten.mul.Scalar, Scalar(0))
+    run(second, 2.0)
+    assert is_compiled(second)
+
+
+def test_sync_compiles_before_the_first_run(service: Service) -> None:
+    service.answers_at_once = True
+    with settings.override(compile="sync"):
+        program = one_node(aten.exp.default)
+        run(program)
+    assert is_compiled(program)
+
+
+def test_off_never_compiles(service: Service) -> None:
+    with settings.override(compile="off"):
+        program = one_node(aten.exp.default)
+        for _ in range(10):
+            run(program)
+    assert service.asked == 0
+
+
+def test_a_learning_rate_that_changes_compiles_nothing_anew(service: Service) -> None:
+    service.answers_at_once = True
+    program = one_node(aten.mul.Scalar, Scalar(0))
+    for step in range(20):
+        assert run(program, 0.5 * step)[1] == step
+    assert service.asked == 1
+
+
+def test_a_whole_number_that_changes_becomes_an_input(service: Service) -> None:
+    service.answers_at_once = True
+    program = one_node(aten.mul.Scalar, Scalar(0))
+    for _ in range(5):
+        run(program, 2)
+    assert is_compiled(program)
+    for number in range(3, 30):
+        assert run(program, number)[0] == number
+    assert service.asked == 2
+
+
+def test_a_constant_that_keeps_changing_is_said_once(
+    service: Service, capfd: pytest.CaptureFixture[str]
+) -> None:
+    service.answers_at_once = True
+    program = one_node(aten.pow.Tensor_Scalar, Scalar(0))
+    for exponent in range(1, 8):
+        for _ in range(4):
+            assert run(program, float(exponent))[1] == 2.0**exponent
+    assert service.asked == 4
+    said = capfd.readouterr().err
+    assert said.count("[ltc]") == 1
+    assert "compiled for 4 values of numbers that are constants" in said
+    assert "train.py:7 in step" in said
+
+
+def test_a_graph_that_is_refused_stays_op_by_op(
+    service: Service, capfd: pytest.CaptureFixture[str]
+) -> None:
+    programs = [one_node(aten.exp.default) for _ in range(2)]
+    for program in programs:
+        for _ in range(3):
+            run(program)
+        service.answer(Outcome.failed("the compiler crashed (SIGSEGV)"))
+        for _ in range(5):
+            assert torch.equal(run(program), torch.tensor([1.0, 2.0, 3.0, 4.0]).exp())
+    assert service.asked == 2
+    assert capfd.readouterr().err == (
+        "[ltc] a graph of 1 ops stays op by op: the compiler crashed (SIGSEGV) "
+        "(recorded at train.py:7 in step)\n"
+    )
+    assert metrics.counter_value("CompileRefused") == 2
+
+
+def test_an_op_that_is_refused_runs_between_compiled_parts(
+    service: Service, capfd: pytest.CaptureFixture[str]
+) -> None:
+    nodes = (
+        Node(aten.exp.default, (Ref(0),), {}, 1, (META,), result=0),
+        Node(aten.erfinv.default, (Ref(1),), {}, 2, (META,), result=0),
+        Node(aten.neg.default, (Ref(2),), {}, 3, (META,), result=0),
+    )
+    graph = Graph(nodes, {0: META}, (3,))
+    program = TieredProgram(graph, ReferenceExecutor().interpret(graph), "cpu")
+    x = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    for _ in range(3):
+        program.run([x], [])
+    service.answer(Outcome(problem="no such kernel", op="aten.erfinv.default"))
+    service.answers_at_once = True
+    (got,) = program.run([x], [])
+    (got,) = program.run([x], [])
+    assert is_compiled(program)
+    assert service.asked == 3  # the whole, then the two parts around it
+    torch.testing.assert_close(got, -x.exp().erfinv())
+    assert "aten.erfinv.default runs op by op between compiled parts" in capfd.readouterr().err
+
+
+def test_without_a_compiler_one_sentence_is_said(
+    service: Service, capfd: pytest.CaptureFixture[str]
+) -> None:
+    service.problem = "there is no C++ compiler (no g++ on the PATH)"
+    for _ in range(2):
+        program = one_node(aten.exp.default)
+        for _ in range(5):
+            run(program)
+    assert capfd.readouterr().err == (
+        "[ltc] no graph is compiled, all run op by op: there is no C++ compiler (no g++ on the PATH)\n"
+    )
+
+
+def test_another_number_of_threads_is_another_program(service: Service) -> None:
+    service.answers_at_once = True
+    program = one_node(aten.exp.default)
+    for _ in range(3):
+        run(program)
+    assert is_compiled(program) and service.asked == 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        for _ in range(4):
+            run(program)
+        assert service.asked == 2
+    finally:
+        torch.set_num_threads(before)
+    run(program)
+    assert service.asked == 2
+
+
+def test_a_service_that_ends_is_no_news(
+    service: Service, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = one_node(aten.exp.default)
+    for _ in range(3):
+        run(program)
+    service.answer(Outcome())
+    for _ in range(5):
+        run(program)
+    assert service.asked == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_stored_narrow_is_not_compiled(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = Graph((Node(aten.neg.default, (Ref(0),), {}, 1, (META,), result=0),), {0: META}, (1,))
+    with settings.override(use_bf16=True):
+        executor = InductorExecutor()
+        programs = [executor.compile(graph) for _ in range(2)]
+    assert [type(program) for program in programs] == [ReferenceProgram] * 2
+    said = capsys.readouterr().err
+    assert said.count("[ltc]") == 1 and "LTC_USE_BF16" in said and "torch.autocast" in said
+
+
+def test_explain_says_when_native_code_takes_over(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answers_at_once = True
+    graph = Graph((Node(aten.neg.default, (Ref(0),), {}, 1, (META,), result=0),), {0: META}, (1,))
+    with settings.override(compile="sync", explain=True):
+        program = InductorExecutor().compile(graph)
+        program.run([torch.ones(4)], [])
+    assert "compiled a graph of 1 ops in " in capsys.readouterr().err
