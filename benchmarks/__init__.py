@@ -1,6 +1,6 @@
 """Benchmarks: what a figure costs beside its peers, in one run, as a ratio.
 
-`python -m benchmarks.record` and `python -m benchmarks.memory`, or `make bench` for both. Each
+`python -m benchmarks.record`, `benchmarks.memory` and `benchmarks.peers`, or `make bench` for all. Each
 measures in processes of its own (`in_child`), prints a table in Markdown (`table`), or with
 `--json` what the table is made of.
 """
