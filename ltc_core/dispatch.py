@@ -78,7 +78,7 @@ def _run_at_once(handler: Handler) -> Handler:
 def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     special = SPECIAL.get(op)
     if special is not None:
-        if not settings.eager and (special is share or op in _RECORDED_AS_THEY_ARE):
+        if special is share or op in _RECORDED_AS_THEY_ARE:
             follow_op(op, schema, shares=special is share)
         return _with_rescue(schema, special)
     if schema.counter in settings.force_fallback and not schema.view:
@@ -93,8 +93,7 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if not schema.yields_tensors or not (schema.returns or schema.writes):
         # Its answer, or its refusal (as of a singular matrix), is in the values.
         return _on_real_values(schema)
-    if not settings.eager:
-        follow_op(op, schema)
+    follow_op(op, schema)
     return _with_rescue(schema, recorder(schema))
 
 

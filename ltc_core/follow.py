@@ -2,7 +2,8 @@
 
 `csrc/ltc_follow.cpp` stands in front of what PyTorch's dispatcher does for a tensor subclass, op by op. A call that
 repeats the next step of its trace is made there; every other one goes on to `LazyTensor.__torch_dispatch__`, and
-Python alone says what recording is. Without a C++ compiler all calls go there. `dispatch` names the ops.
+Python alone says what recording is. Without a C++ compiler, or with LTC_EAGER, all calls go there. `dispatch` names the
+ops.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ltc_core.cell import Cell, Value, View
 from ltc_core.extension import Extension
 from ltc_core.graph import TensorMeta
 from ltc_core.schema import OpSchema
+from ltc_core.settings import settings
 from ltc_core.tensor import LazyTensor, make_empty
 from ltc_core.trace import Step, Trace
 
@@ -49,9 +51,9 @@ def install() -> bool:
 
 def follow_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) -> None:
     """Let calls of an op be followed; `shares` says that its result is its first operand."""
-    if _native is None:
+    if _native is None or settings.eager:  # each op is cut where it is called
         return
-    kind = "share" if shares else "view" if schema.view else "write" if schema.writes else "pure"
+    kind = "share" if shares else "view" if schema.view else "recorded"
     writes = tuple(name in schema.writes for name in schema.names)
     names = op._schema.name, op._schema.overload_name
     _native.add(*names, kind, schema.draws, schema.args, writes)

@@ -17,12 +17,10 @@ from ltc_core.cell import Cell, Value, View, base_of, lens_of
 from ltc_core.graph import Node, Ref, TensorMeta, ViewStep
 from ltc_core.schema import OpSchema
 from ltc_core.signature import NotRecordable, Stale, operand
-from ltc_core.tensor import LazyTensor
+from ltc_core.tensor import LazyTensor, wrap
 from ltc_core.trace import Step, Trace, is_stale
 
 __all__ = ["make_operand", "make_operands", "record_view", "record_view_step"]
-
-_make = torch.Tensor._make_wrapper_subclass
 
 
 def record_view(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -68,11 +66,9 @@ def _wrap_views(trace: Trace, step: Step, base: Cell, lens: Any) -> Any:
     node = step.node
     assert node is not None
     tensors = []
-    for wraps, meta, view_lens in zip(step.wraps, node.outs, _lenses(step), strict=True):
+    for meta, view_lens in zip(node.outs, _lenses(step), strict=True):
         assert meta is not None
-        t = _make(LazyTensor, *wraps)
-        t._h = View(base, lens + view_lens if lens else view_lens, meta, trace.define_view())
-        tensors.append(t)
+        tensors.append(wrap(View(base, lens + view_lens, meta, trace.define_view())))
     return tensors[0] if type(node.result) is int else tensors
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ltc_core import rng
 from ltc_core.branch import grow
 from ltc_core.cell import Cell
@@ -27,12 +25,10 @@ from ltc_core.signature import (
     written,
     written_cell,
 )
-from ltc_core.tensor import LazyTensor
+from ltc_core.tensor import LazyTensor, wrap
 from ltc_core.trace import Step, Trace
 
 __all__ = ["record_factory", "recorder"]
-
-_make = torch.Tensor._make_wrapper_subclass
 
 
 def recorder(schema: OpSchema) -> Callable[[Any, Any], Any]:
@@ -122,15 +118,12 @@ def _results(
     node = step.node
     assert node is not None
     made: list[LazyTensor | None] = []
-    for wraps, meta in zip(step.wraps, node.outs, strict=False):
+    for meta in node.outs[: len(node.outs) - len(node.writes)]:
         if meta is None:
             trace.skip()
             made.append(None)
             continue
-        value = trace.define()
-        t = _make(LazyTensor, *wraps)
-        t._h = Cell(trace, value, meta)
-        made.append(t)
+        made.append(wrap(Cell(trace, trace.define(), meta)))
     for cell in bases:
         cell.rebind(trace.define())
     return _arrange(node.result, made, schema, args, kwargs)

@@ -19,13 +19,12 @@ from ltc_core.tensor import LazyTensor
 from ltc_core.trace import Trace, is_stale
 
 __all__ = [
-    "DROPPED", "NUMBERS", "NotRecordable", "Stale", "argument", "check_device", "find_trace", "number", "operand",
+    "DROPPED", "NotRecordable", "Stale", "argument", "check_device", "find_trace", "number", "operand",
     "two_devices", "written", "written_cell",
 ]  # fmt: skip
 
 # Arguments that say where a result goes, which the trace knows, or that enter a signature in a way of their own.
 DROPPED = frozenset({"device", "pin_memory", "non_blocking", "generator"})
-NUMBERS = frozenset({int, float, bool, complex})
 
 
 class NotRecordable(Exception):

@@ -26,7 +26,7 @@ _epochs = itertools.count(1)
 
 
 class Step:
-    """One recorded op in the trie. `wraps` are, for each result, the arguments that make its tensor.
+    """One recorded op in the trie.
 
     `inputs` are the values first read here: (number, meta). `programs` caches what was compiled for cuts that
     end here.
@@ -34,7 +34,7 @@ class Step:
 
     __slots__ = (
         "children", "end", "expected", "inputs", "lenses", "next", "next_key", "node", "num_scalars", "parent",
-        "programs", "wraps",
+        "programs",
     )  # fmt: skip
 
     def __init__(
@@ -49,7 +49,6 @@ class Step:
         self.next_key: tuple[Any, ...] | None = None
         self.next: Step | None = None
         self.programs: dict[Any, Any] | None = None
-        self.wraps: tuple[Any, ...] = ()
         self.lenses: tuple[Any, ...] | None = None
         self.expected: Any = None  # of `csrc/ltc_follow.cpp`
         self.end = 0  # values of the trace after this step
@@ -197,11 +196,6 @@ class Trace:
             step = Step(cursor, node, inputs)
             step.end = node.first + len(node.outs)
             step.num_scalars = cursor.num_scalars + numbers
-            device = self.device
-            step.wraps = tuple(
-                meta and meta.wrapper_arguments(device)
-                for meta in node.outs[: len(node.outs) - len(node.writes)]
-            )
             self.steps += 1
             if node.follows_default:
                 key = (*key, default)

@@ -41,8 +41,19 @@ struct Noted {
   size_t numbers = 0;
   std::vector<PyObject*> metas; // of its inputs
 
+  ~Noted() {
+    if (!expected)
+      return;
+    const Gil gil;
+    for (Object* object : {&trace, &before, &epoch, &expected})
+      *object = Object();
+  }
+
   // Keeps it with the step that Python made of the call, if that is the one step since.
   void keep() {
+    if (!trace)
+      return;
+    const Gil gil;
     PyObject* step = trace_of.cursor.of(trace.get());
     if (!same_number(trace_of.epoch.of(trace.get()), epoch.get()) || step_of.node.is_none(step) ||
         step_of.parent.of(step) != before.get() || step_of.next.of(before.get()) != step)

@@ -56,11 +56,6 @@ class Locked {
   const Object lock;
 };
 
-struct Gil {
-  const PyGILState_STATE state = PyGILState_Ensure();
-  ~Gil() { PyGILState_Release(state); }
-};
-
 [[noreturn]] void throw_python_error() {
   python_error error;
   error.persist();
@@ -76,26 +71,14 @@ class Follower final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!is_on || !Py_IsInitialized() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
       return python.callBoxed(handle, keys, stack);
-    std::optional<Noted> noted;
+    Noted noted;
     {
       const Gil gil;
-      if (follow(*stack, noted.emplace()))
-        return noted.reset();
-      if (!noted->trace)
-        noted.reset();
+      if (follow(*stack, noted))
+        return;
     }
-    try {
-      python.callBoxed(handle, keys, stack);
-    } catch (...) {
-      const Gil gil;
-      noted.reset();
-      throw;
-    }
-    if (noted) {
-      const Gil gil;
-      noted->keep();
-      noted.reset();
-    }
+    python.callBoxed(handle, keys, stack);
+    noted.keep();
   }
 
  private:
@@ -170,7 +153,7 @@ PyObject* add(PyObject*, PyObject* given) {
   if (!PyArg_ParseTuple(given, "ssspO!O!", &name, &overload, &kind, &draws, &PyTuple_Type, &codes, &PyTuple_Type, &writes))
     return nullptr;
   const std::string word(kind);
-  const Kind which = word == "view" ? kView : word == "share" ? kShare : word == "write" ? kWrite : kPure;
+  const Kind which = word == "view" ? kView : word == "share" ? kShare : kRecorded;
   try {
     auto& dispatcher = c10::Dispatcher::singleton();
     Op op{which, draws != 0, {}, {}, dispatcher.findSchemaOrThrow(name, overload)};

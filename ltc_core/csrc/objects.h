@@ -120,6 +120,10 @@ inline bool equal(PyObject* a, PyObject* b) {
 inline bool same_number(PyObject* a, PyObject* b) {
   return a == b || (a && b && PyLong_AsSsize_t(a) == PyLong_AsSsize_t(b));
 }
+struct Gil {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
 // Keeps a Python error aside while something else is called.
 class ErrorAside {
  public:

@@ -11,7 +11,7 @@
 
 namespace ltc {
 
-enum Kind { kPure, kWrite, kView, kShare };
+enum Kind { kRecorded, kView, kShare };
 enum Code { kStatic, kTensor, kTensors, kNumber, kNumbers, kGenerator, kStaticNumber }; // `schema.Arg`
 
 using c10::IValue;

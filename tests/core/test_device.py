@@ -15,12 +15,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 BARE_PACKAGE = f"""
-import sys, types, warnings
+import sys, warnings
 warnings.simplefilter("error")
 sys.path.insert(0, {str(ROOT)!r})
-package = types.ModuleType("ltc_core")
-package.__path__ = [{str(ROOT / "ltc_core")!r}]
-sys.modules["ltc_core"] = package
+from tests.core import bare_package
 """
 
 FAKE_HOOKS = """

@@ -1,8 +1,8 @@
 """Building a C++ file, the device's: once for all processes, never half a file, or a sentence why not.
 
 Only the first test compiles (four seconds); the others put a compiler in its place that copies a
-built file and keeps a log of its calls. Each child sees `ltc_core` as a bare package, see
-test_device.py.
+built file and keeps a log of its calls. Each child sees `ltc_core` as a bare package
+(bare_package.py).
 """
 
 import hashlib
@@ -20,12 +20,10 @@ from ltc_core.build import EXTENSIONS
 ROOT = Path(__file__).parents[2]
 
 PRELUDE = f"""
-import sys, types, warnings
+import sys, warnings
 warnings.simplefilter("error")
 sys.path.insert(0, {str(ROOT)!r})
-package = types.ModuleType("ltc_core")
-package.__path__ = [{str(ROOT / "ltc_core")!r}]
-sys.modules["ltc_core"] = package
+from tests.core import bare_package
 from ltc_core import extension
 from ltc_core.device import build
 device = build.extension

@@ -13,7 +13,7 @@ from ltc_core.cell import Value
 from ltc_core.errors import LtcError
 from ltc_core.graph import Node, Ref, TensorMeta
 from ltc_core.runtime import context
-from ltc_core.tensor import LazyTensor
+from ltc_core.tensor import LazyTensor, make_empty
 from ltc_core.trace import Step, Trace
 from tests.core.counting import Counting
 
@@ -144,8 +144,11 @@ def test_a_step_knows_what_its_tensors_are(recording: Recording) -> None:
     recording.op("a", recording.input())
     step = recording.trace.cursor
     assert isinstance(step, Step)
-    (arguments,) = step.wraps
-    made = torch.Tensor._make_wrapper_subclass(LazyTensor, *arguments)
+    assert step.node is not None
+    (meta,) = step.node.outs
+    assert meta is not None
+    made = make_empty(meta, recording.trace.device)
+    assert type(made) is LazyTensor
     assert (made.shape, made.dtype) == (META.size, META.dtype)
     assert (made.stride(), made.storage_offset()) == (META.stride, 0)
     assert made.device == ltc.lazy_device()

@@ -9,6 +9,7 @@ counted from zero, numbers that are no inputs written as constants. Comes from `
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,17 +63,11 @@ def partition(
     """
     graph = dataclasses.replace(graph, nodes=tuple(_without_operand(node) for node in graph.nodes))
     stages = _stages(graph, refused)
-    last = max((stage for stage, _ in stages), default=0)
-    groups: list[tuple[bool, list[Node]]] = []
-    for level in range(last + 1):
-        for compiled in (False, True):
-            chosen = [
-                node
-                for node, stage in zip(graph.nodes, stages, strict=True)
-                if stage == (level, compiled)
-            ]
-            if chosen:
-                groups.append((compiled, chosen))
+    order = sorted(range(len(stages)), key=stages.__getitem__)
+    groups = [
+        (compiled, [graph.nodes[at] for at in chosen])
+        for (_, compiled), chosen in itertools.groupby(order, key=stages.__getitem__)
+    ]
     return _parts(graph, groups, scalars, varied)
 
 
