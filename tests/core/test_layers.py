@@ -20,7 +20,7 @@ INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
 }
 
 # What is imported in the compiler's process only, where it may take seconds.
-OF_THE_COMPILER = ("build_artifact", "child", "lower", "spelled_out")
+OF_THE_COMPILER = ("build_artifact", "child", "gemm", "gemm_lowering", "lower", "spelled_out")
 
 # What a file may import beside ltc_core, Python's own library and torch: the dependencies of setup.cfg.
 MAY_NOT_BE_IMPORTED = (

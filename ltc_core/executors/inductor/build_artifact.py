@@ -14,6 +14,7 @@ import torch._inductor.lowering  # decompositions look it up there
 from torch._guards import TracingContext, tracing
 from torch._inductor.virtualized import V
 
+from ltc_core.executors.inductor import gemm_lowering
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.request import decode
 
@@ -39,6 +40,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
     """
     request = decode(payload)
     torch.set_num_threads(request.num_threads)
+    gemm_lowering.register()
     lowered = lower(request.part, request.device)
     options = {**_OPTIONS, "aot_inductor.output_path": str(directory / "model.so")}
     with (

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ltc_core.executors.inductor.gemm import use_onednn
 from ltc_core.executors.inductor.number_rules import (
     WHOLE_RULES,
     base_name,
@@ -91,6 +92,7 @@ def lower(part: Part, device: str) -> Lowered:
             tracing_mode="real",
         )(*fakes)
     module.graph = fx_graph_cse(module.graph)
+    use_onednn(module)
     returned = _write_back(module, part.graph, memory.reuses)
     return Lowered(module, fakes, returned, mode)
 

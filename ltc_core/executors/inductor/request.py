@@ -31,7 +31,10 @@ _PACKAGE = Path(__file__).parents[2]
 # The files that decide what is made of a part: `lower` and all it stands on.
 _LOWERING = (
     "graph.py", "passes.py", "schema.py", "views.py",
-    *(f"executors/inductor/{n}.py" for n in ("build_artifact", "lower", "number_rules", "part", "spelled_out")),
+    *(
+        f"executors/inductor/{name}.py" for name in
+        ("build_artifact", "gemm", "gemm_lowering", "lower", "number_rules", "part", "spelled_out")
+    ),
 )  # fmt: skip
 
 
