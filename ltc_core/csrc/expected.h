@@ -37,6 +37,7 @@ inline PyTypeObject expected_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_fol
 // What was noted of a call that goes to Python.
 struct Noted {
   Object trace, before, epoch, expected;
+  Object written; // the first cell it writes
   Py_ssize_t count = 0;
   size_t numbers = 0;
   std::vector<PyObject*> metas; // of its inputs
@@ -45,18 +46,18 @@ struct Noted {
     if (!expected)
       return;
     const Gil gil;
-    for (Object* object : {&trace, &before, &epoch, &expected})
+    for (Object* object : {&trace, &before, &epoch, &expected, &written})
       *object = Object();
   }
 
-  // Keeps it with the step that Python made of the call, if that is the one step since.
-  void keep() {
+  // Keeps it with the step that Python made of the call, which gave `returned`, if that is the one step since.
+  void keep(c10::ArrayRef<IValue> returned) {
     if (!trace)
       return;
     const Gil gil;
     PyObject* step = trace_of.cursor.of(trace.get());
     if (!same_number(trace_of.epoch.of(trace.get()), epoch.get()) || step_of.node.is_none(step) ||
-        step_of.parent.of(step) != before.get() || step_of.next.of(before.get()) != step)
+        step_of.parent.of(step) != before.get() || step_of.next.of(before.get()) != step || !has_defined(returned))
       return;
     const Py_ssize_t more = step_of.num_scalars.number(step) - step_of.num_scalars.number(before.get());
     PyObject* inputs = step_of.inputs.of(step); // (number, meta) of each
@@ -74,6 +75,22 @@ struct Noted {
     if (follows.get() == Py_True)
       reinterpret_cast<Expected*>(expected.get())->default_dtype = c10::get_default_dtype_as_scalartype();
     step_of.expected.set(step, expected.get());
+  }
+
+ private:
+  // Whether the call defined a value since. It may not have been recorded; the one step since is then another thread's.
+  bool has_defined(c10::ArrayRef<IValue> returned) const {
+    if (written)
+      return is_new(cell_of.value.of(written.get()));
+    const Object handle(first_handle(returned));
+    if (!handle)
+      return false;
+    const bool is_view = is_type(handle.get(), view_type);
+    return is_new(is_view ? view_of.value.of(handle.get()) : cell_of.value.of(handle.get()));
+  }
+  bool is_new(PyObject* value) const {
+    return same_number(value_of.epoch.of(value), epoch.get()) &&
+        value_of.index.number(value) >= count + static_cast<Py_ssize_t>(metas.size());
   }
 };
 
@@ -107,6 +124,7 @@ class Noter : Operands {
     noted.trace = Object(Py_NewRef(trace));
     noted.before = Object(Py_NewRef(trace_of.cursor.of(trace)));
     noted.epoch = Object(Py_NewRef(epoch));
+    noted.written = std::move(first_written);
     noted.count = count;
     noted.numbers = numbers.size();
     for (const Input& input : inputs)
@@ -115,6 +133,7 @@ class Noter : Operands {
 
  private:
   std::vector<Want>* wants = nullptr;
+  Object first_written;
 
   static bool is_default(const c10::Argument& argument, const IValue& a) {
     return argument.default_value() && same_value(*argument.default_value(), a);
@@ -156,9 +175,11 @@ class Noter : Operands {
     const Object handle(handle_of(a.toTensor()));
     if (!handle)
       return false;
-    if (written && is_type(handle.get(), view_type))
-      return note_operand(view_of.base.of(handle.get()), view_of.lens.of(handle.get()));
-    return note_operand(handle.get(), nullptr);
+    const bool is_part = written && is_type(handle.get(), view_type);
+    PyObject* whole = is_part ? view_of.base.of(handle.get()) : handle.get();
+    if (written && !first_written)
+      first_written = Object(Py_NewRef(whole));
+    return note_operand(whole, is_part ? view_of.lens.of(handle.get()) : nullptr);
   }
 
   bool note_operand(PyObject* whole, PyObject* lens) {

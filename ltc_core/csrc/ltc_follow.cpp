@@ -20,22 +20,6 @@ namespace {
 
 // ---- in front of the dispatcher's key for Python -------------------------------------------------------------------
 
-// Gives the handle of the first lazy tensor among arguments; null, without an error, if there is none.
-PyObject* first_handle(c10::ArrayRef<IValue> args) {
-  for (const IValue& a : args) {
-    if (a.isTensor()) {
-      if (PyObject* handle = handle_of(a.toTensor()))
-        return handle;
-    } else if (a.isList()) {
-      for (const IValue& item : a.toListRef()) {
-        if (PyObject* handle = item.isTensor() ? handle_of(item.toTensor()) : nullptr)
-          return handle;
-      }
-    }
-  }
-  return nullptr;
-}
-
 class Locked {
  public:
   explicit Locked(PyObject* trace) : lock(Py_NewRef(trace_of.lock.of(trace))) {
@@ -78,7 +62,7 @@ class Follower final : public c10::OperatorKernel {
         return;
     }
     python.callBoxed(handle, keys, stack);
-    noted.keep();
+    noted.keep(torch::jit::last(*stack, op.handle.schema().returns().size()));
   }
 
  private:

@@ -51,6 +51,22 @@ inline bool same_type(const IValue& a, const IValue& b) {
   return a.isDouble() == b.isDouble() && a.isBool() == b.isBool() && a.isInt() == b.isInt();
 }
 
+// Gives the handle of the first lazy tensor among values; null, without an error, if there is none.
+inline PyObject* first_handle(c10::ArrayRef<IValue> values) {
+  for (const IValue& a : values) {
+    if (a.isTensor()) {
+      if (PyObject* handle = handle_of(a.toTensor()))
+        return handle;
+    } else if (a.isList()) {
+      for (const IValue& item : a.toListRef()) {
+        if (PyObject* handle = item.isTensor() ? handle_of(item.toTensor()) : nullptr)
+          return handle;
+      }
+    }
+  }
+  return nullptr;
+}
+
 // A value first read by this call.
 struct Input {
   PyObject* value;

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltc_core as ltc
 from ltc_core import errors, follow, record_view, recorder
+from ltc_core.context import Context
 from ltc_core.runtime import context
 from tests.core.beside_eager import assert_same
 from tests.core.models import CNN, MLP
@@ -345,6 +346,29 @@ def test_threads_record_on_one_trace() -> None:
         for thread in threads:
             thread.join()
         assert answers == {k: [200.0 + k] * 2 for k in range(4)}
+
+
+def test_a_call_that_is_not_recorded_is_not_taken_for_the_step_of_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = ltc.lazy_device()
+    found = Context.value_data
+    flipped: list[torch.Tensor] = []
+
+    def meanwhile(*args: Any) -> Any:
+        thread = threading.Thread(target=lambda: flipped.append(y.flip(0)))
+        thread.start()
+        thread.join()
+        return found(*args)
+
+    x, y = torch.ones(4, device=device), torch.arange(4.0, device=device)
+    for _ in range(ROUNDS):
+        ltc.wait_device_ops()
+        with monkeypatch.context() as patch:
+            patch.setattr(Context, "value_data", meanwhile)
+            copy = x.cpu()
+        assert copy.device.type == "cpu" and copy.tolist() == [1] * 4
+        assert flipped.pop().tolist() == [3, 2, 1, 0]
 
 
 def test_it_holds_nothing_that_the_user_let_go() -> None:
