@@ -17,9 +17,10 @@ from ltc_core.buffer import Buffer, MemoryCounter
 from ltc_core.cell import Cell, Value
 from ltc_core.compiler import Compiled, Compiler
 from ltc_core.executors import EXECUTORS, NodeFailure
-from ltc_core.executors.host_threads import release_team
+from ltc_core.executors.host_threads import release_team, use_threads
 from ltc_core.graph import Graph, Node, TensorMeta, references
 from ltc_core.interrupt import Uninterrupted
+from ltc_core.pace import Place
 from ltc_core.passes import origins
 from ltc_core.settings import settings
 from ltc_core.trace import Cut, Trace
@@ -112,8 +113,12 @@ class Context:
             outputs.append(buffer)
         self.memory.add(more_bytes)
         scalars, num_threads = cut.scalars, torch.get_num_threads()
+        place = self._place(compiled, num_threads)
+        if place is Place.SPARING:
+            num_threads -= 1
         job = Job(lambda: self._run(compiled, inputs, scalars, outputs, num_threads))
-        if self._runs_here(compiled):
+        if place is Place.HERE:
+            self._take_the_cores()
             with torch.no_grad():
                 job.execute()
             return job
@@ -129,18 +134,21 @@ class Context:
             raise
         return job
 
-    def _runs_here(self, compiled: Compiled) -> bool:
-        """Choose the thread for a program: this one, once the worker has done its work and left the cores, or that."""
+    def _place(self, compiled: Compiled, num_threads: int) -> Place:
         if compiled.program.holds_lock:
-            if not (compiled.pace.is_small and self.worker.is_idle):
-                return False
-        elif not compiled.pace.runs_here(time.perf_counter_ns()):
-            return False
+            return Place.HERE if compiled.pace.is_small and self.worker.is_idle else Place.WORKER
+        if settings.compile != "async":
+            num_threads = (
+                1  # sums over other threads end in other digits, and that run is to be repeatable
+            )
+        return compiled.pace.place(time.perf_counter_ns(), num_threads)
+
+    def _take_the_cores(self) -> None:
+        """Wait until the worker has done its work and left the cores."""
         if self._worker_has_team:
             self.worker.submit(Job(release_team))
             self._worker_has_team = False
         self.worker.drain()
-        return True
 
     def _run(
         self,
@@ -152,7 +160,7 @@ class Context:
     ) -> None:
         """Run a program; called by the worker. The buffers' old contents are dropped as early as possible."""
         if num_threads != torch.get_num_threads():
-            torch.set_num_threads(num_threads)  # what the user asked for, in another thread
+            use_threads(num_threads)  # what the user asked for, in another thread
         started, started_cpu = time.perf_counter_ns(), time.thread_time_ns()
         data = [buffer.data for buffer in inputs]
         lost = next((error for buffer in inputs if (error := buffer.error) is not None), None)

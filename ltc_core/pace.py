@@ -2,25 +2,36 @@
 
 Beside each other they share the cores. A program whose threads take all of them loses more to a recording thread than
 that gains: each parallel loop waits for the core that records (ResNet-18 of design section 6 on two cores: 55 ms a
-step in the worker, 47 in the thread that cuts, 41 alone). On other machines it is the other way round, so `Pace`
-measures both. Made and asked by `compiler` and `context`, for each program.
+step in the worker, 47 in the thread that cuts, 41 alone). Where recording takes as long as the program, it may be
+best to leave one core to it (MLP of design section 6: 4.9 ms in the thread that cuts, 3.9 with one thread in the
+worker). On other machines it is the other way round, so `Pace` measures. Made and asked by `compiler` and `context`,
+for each program.
 """
 
 from __future__ import annotations
 
+import enum
 import statistics
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "Place"]
 
 _UNSETTLED = 2  # launches after a change that are not measured: the queue empties or fills
 _MEASURED = 7
 _LASTS = 2000  # launches until it is measured again
-_GAIN = 0.97  # what the thread that cuts must reach to be preferred: in the worker, a step costs the caller nothing
+_GAIN = 0.97  # what another place must reach to be preferred to the worker, where a step costs the caller nothing
 
 # A program that holds Python's lock runs where it is cut if its ops are so short that the lock bounds it: in the worker
 # each of them would wait for the thread that records.
 _SMALL_OP_NS = 20_000
 _SMALL_RUN_NS = 5_000_000
+
+
+class Place(enum.Enum):
+    """Where a program runs: in the worker, there with a thread less, or in the thread that cuts."""
+
+    WORKER = enum.auto()
+    SPARING = enum.auto()
+    HERE = enum.auto()
 
 
 class Pace:
@@ -30,7 +41,16 @@ class Pace:
         size: its ops.
     """
 
-    __slots__ = ("_cost_ns", "_count", "_here", "_last_ns", "_medians", "_samples", "_size")
+    __slots__ = (
+        "_cost_ns",
+        "_count",
+        "_last_ns",
+        "_medians",
+        "_place",
+        "_samples",
+        "_settled",
+        "_size",
+    )
 
     def __init__(self, size: int) -> None:
         self._size = max(size, 1)
@@ -38,11 +58,12 @@ class Pace:
         self._begin()
 
     def _begin(self) -> None:
-        self._here = False
+        self._place = Place.WORKER
+        self._settled = False
         self._count = 0
         self._last_ns = 0
         self._samples: list[int] = []
-        self._medians: list[float] = []
+        self._medians: dict[Place, float] = {}
 
     def note_run(self, elapsed_ns: int) -> None:
         """Learn from the processor time of a run."""
@@ -55,23 +76,37 @@ class Pace:
         cost = self._cost_ns
         return 0 < cost < _SMALL_RUN_NS and cost < _SMALL_OP_NS * self._size
 
-    def runs_here(self, now_ns: int) -> bool:
-        """Tell, at a launch of a program that does not hold the lock, whether to run it in this thread."""
+    def place(self, now_ns: int, num_threads: int) -> Place:
+        """Choose, at a launch of a program that does not hold the lock; `num_threads` are those it may have."""
         count, last = self._count, self._last_ns
         self._count, self._last_ns = count + 1, now_ns
-        if len(self._medians) == 2:
+        if self._settled:
             if count == _LASTS:
                 self._begin()
-            return self._here
+            return self._place
         if count > _UNSETTLED:
             self._samples.append(now_ns - last)
         if len(self._samples) == _MEASURED:
-            self._medians.append(statistics.median(self._samples))
+            self._medians[self._place] = statistics.median(self._samples)
             self._samples.clear()
             self._count = 0
-            if len(self._medians) == 1:
-                self._here = True
-            else:
-                there, here = self._medians
-                self._here = here < _GAIN * there
-        return self._here
+            self._place = self._next(num_threads)
+        return self._place
+
+    def _next(self, num_threads: int) -> Place:
+        """Give the next place to measure, or the best one once all are."""
+        if Place.HERE not in self._medians:
+            return Place.HERE
+        if Place.SPARING not in self._medians and self._may_spare(num_threads):
+            return Place.SPARING
+        self._settled = True
+        best = Place.WORKER
+        for place in (Place.SPARING, Place.HERE):
+            if place in self._medians and self._medians[place] < _GAIN * self._medians[best]:
+                best = place
+        return best
+
+    def _may_spare(self, num_threads: int) -> bool:
+        """Whether recording takes longer than the program would with a thread less."""
+        recording_ns = self._medians[Place.HERE] - self._cost_ns
+        return num_threads > 1 and recording_ns > self._cost_ns / num_threads

@@ -1,4 +1,4 @@
-"""OpenMP's threads: no thread keeps a team while another one computes.
+"""OpenMP's threads: how many a thread uses, and that none keeps a team while another one computes.
 
 libgomp gives each thread that opens a parallel region a team of its own, which stays. With more OpenMP threads in the
 process than cores it lets all of them spin much shorter, and each parallel region then waits for the kernel: a step of
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["release_team"]
+__all__ = ["release_team", "use_threads"]
 
 _SOFT_PAUSE = 1  # omp_pause_soft
 _RUNTIME = "libgomp"  # others free the teams of all threads, or none
@@ -42,6 +42,21 @@ def release_team() -> None:
         _pause(_SOFT_PAUSE)
 
 
+def use_threads(count: int) -> None:
+    """Let parallel regions, and products of MKL, that the calling thread starts use `count` threads.
+
+    Other threads keep theirs; `torch.set_num_threads`, which is called where PyTorch does not use libgomp, tells MKL
+    for all of them.
+    """
+    if _set_threads is None:
+        torch.set_num_threads(count)
+        return
+    torch.get_num_threads()  # PyTorch sets a thread up at its first question, which would undo ours
+    _set_threads(count)
+    if _set_mkl_threads is not None:
+        _set_mkl_threads(count)
+
+
 def _file_of(function: object) -> str:
     """Give the name of the file a C function was loaded from."""
     info = _DlInfo()
@@ -62,7 +77,7 @@ def _candidates() -> list[ctypes.CDLL]:
     return found
 
 
-def _find_pause() -> Callable[[int], int] | None:
+def _find_runtime() -> ctypes.CDLL | None:
     # Through PyDLL, which keeps Python's lock: to take it again could cost more than the call.
     for library in _candidates():
         try:
@@ -70,9 +85,17 @@ def _find_pause() -> Callable[[int], int] | None:
         except AttributeError:  # there is none, or an old one
             continue
         # The first one in the order of the process is the one PyTorch is bound to.
-        return pause if _file_of(pause).startswith(_RUNTIME) else None
+        return library if _file_of(pause).startswith(_RUNTIME) else None
     return None
 
 
-_pause = _find_pause()
+def _find_mkl() -> Callable[[int], int] | None:
+    library = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return getattr(library, "MKL_Set_Num_Threads_Local", None)
+
+
+_openmp = _find_runtime()
+_pause: Callable[[int], int] | None = getattr(_openmp, "omp_pause_resource_all", None)
+_set_threads: Callable[[int], None] | None = getattr(_openmp, "omp_set_num_threads", None)
+_set_mkl_threads = None if _openmp is None else _find_mkl()
 os.register_at_fork(before=release_team)

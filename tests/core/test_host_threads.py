@@ -143,6 +143,30 @@ def test_a_step_is_handed_over_without_a_team() -> None:
 def test_where_the_runtime_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other runtimes free the teams of all threads: they are left alone."""
     monkeypatch.setattr(host_threads, "_file_of", lambda function: "libiomp5.so")
-    assert host_threads._find_pause() is None
+    assert host_threads._find_runtime() is None
     monkeypatch.setattr(host_threads, "_pause", None)
     host_threads.release_team()
+
+
+@needs_libgomp
+def test_a_thread_uses_fewer_and_the_others_keep_theirs() -> None:
+    out, err = child.run(
+        """
+        from ltc_core.executors.host_threads import use_threads
+        torch.set_num_threads(3)
+
+        def fewer():
+            use_threads(1)
+            compute()
+            torch.ones(300, 300) @ torch.ones(300, 300)
+            print(torch.get_num_threads(), tasks() - alone)
+
+        thread = threading.Thread(target=fewer)
+        thread.start()
+        thread.join()
+        assert compute() == 2e6
+        print(torch.get_num_threads(), team(2))
+        """,
+        prelude=PRELUDE,
+    )
+    assert (out, err) == ("1 1\n3 2\n", "")

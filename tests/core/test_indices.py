@@ -138,7 +138,7 @@ class TestInAProgram:
                 return [torch.nn.functional.embedding(index, table)]
 
         library: Any = Library()
-        return Chain(graph, parts, {0: (library, (2,))}, torch.get_num_threads())
+        return Chain(graph, parts, {0: (library, (2,))})
 
     def test_in_range(self) -> None:
         launched: list[int] = []

@@ -38,7 +38,7 @@ def chain_of(
         if part.compiled:
             lowered = lower(part, "cpu")
             models[k] = (Interpreted(lowered.module), lowered.returned)
-    return Chain(found.graph, parts, models, torch.get_num_threads())
+    return Chain(found.graph, parts, models)
 
 
 @pytest.mark.parametrize("num_ops", [4, 12, 30])

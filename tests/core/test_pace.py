@@ -1,6 +1,8 @@
-"""Where a program runs: what is small, and what the measurement of both places decides."""
+"""Where a program runs: what is small, and what measuring the places decides."""
 
-from ltc_core.pace import Pace
+from ltc_core.pace import Pace, Place
+
+WORKER, SPARING, HERE = Place
 
 
 def test_a_program_is_small_when_its_ops_are_short() -> None:
@@ -26,30 +28,48 @@ def test_one_slow_run_is_forgiven_in_time() -> None:
 
 
 class Loop:
-    """A loop whose steps take `here_ns` if they run where they are cut and `there_ns` in the worker."""
+    """A loop whose steps take `here_ns` if they run where they are cut and `there_ns` in the worker.
 
-    def __init__(self, here_ns: int, there_ns: int) -> None:
+    With a thread less there, they take `sparing_ns`; the program alone takes `run_ns`.
+    """
+
+    def __init__(self, here_ns: int, there_ns: int, sparing_ns: int = 1, run_ns: int = 0) -> None:
         self.pace = Pace(10)
-        self.lengths = {True: here_ns, False: there_ns}
+        self.lengths = {HERE: here_ns, WORKER: there_ns, SPARING: sparing_ns}
+        self.run_ns = run_ns or here_ns
         self.now_ns = 0
 
-    def steps(self, n: int) -> list[bool]:
+    def steps(self, n: int, num_threads: int = 2) -> list[Place]:
         places = []
         for _ in range(n):
-            places.append(self.pace.runs_here(self.now_ns))
+            places.append(self.pace.place(self.now_ns, num_threads))
             self.now_ns += self.lengths[places[-1]]
+            self.pace.note_run(self.run_ns)
         return places
 
 
 def test_both_places_are_tried_and_the_quicker_one_is_kept() -> None:
-    for here_ns, there_ns, wanted in ((8, 10, True), (10, 8, False)):
+    for here_ns, there_ns, wanted in ((8, 10, HERE), (10, 8, WORKER)):
         places = Loop(here_ns, there_ns).steps(60)
-        assert not places[0] and {True, False} == set(places[:30])
+        assert places[0] is WORKER and set(places[:30]) == {HERE, WORKER}
         assert set(places[30:]) == {wanted}
 
 
 def test_where_it_makes_no_difference_the_caller_is_not_kept_waiting() -> None:
-    assert set(Loop(99, 100).steps(60)[30:]) == {False}
+    assert set(Loop(99, 100).steps(60)[30:]) == {WORKER}
+
+
+class TestAThreadLess:
+    def test_is_tried_where_recording_takes_longer_than_it_would_cost(self) -> None:
+        for sparing_ns, wanted in ((70, SPARING), (99, HERE)):
+            places = Loop(90, 110, sparing_ns, run_ns=50).steps(80)
+            assert SPARING in places and set(places[50:]) == {wanted}
+
+    def test_is_not_tried_where_the_program_needs_all(self) -> None:
+        assert SPARING not in Loop(90, 110, 1, run_ns=80).steps(80)
+
+    def test_is_not_tried_where_there_is_one(self) -> None:
+        assert SPARING not in Loop(90, 110, 1, run_ns=10).steps(80, num_threads=1)
 
 
 def test_a_step_that_is_interrupted_now_and_then_does_not_decide() -> None:
@@ -59,11 +79,12 @@ def test_a_step_that_is_interrupted_now_and_then_does_not_decide() -> None:
         if loop.now_ns % 5 == 0:
             loop.now_ns += 1  # an uneven clock
     loop.now_ns += 10**9
-    assert set(loop.steps(30)) == {True}
+    assert set(loop.steps(30)) == {HERE}
 
 
 def test_it_is_measured_again_when_the_program_has_run_for_long() -> None:
     loop = Loop(8, 10)
-    assert set(loop.steps(1000)[30:]) == {True}
-    loop.lengths = {True: 10, False: 8}
-    assert set(loop.steps(4000)[-500:]) == {False}
+    assert set(loop.steps(1000)[30:]) == {HERE}
+    loop.lengths = {HERE: 10, WORKER: 8}
+    loop.run_ns = 10
+    assert set(loop.steps(4000)[-500:]) == {WORKER}

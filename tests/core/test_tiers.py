@@ -229,22 +229,18 @@ def test_without_a_compiler_one_sentence_is_said(
     )
 
 
-def test_another_number_of_threads_is_another_program(service: Service) -> None:
+def test_a_program_runs_with_any_number_of_threads(service: Service) -> None:
     service.answers_at_once = True
     program = one_node(aten.exp.default)
     for _ in range(3):
         run(program)
-    assert is_compiled(program) and service.asked == 1
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        for _ in range(4):
-            run(program)
-        assert service.asked == 2
+        run(program)
     finally:
         torch.set_num_threads(before)
-    run(program)
-    assert service.asked == 2
+    assert is_compiled(program) and service.asked == 1
 
 
 def test_a_service_that_ends_is_no_news(

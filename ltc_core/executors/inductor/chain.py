@@ -30,7 +30,6 @@ class Chain:
         graph: the whole graph.
         parts: its parts, in order.
         models: the libraries of the compiled ones, by position, and which of a part's outputs each returns.
-        num_threads: that the libraries were compiled for; with others they would read and write out of range.
     """
 
     def __init__(
@@ -38,9 +37,7 @@ class Chain:
         graph: Graph,
         parts: Sequence[Part],
         models: Mapping[int, tuple[Model, Sequence[int]]],
-        num_threads: int,
     ) -> None:
-        self._num_threads = num_threads
         self._inputs = tuple(graph.inputs)
         self._outputs = graph.outputs
         self._origins = origins(graph.nodes, graph.outputs)
@@ -53,9 +50,7 @@ class Chain:
         self._frees = _frees(graph, parts)
 
     def fits(self, scalars: Sequence[Any]) -> bool:
-        """Tell whether this run has the threads, and the numbers, that the program was compiled for."""
-        if torch.get_num_threads() != self._num_threads:
-            return False
+        """Tell whether this run has the numbers that the program was compiled for."""
         return all(_same(scalars[k], v) for k, v in self._constants.items())
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:

@@ -40,7 +40,7 @@ _LOWERING = (
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A part to be compiled for a device, to be run with so many threads."""
+    """A part to be compiled for a device, and best with so many threads."""
 
     part: Part
     device: str

@@ -188,11 +188,11 @@ class _Build:
         self._lock = threading.Lock()
         self._models: dict[int, tuple[Model, Sequence[int]]] = {}
         self._failed = False
-        self._num_threads = torch.get_num_threads()
+        num_threads = torch.get_num_threads()
         self._started = time.monotonic()
         self.done = threading.Event()
         self.requests = {
-            k: Request(part, program.device, self._num_threads)
+            k: Request(part, program.device, num_threads)
             for k, part in enumerate(parts)
             if part.compiled
         }
@@ -229,7 +229,7 @@ class _Build:
             if len(self._models) == len(self.requests):
                 program = self._program()
                 if program is not None:
-                    chain = Chain(self._graph, self._parts, self._models, self._num_threads)
+                    chain = Chain(self._graph, self._parts, self._models)
                     program.install(chain, time.monotonic() - self._started)
                 self.done.set()
 
