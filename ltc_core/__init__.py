@@ -80,6 +80,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+follow.build_ahead()
 _register.register(hooks.install())
 factories.register_factories()
 host_storage.register_loading()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ltc_core import debug, errors, metrics
+from ltc_core import debug, errors, follow, metrics
 from ltc_core.buffer import Buffer, MemoryCounter
 from ltc_core.cell import Cell, Value
 from ltc_core.compiler import Compiled, Compiler
@@ -57,6 +57,7 @@ class Context:
         with self.trace.lock:
             if not self.trace:
                 return None
+            follow.install()
             self.worker.wait_for_place()  # here Ctrl-C loses nothing yet
             started = time.perf_counter_ns()
             with Uninterrupted():

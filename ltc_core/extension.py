@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
 
-__all__ = ["Extension"]
+__all__ = ["Extension", "has_compiler"]
 
 _DIGEST_BYTES = 32
 # A compile takes about four seconds; who waits this long waits for a process that hangs.
@@ -81,6 +81,10 @@ class Extension:
                 f"the cache directory {settings.cache_dir} cannot be used ({error})"
             )
         return self.loaded
+
+    def is_built(self) -> bool:
+        """Tell whether the built file is there, or was loaded; `load` does not compile then, unless it is damaged."""
+        return self.loaded is not None or self.library_path().exists()
 
     def library_path(self) -> Path:
         """Return where the built file lies, or would lie."""
@@ -172,6 +176,14 @@ class Extension:
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
         how = ["-s", "-w", "-fPIC", "-shared", "-fvisibility=hidden"]
         return ["-std=c++20", self.optimize, *how, abi]
+
+
+def has_compiler() -> bool:
+    """Tell whether there is a C++ compiler to build with."""
+    try:
+        return bool(_compiler())
+    except _Unavailable:
+        return False
 
 
 def _compiler() -> list[str]:

@@ -2,12 +2,15 @@
 
 `csrc/ltc_follow.cpp` stands in front of what PyTorch's dispatcher does for a tensor subclass, op by op. A call that
 repeats the next step of its trace is made there; every other one goes on to `LazyTensor.__torch_dispatch__`, and
-Python alone says what recording is. Without a C++ compiler, or with LTC_EAGER, all calls go there. `dispatch` names the
-ops.
+Python alone says what recording is. Without a C++ compiler, or with LTC_EAGER, all calls go there; so they do while the
+C++ part is built, beside the first program of a machine. `dispatch` names the ops, `context` says when the part may
+take its place.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +19,64 @@ import torch
 from ltc_core import rng
 from ltc_core.buffer import Buffer
 from ltc_core.cell import Cell, Value, View
-from ltc_core.extension import Extension
+from ltc_core.extension import Extension, has_compiler
 from ltc_core.graph import TensorMeta
 from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
 from ltc_core.tensor import LazyTensor, make_empty
 from ltc_core.trace import Step, Trace
 
-__all__ = ["extension", "follow_op", "install", "num_followed", "turn"]
+__all__ = ["build_ahead", "extension", "follow_op", "install", "num_followed", "turn"]
 
 extension = Extension("_ltc_follow", Path(__file__).parent / "csrc" / "ltc_follow.cpp", "-O2")
 
 _native: Any = None
+_lock = threading.Lock()
+# The ops to follow; those named before the C++ part is there wait for it.
+_ops: list[tuple[Any, ...]] = []
+
+
+def build_ahead() -> None:
+    """Build the C++ part beside the program, if it is not built yet; a program that ends earlier waits for it."""
+    if extension.is_built():
+        extension.load()
+    elif has_compiler():
+        sentence = "[ltc] building C++ parts, once for this user and this torch (some seconds)"
+        print(sentence, file=sys.stderr, flush=True)
+        threading.Thread(target=extension.load, name="ltc-build").start()
 
 
 def install() -> bool:
-    """Make the C++ part ready; give whether it is there.
-
-    Cost: the first call of a machine compiles a C++ file (some seconds).
-    """
+    """Put the C++ part in its place once it was loaded; give whether it is there. Cost: nothing until then."""
     global _native
-    native = extension.load()
-    if native is None:
-        return False
+    native = extension.loaded
+    if _native is not None or native is None:
+        return _native is not None
     types = (LazyTensor, Trace, Step, Cell, View, Value, Buffer, TensorMeta)
     aten = torch.ops.aten
     detach, empty = aten.detach.default, aten.empty_strided.default
-    dispatch = LazyTensor.__torch_dispatch__
-    native.setup(detach, dispatch, make_empty, empty, rng.stream, *types)
-    LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
-    _native = native
+    with _lock:
+        if _native is None:
+            dispatch = LazyTensor.__torch_dispatch__
+            native.setup(detach, dispatch, make_empty, empty, rng.stream, *types)
+            LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
+            for op in _ops:
+                native.add(*op)
+            _native = native
     return True
 
 
 def follow_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) -> None:
     """Let calls of an op be followed; `shares` says that its result is its first operand."""
-    if _native is None or settings.eager:  # each op is cut where it is called
+    if settings.eager:  # each op is cut where it is called
         return
     kind = "share" if shares else "view" if schema.view else "recorded"
     writes = tuple(name in schema.writes for name in schema.names)
     names = op._schema.name, op._schema.overload_name
-    _native.add(*names, kind, schema.draws, schema.args, writes)
+    with _lock:
+        _ops.append((*names, kind, schema.draws, schema.args, writes))
+        if _native is not None:
+            _native.add(*_ops[-1])
 
 
 def turn(on: bool) -> bool:

@@ -6,9 +6,11 @@ must not grow, and every answer must be eager's.
 
 import contextlib
 import gc
+import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +19,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltc_core as ltc
-from ltc_core import errors, follow, record_view, recorder
+from ltc_core import build, errors, follow, record_view, recorder
 from ltc_core.context import Context
 from ltc_core.runtime import context
+from tests.core import child
 from tests.core.beside_eager import assert_same
 from tests.core.models import CNN, MLP
 from tests.core.new_steps import NoNewSteps
@@ -369,6 +372,28 @@ def test_a_call_that_is_not_recorded_is_not_taken_for_the_step_of_another_thread
             copy = x.cpu()
         assert copy.device.type == "cpu" and copy.tolist() == [1] * 4
         assert flipped.pop().tolist() == [3, 2, 1, 0]
+
+
+def test_the_first_program_of_a_machine_runs_while_it_is_built(tmp_path: Path) -> None:
+    built = tmp_path / "extensions"
+    built.mkdir(mode=0o700)
+    for extension in build.EXTENSIONS:
+        if extension is not follow.extension:
+            shutil.copy(extension.library_path(), built)
+    out, err = child.run(
+        """
+        import time
+        from ltc_core import follow
+        x = torch.ones(3, device=device)
+        assert (x * 2 + 1).sum().item() == 9 and not follow.extension.loaded
+        while not follow.num_followed():
+            assert (x * 2 + 1).sum().item() == 9
+            time.sleep(0.05)
+        """,
+        LTC_CACHE_DIR=str(tmp_path),
+    )
+    assert err == "[ltc] building C++ parts, once for this user and this torch (some seconds)\n"
+    assert follow.extension.library_path().name in [path.name for path in built.iterdir()]
 
 
 def test_it_holds_nothing_that_the_user_let_go() -> None:
