@@ -204,7 +204,8 @@ def test_a_forked_child_does_not_keep_the_compiler_alive(tmp_path: Path, how: st
 def test_ctrl_c_in_a_terminal_does_not_reach_the_compiler(tmp_path: Path) -> None:
     terminal, inner = pty.openpty()
     code = """
-    import fcntl, termios
+    import fcntl, signal, termios
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     os.setsid()
     terminal = os.open(os.environ["TERMINAL"], os.O_RDWR)
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
