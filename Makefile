@@ -22,7 +22,7 @@ help:
 	@echo "make demo    train a CNN on handwritten digits on the lazy device"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types"
-	@echo "make bench   measure recording speed, memory, and training beside its peers (half an hour)"
+	@echo "make bench   measure recording speed, memory, and training beside its peers (an hour)"
 
 setup: $(STAMP)
 

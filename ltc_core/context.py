@@ -139,9 +139,8 @@ class Context:
         if compiled.program.holds_lock:
             return Place.HERE if compiled.pace.is_small and self.worker.is_idle else Place.WORKER
         if settings.compile != "async":
-            num_threads = (
-                1  # sums over other threads end in other digits, and that run is to be repeatable
-            )
+            # Sums over fewer threads end in other digits, and such a run is to be repeatable: none is spared.
+            num_threads = 1
         return compiled.pace.place(time.perf_counter_ns(), num_threads)
 
     def _take_the_cores(self) -> None:

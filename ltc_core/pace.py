@@ -42,15 +42,8 @@ class Pace:
     """
 
     __slots__ = (
-        "_cost_ns",
-        "_count",
-        "_last_ns",
-        "_medians",
-        "_place",
-        "_samples",
-        "_settled",
-        "_size",
-    )
+        "_cost_ns", "_count", "_last_ns", "_medians", "_place", "_samples", "_settled", "_size",
+    )  # fmt: skip
 
     def __init__(self, size: int) -> None:
         self._size = max(size, 1)

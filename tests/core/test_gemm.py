@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def any_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "_is_quicker", lambda: True)
-    yield
 
 
 def product(*calls: tuple[torch.Tensor, ...]) -> Part:
