@@ -1,7 +1,6 @@
 """The user's line: where in their program the op that is being recorded was called.
 
-Asked for only on new branches of the trace. Backward records from autograd's own threads, which have no line of
-the user's: there the line is that of the thread that called backward.
+Asked for only on new branches of the trace. What backward records has the line that called backward.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import threading
 from types import CodeType, FrameType
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 __all__ = ["user_line"]
 
@@ -23,7 +23,7 @@ _INSTALLED = tuple(sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "pureli
 _LIBRARY = (threading.__file__, contextlib.__file__)
 _is_user: dict[CodeType, bool] = {}
 _described: dict[tuple[CodeType, int], str] = {}
-_last_user_thread = threading.get_ident()
+_RUN_BACKWARD = _engine_run_backward.__code__
 
 
 def _of_user(code: CodeType) -> bool:
@@ -32,12 +32,6 @@ def _of_user(code: CodeType) -> bool:
         name = code.co_filename
         known = _is_user[code] = not name.startswith((_OURS, _TORCH, "<frozen", *_LIBRARY))
     return known
-
-
-def _first_user_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not _of_user(frame.f_code):
-        frame = frame.f_back
-    return frame
 
 
 def _describe(frame: FrameType) -> str:
@@ -67,10 +61,10 @@ def outer_line() -> str:
 
 def user_line() -> str:
     """Give 'train.py:41 in loss_fn' for the innermost frame of the user, '' if there is none."""
-    global _last_user_thread
-    frame = _first_user_frame(sys._getframe(1))
-    if frame is not None:
-        _last_user_thread = threading.get_ident()
-        return _describe(frame)
-    frame = _first_user_frame(sys._current_frames().get(_last_user_thread))
-    return _describe(frame) + ", in backward" if frame is not None else ""
+    frame: FrameType | None = sys._getframe(1)
+    called = ""
+    while frame is not None and not _of_user(frame.f_code):
+        if frame.f_code is _RUN_BACKWARD:
+            called = ", in backward"
+        frame = frame.f_back
+    return _describe(frame) + called if frame is not None else ""

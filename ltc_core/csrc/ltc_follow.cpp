@@ -8,6 +8,7 @@
 #include "next_step.h"
 
 #include <ATen/core/stack.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
@@ -55,6 +56,7 @@ class Follower final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!is_on || !Py_IsInitialized() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
       return python.callBoxed(handle, keys, stack);
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(false); // see `recorder`
     Noted noted;
     {
       const Gil gil;

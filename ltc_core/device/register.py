@@ -76,9 +76,6 @@ def set_device(index: int) -> None:
 def set_num_devices(count: int) -> None:
     """Let the number of devices grow; a smaller or equal count changes nothing.
 
-    Autograd starts one thread for each device in the process's first backward, so devices added
-    after it cannot run a backward.
-
     Raises:
         DeviceError: the C++ side is not there, or `count` is more than it can take.
     """

@@ -1,5 +1,6 @@
 """`torch.func` on the device: grad, vmap, jacobians, functional_call, as on other devices."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -113,3 +114,21 @@ def test_a_step_written_with_grad_is_one_graph() -> None:
             w = w - 0.1 * grad(wave)(w)
             ltc.mark_step()
     assert counted.syncs == {"MarkStep": 1} and not counted.fallbacks and not counted.compiles
+
+
+def test_backward_holds_nothing_when_it_has_returned() -> None:
+    """Were it run by a thread of autograd's, that one might let go of a value after the cut."""
+    w = torch.ones(4, device=ltc.lazy_device(), requires_grad=True)
+    ran: list[int] = []
+
+    def step() -> None:
+        loss = (w * 2).sum()
+        loss.register_hook(lambda gradient: ran.append(threading.get_ident()))
+        loss.backward()
+
+    step()
+    other = threading.Thread(target=step)
+    other.start()
+    assert other.ident is not None
+    other.join()
+    assert ran == [threading.get_ident(), other.ident]
