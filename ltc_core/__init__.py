@@ -26,6 +26,8 @@ from ltc_core import (  # noqa: F401
     tensor,
 )  # fmt: skip
 from ltc_core.device import register as _register
+from ltc_core.executors import allocator
+from ltc_core.extension import build_ahead
 from ltc_core.lazy_model import (
     add_step_closure,
     check_view_sharing,
@@ -80,7 +82,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-follow.build_ahead()
+build_ahead(allocator.extension, follow.extension)
 _register.register(hooks.install())
 factories.register_factories()
 host_storage.register_loading()

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import final
@@ -28,7 +29,7 @@ from filelock import FileLock, Timeout
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
 
-__all__ = ["Extension", "has_compiler"]
+__all__ = ["Extension", "build_ahead"]
 
 _DIGEST_BYTES = 32
 # A compile takes about four seconds; who waits this long waits for a process that hangs.
@@ -178,8 +179,27 @@ class Extension:
         return ["-std=c++20", self.optimize, *how, abi]
 
 
-def has_compiler() -> bool:
-    """Tell whether there is a C++ compiler to build with."""
+def build_ahead(*extensions: Extension) -> None:
+    """Load the modules, those that must be built first beside the program; one that ends earlier waits for them."""
+    missing = []
+    for extension in extensions:
+        if extension.is_built():
+            extension.load()
+        else:
+            missing.append(extension)
+    if not missing or not _has_compiler():
+        return
+    sentence = "[ltc] building C++ parts, once for this user and this torch (some seconds)"
+    print(sentence, file=sys.stderr, flush=True)
+
+    def build() -> None:
+        for extension in missing:
+            extension.load()
+
+    threading.Thread(target=build, name="ltc-build").start()
+
+
+def _has_compiler() -> bool:
     try:
         return bool(_compiler())
     except _Unavailable:

@@ -9,7 +9,6 @@ take its place.
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ import torch
 from ltc_core import rng
 from ltc_core.buffer import Buffer
 from ltc_core.cell import Cell, Value, View
-from ltc_core.extension import Extension, has_compiler
+from ltc_core.extension import Extension
 from ltc_core.graph import TensorMeta
 from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
 from ltc_core.tensor import LazyTensor, make_empty
 from ltc_core.trace import Step, Trace
 
-__all__ = ["build_ahead", "extension", "follow_op", "install", "num_followed", "turn"]
+__all__ = ["extension", "follow_op", "install", "num_followed", "turn"]
 
 extension = Extension("_ltc_follow", Path(__file__).parent / "csrc" / "ltc_follow.cpp", "-O2")
 
@@ -34,16 +33,6 @@ _native: Any = None
 _lock = threading.Lock()
 # The ops to follow; those named before the C++ part is there wait for it.
 _ops: list[tuple[Any, ...]] = []
-
-
-def build_ahead() -> None:
-    """Build the C++ part beside the program, if it is not built yet; a program that ends earlier waits for it."""
-    if extension.is_built():
-        extension.load()
-    elif has_compiler():
-        sentence = "[ltc] building C++ parts, once for this user and this torch (some seconds)"
-        print(sentence, file=sys.stderr, flush=True)
-        threading.Thread(target=extension.load, name="ltc-build").start()
 
 
 def install() -> bool:
