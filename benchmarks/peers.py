@@ -189,6 +189,8 @@ def _environ(peer: str, device: str, cache: Path) -> dict[str, str]:
         environ["PJRT_DEVICE"] = "CPU"
     if peer == "lazy" and device == "cuda":
         environ["LTC_TS_CUDA"] = "1"
+    if peer == OURS:
+        environ["LTC_DEVICE"] = device
     return environ
 
 

@@ -17,6 +17,7 @@ from ltc_core.buffer import Buffer, MemoryCounter
 from ltc_core.cell import Cell, Value
 from ltc_core.compiler import Compiled, Compiler
 from ltc_core.executors import EXECUTORS, NodeFailure
+from ltc_core.executors.hardware import hardware
 from ltc_core.executors.host_threads import release_team, use_threads
 from ltc_core.graph import Graph, Node, TensorMeta, references
 from ltc_core.interrupt import Uninterrupted
@@ -39,7 +40,7 @@ class Context:
     def __init__(self, index: int) -> None:
         self.device = torch.device(settings.device_name, index)
         self.memory = MemoryCounter()
-        self.executor = EXECUTORS[settings.executor]()
+        self.executor = EXECUTORS[settings.executor](hardware(index))
         self.compiler = Compiler(self.executor)
         self.trace = Trace(self.device, self.memory)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
@@ -230,6 +231,7 @@ class Context:
         with metrics.timer("DeviceLockWait"):
             self.cut("Wait")
             self.worker.drain()
+            self.executor.synchronize()
         self.raise_failure()
 
     def value_data(self, cell: Cell, reason: str) -> Any:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import secrets
 
-import psutil
 import torch
 
 from ltc_core import rng
 from ltc_core.device import register
 from ltc_core.rng import Stream, Streams
-from ltc_core.runtime import context
+from ltc_core.runtime import context, contexts
 from ltc_core.settings import settings
 
 __all__ = ["RuntimeHooks"]
@@ -36,11 +35,11 @@ class RuntimeHooks:
         context(device).memory.reset_peak()
 
     def memory_info(self, device: int) -> tuple[int, int]:
-        host = psutil.virtual_memory()
-        return host.available, host.total
+        return context(device).executor.memory_info()
 
     def empty_cache(self) -> None:
-        """Nothing is kept for reuse beside what programs hold."""
+        for ctx in contexts():
+            ctx.executor.empty_cache()
 
     def generator_new(self, gen_id: int, device: int) -> None:
         self._streams.add(gen_id, device, default=gen_id < settings.num_devices)

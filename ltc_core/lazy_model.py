@@ -77,9 +77,9 @@ def get_lazy_supported_devices(
 
 
 def lazy_device_hw(device: DeviceLike = None) -> str:
-    """Give what a device stands for: 'CPU'."""
+    """Give what a device computes on: 'CPU' or 'CUDA'."""
     _index(device)
-    return "CPU"
+    return settings.hardware.upper()
 
 
 def is_lazy_tensor(tensor: object) -> bool:

@@ -127,6 +127,13 @@ def _translate_graph_format(name: str, text: str) -> str:
     return "text" if text in ("backend", "hlo") else text
 
 
+def _translate_hardware(name: str, text: str) -> str:
+    """torch._lazy has LTC_TS_CUDA=1 for the GPU."""
+    if name != "LTC_TS_CUDA":
+        return text
+    return {True: "cuda", False: "cpu"}.get(text.lower() in _TRUE, text)
+
+
 # fmt: off
 SETTINGS: tuple[Setting, ...] = (
     Setting("device_name", "LTC_DEVICE_NAME", (), str, "ltc",
@@ -137,6 +144,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("executor", "LTC_EXECUTOR", (), str, "inductor",
             "What runs the graphs; reference runs op by op, null does no maths.",
             choices=("inductor", "reference", "null")),
+    Setting("hardware", "LTC_DEVICE", ("LTC_TS_CUDA",), str, "cpu",
+            "What the graphs run on: the processor, or a GPU for each device.",
+            choices=("cpu", "cuda"), translate=_translate_hardware),
     Setting("compile", "LTC_COMPILE", (), str, "async",
             "When graphs are compiled: in the background, before their first run, or never.",
             choices=("async", "sync", "off")),
@@ -207,6 +217,7 @@ class Settings:
     device_name: str
     num_devices: int
     executor: str
+    hardware: str
     compile: str
     compile_after: int
     compile_priority: str

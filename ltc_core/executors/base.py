@@ -10,11 +10,15 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 
 from ltc_core.graph import Graph, Node, TensorMeta
 
 __all__ = ["Executor", "NodeFailure", "Program"]
+
+
+_CPU = torch.device("cpu")
 
 
 class NodeFailure(Exception):
@@ -60,9 +64,16 @@ class Program(abc.ABC):
 
 
 class Executor(abc.ABC):
-    """Where graphs run."""
+    """Where graphs run.
+
+    Args:
+        hardware: PyTorch's device that computes.
+    """
 
     name: str
+
+    def __init__(self, hardware: torch.device = _CPU) -> None:
+        self.hardware = hardware
 
     @abc.abstractmethod
     def place(self, tensor: torch.Tensor) -> Any:
@@ -83,3 +94,16 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def compile(self, graph: Graph) -> Program:
         """Make a program of a graph."""
+
+    def synchronize(self) -> None:
+        """Wait until everything that programs have started is done."""
+        return
+
+    def empty_cache(self) -> None:
+        """Give memory that is kept for the next step back to the system."""
+        return
+
+    def memory_info(self) -> tuple[int, int]:
+        """Give the free and the total bytes of the memory that values live in."""
+        host = psutil.virtual_memory()
+        return host.available, host.total

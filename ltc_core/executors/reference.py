@@ -1,4 +1,4 @@
-"""The reference executor: ATen on CPU tensors, op by op. It defines what the graph means.
+"""The reference executor: ATen on ordinary tensors, op by op. It defines what the graph means.
 
 A program is a list of instructions over a list of values. Values are freed at their last use; a write runs in
 the old value's memory where the plan allows, else in a copy.
@@ -17,9 +17,10 @@ from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write, referenc
 from ltc_core.passes import MemoryPlan, plan
 from ltc_core.views import close_lens, open_lens, real_view
 
-__all__ = ["ReferenceExecutor"]
+__all__ = ["ReferenceExecutor", "on_cpu"]
 
 aten = torch.ops.aten
+_CPU = torch.device("cpu")
 
 
 class _Instruction:
@@ -36,9 +37,13 @@ class _Instruction:
         in_place: Sequence[bool],
         frees: tuple[int, ...],
         types: StorageTypes | None,
+        hardware: torch.device,
     ) -> None:
         self.node = node
         call: Callable[..., Any] = real_view(node.op)
+        draws = "generator" in node.kwargs
+        if draws and hardware.type != "cpu":
+            call = on_cpu(call, hardware)
         if node.follows_default:
             call = _casting(node, call)
         self.call = call if types is None else types.call(node, call)
@@ -56,9 +61,11 @@ class _Instruction:
             self._prepare(position, item, *found)
         self.refs, self.numbers, self.nested = map(tuple, found)
         self.kwargs = node.kwargs
+        if not draws and hardware.type != "cpu" and _takes_device(node):
+            self.kwargs = {**node.kwargs, "device": hardware}
         self.named = {k: v for k, v in node.kwargs.items() if _is_filled(v)}
         if self.named:
-            self.kwargs = {k: v for k, v in node.kwargs.items() if k not in self.named}
+            self.kwargs = {k: v for k, v in self.kwargs.items() if k not in self.named}
         generator = self.named.pop("generator", None)
         if isinstance(generator, Write):
             self.draws = node.first_write + generator.base
@@ -123,6 +130,27 @@ class _Instruction:
         return item
 
 
+def _takes_device(node: Node) -> bool:
+    return any(a.name == "device" for a in node.op._schema.arguments)
+
+
+def on_cpu(call: Callable[..., Any], hardware: torch.device) -> Callable[..., Any]:
+    """Draw on the CPU, where the stream of random numbers lives, so that a seed gives the same ones everywhere."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        here = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
+        result = call(*here, **kwargs)
+        for there, copy in zip(args, here, strict=True):
+            if isinstance(copy, torch.Tensor) and copy._version:
+                there.copy_(copy)
+        if isinstance(result, torch.Tensor):
+            written = [there for there, copy in zip(args, here, strict=True) if copy is result]
+            return written[0] if written else result.to(hardware)
+        return result if result is None else type(result)(r.to(hardware) for r in result)
+
+    return run
+
+
 def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
     """Give results the dtypes they were recorded with: the default dtype may be another one by now."""
 
@@ -184,7 +212,13 @@ def _place_nested(spec: Any, result: Any, values: list[Any], first: int) -> None
 class ReferenceProgram(Program):
     """Runs a graph one instruction after the other."""
 
-    def __init__(self, graph: Graph, memory: MemoryPlan, types: StorageTypes | None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        memory: MemoryPlan,
+        types: StorageTypes | None,
+        hardware: torch.device,
+    ) -> None:
         self.reuses = memory.reuses
         self.peak_bytes = memory.peak_bytes
         self._inputs = tuple(graph.inputs)
@@ -194,7 +228,7 @@ class ReferenceProgram(Program):
         self._outputs = [(i, i in memory.copied, stored(metas[i].dtype)) for i in graph.outputs]
         self._origins = memory.origins
         self._code = [
-            _Instruction(node, reuse, frees, types)
+            _Instruction(node, reuse, frees, types, hardware)
             for node, reuse, frees in zip(graph.nodes, memory.in_place, memory.frees, strict=True)
         ]
         last = graph.nodes[-1] if graph.nodes else None
@@ -268,11 +302,12 @@ class ReferenceProgram(Program):
 
 
 class ReferenceExecutor(Executor):
-    """ATen on the CPU, op by op."""
+    """ATen op by op, on the processor or a GPU."""
 
     name = "reference"
 
-    def __init__(self) -> None:
+    def __init__(self, hardware: torch.device = _CPU) -> None:
+        super().__init__(hardware)
         self._types = StorageTypes.from_settings()
 
     @property
@@ -282,7 +317,7 @@ class ReferenceExecutor(Executor):
 
     def place(self, tensor: torch.Tensor) -> Any:
         dtype = tensor.dtype if self._types is None else self._types.of(tensor.dtype)
-        return tensor.detach().to(dtype, copy=True)
+        return tensor.detach().to(self.hardware, dtype, copy=True)
 
     def copy(self, data: Any) -> Any:
         return data.clone()
@@ -292,7 +327,7 @@ class ReferenceExecutor(Executor):
         return meta.numel * dtype.itemsize
 
     def view(self, data: Any, meta: TensorMeta) -> torch.Tensor:
-        return data.to(meta.dtype)  # type: ignore[no-any-return]
+        return data.to("cpu", meta.dtype)  # type: ignore[no-any-return]
 
     def compile(self, graph: Graph) -> Program:
         return self.interpret(graph)
@@ -301,4 +336,17 @@ class ReferenceExecutor(Executor):
         """Make the program that runs a graph op by op."""
         if self._types is not None:
             graph = self._types.rewrite(graph)
-        return ReferenceProgram(graph, plan(graph), self._types)
+        return ReferenceProgram(graph, plan(graph), self._types, self.hardware)
+
+    def synchronize(self) -> None:
+        if self.hardware.type == "cuda":
+            torch.cuda.synchronize(self.hardware)
+
+    def empty_cache(self) -> None:
+        if self.hardware.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def memory_info(self) -> tuple[int, int]:
+        if self.hardware.type == "cuda":
+            return torch.cuda.mem_get_info(self.hardware)
+        return super().memory_info()

@@ -138,7 +138,7 @@ class TestInAProgram:
                 return [torch.nn.functional.embedding(index, table)]
 
         library: Any = Library()
-        return Chain(graph, parts, {0: (library, (2,))})
+        return Chain(graph, parts, {0: (library, (2,))}, torch.device("cpu"))
 
     def test_in_range(self) -> None:
         launched: list[int] = []

@@ -38,7 +38,7 @@ def chain_of(
         if part.compiled:
             lowered = lower(part, "cpu")
             models[k] = (Interpreted(lowered.module), lowered.returned)
-    return Chain(found.graph, parts, models)
+    return Chain(found.graph, parts, models, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("num_ops", [4, 12, 30])

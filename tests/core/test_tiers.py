@@ -85,7 +85,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
 def one_node(op: Any, *args: Any) -> TieredProgram:
     node = Node(op, (Ref(0), *args), {}, 1, (META,), result=0, line="train.py:7 in step")
     graph = Graph((node,), {0: META}, (1,))
-    return TieredProgram(graph, ReferenceExecutor().interpret(graph), "cpu")
+    return TieredProgram(graph, ReferenceExecutor().interpret(graph), torch.device("cpu"))
 
 
 def run(program: TieredProgram, *numbers: Any) -> torch.Tensor:
@@ -202,7 +202,7 @@ def test_an_op_that_is_refused_runs_between_compiled_parts(
         Node(aten.neg.default, (Ref(2),), {}, 3, (META,), result=0),
     )
     graph = Graph(nodes, {0: META}, (3,))
-    program = TieredProgram(graph, ReferenceExecutor().interpret(graph), "cpu")
+    program = TieredProgram(graph, ReferenceExecutor().interpret(graph), torch.device("cpu"))
     x = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     for _ in range(3):
         program.run([x], [])

@@ -30,6 +30,7 @@ class Chain:
         graph: the whole graph.
         parts: its parts, in order.
         models: the libraries of the compiled ones, by position, and which of a part's outputs each returns.
+        hardware: PyTorch's device that has the data.
     """
 
     def __init__(
@@ -37,13 +38,14 @@ class Chain:
         graph: Graph,
         parts: Sequence[Part],
         models: Mapping[int, tuple[Model, Sequence[int]]],
+        hardware: torch.device,
     ) -> None:
         self._inputs = tuple(graph.inputs)
         self._outputs = graph.outputs
         self._origins = origins(graph.nodes, graph.outputs)
         self._donated = graph.donated
         self._links = [
-            _Compiled(part, *models[k]) if part.compiled else _Eager(part)
+            _Compiled(part, hardware, *models[k]) if part.compiled else _Eager(part, hardware)
             for k, part in enumerate(parts)
         ]
         self._constants = {k: v for part in parts for k, v in part.constants.items()}
@@ -97,9 +99,9 @@ def _same(a: Any, b: Any) -> bool:
 class _Eager:
     """A part on the reference executor."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, hardware: torch.device) -> None:
         self.part = part
-        self._program = ReferenceProgram(part.graph, plan(part.graph), None)
+        self._program = ReferenceProgram(part.graph, plan(part.graph), None, hardware)
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         part = self.part
@@ -120,10 +122,14 @@ class _Eager:
 class _Compiled(_Eager):
     """A part as a library."""
 
-    def __init__(self, part: Part, model: Model, returned: Sequence[int]) -> None:
+    def __init__(
+        self, part: Part, hardware: torch.device, model: Model, returned: Sequence[int]
+    ) -> None:
         self.part = part
+        self._hardware = hardware
         self._model = model
-        self._bounds, _ = find_bounds(part.graph)
+        # A GPU looks at indices itself, as it does in eager; looking at them here would wait for it.
+        self._bounds = find_bounds(part.graph)[0] if hardware.type == "cpu" else []
         self._reference: _Eager | None = None
         reuses = plan(part.graph).reuses
         names = dict(zip(part.graph.outputs, part.outputs, strict=True))
@@ -141,7 +147,9 @@ class _Compiled(_Eager):
             self._run_by_reference(values, scalars)
             return
         for dtype, positions in self._vectors:
-            tensors.append(torch.tensor([scalars[k] for k in positions], dtype=dtype))
+            tensors.append(
+                torch.tensor([scalars[k] for k in positions], dtype=dtype, device=self._hardware)
+            )
         try:
             results = self._model.run(tensors)
         except RuntimeError as error:
@@ -152,5 +160,5 @@ class _Compiled(_Eager):
 
     def _run_by_reference(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         if self._reference is None:
-            self._reference = _Eager(self.part)
+            self._reference = _Eager(self.part, self._hardware)
         self._reference.run(values, scalars)

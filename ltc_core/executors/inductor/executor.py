@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from ltc_core.executors.allocator import keep_memory
+import torch
+
+from ltc_core.executors.allocator import give_back, keep_memory
 from ltc_core.executors.base import Program
 from ltc_core.executors.inductor.tiers import TieredProgram, say_once
 from ltc_core.executors.reference import ReferenceExecutor
@@ -13,15 +15,18 @@ from ltc_core.graph import Graph
 
 __all__ = ["InductorExecutor"]
 
+_CPU = torch.device("cpu")
+
 
 class InductorExecutor(ReferenceExecutor):
     """Whole graphs as native code."""
 
     name = "inductor"
 
-    def __init__(self) -> None:
-        super().__init__()
-        keep_memory()
+    def __init__(self, hardware: torch.device = _CPU) -> None:
+        super().__init__(hardware)
+        if hardware.type == "cpu":
+            keep_memory()
 
     def compile(self, graph: Graph) -> Program:
         program = self.interpret(graph)
@@ -33,4 +38,8 @@ class InductorExecutor(ReferenceExecutor):
                 "torch.autocast gives compiled bfloat16"
             )
             return program
-        return TieredProgram(graph, program, "cpu")
+        return TieredProgram(graph, program, self.hardware)
+
+    def empty_cache(self) -> None:
+        super().empty_cache()
+        give_back()

@@ -83,7 +83,7 @@ def lower(part: Part, device: str) -> Lowered:
     mode = FakeTensorMode()
     with mode:
         fakes = [_fake(meta, device) for meta in part.graph.inputs.values()]
-        fakes += [_fake(meta, "cpu") for meta in vector_metas(part.types)]
+        fakes += [_fake(meta, device) for meta in vector_metas(part.types)]
     trace = _Tracer(part, memory.copied, device).run
     with torch.no_grad(), mode:
         module = make_fx(

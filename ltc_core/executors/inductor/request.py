@@ -86,9 +86,15 @@ def decode(payload: bytes) -> Request:
 def key(request: Request) -> str:
     """Give the key of a request, 64 hexadecimal digits. Cost: about 5 us a node."""
     digest = hashlib.sha256(_environment().encode())
-    digest.update(f"{request.device} {request.num_threads}\n".encode())
+    digest.update(f"{request.device} {_gpu(request.device)} {request.num_threads}\n".encode())
     digest.update(_part_text(request.part).encode())
     return digest.hexdigest()
+
+
+@functools.cache
+def _gpu(device: str) -> str:
+    """Name what compiled programs of a GPU depend on."""
+    return f"{torch.cuda.get_device_capability()}" if device == "cuda" else ""
 
 
 def _part_text(part: Part) -> str:

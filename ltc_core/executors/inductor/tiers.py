@@ -54,14 +54,14 @@ class TieredProgram(Program):
     Args:
         graph: the graph.
         reference: its program on the reference executor.
-        device: of the data, as PyTorch names it.
+        hardware: PyTorch's device that has the data.
     """
 
-    def __init__(self, graph: Graph, reference: ReferenceProgram, device: str) -> None:
+    def __init__(self, graph: Graph, reference: ReferenceProgram, hardware: torch.device) -> None:
         self.graph = graph
         self.reuses = reference.reuses
         self.peak_bytes = reference.peak_bytes
-        self.device = device
+        self.hardware = hardware
         self._reference = reference
         self._chains: list[Chain] = []
         self._build: _Build | None = None
@@ -182,6 +182,7 @@ class _Build:
     def __init__(self, program: TieredProgram, parts: list[Part], compiler: CompileService) -> None:
         self._program = weakref.ref(program)
         self._graph = program.graph
+        self._hardware = program.hardware
         self._parts = parts
         self._compiler = compiler
         self._process = os.getpid()
@@ -192,7 +193,7 @@ class _Build:
         self._started = time.monotonic()
         self.done = threading.Event()
         self.requests = {
-            k: Request(part, program.device, num_threads)
+            k: Request(part, program.hardware.type, num_threads)
             for k, part in enumerate(parts)
             if part.compiled
         }
@@ -221,7 +222,7 @@ class _Build:
                 return
             try:
                 metas = _input_metas(self._parts[k])
-                model = load(outcome.path / outcome.facts["library"], metas)
+                model = load(outcome.path / outcome.facts["library"], metas, str(self._hardware))
             except (OSError, RuntimeError) as error:
                 self._fail(Outcome.failed(f"its library cannot be loaded ({error})"))
                 return
@@ -229,7 +230,7 @@ class _Build:
             if len(self._models) == len(self.requests):
                 program = self._program()
                 if program is not None:
-                    chain = Chain(self._graph, self._parts, self._models)
+                    chain = Chain(self._graph, self._parts, self._models, self._hardware)
                     program.install(chain, time.monotonic() - self._started)
                 self.done.set()
 

@@ -1,0 +1,37 @@
+"""What the graphs of a device run on: this machine's processor, or one of its GPUs, as LTC_DEVICE says.
+
+Device `ltc:1` computes on the second GPU. Asked once for each device, when `context` makes its executor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ltc_core.errors import DeviceError
+from ltc_core.settings import settings
+
+__all__ = ["hardware"]
+
+
+def hardware(index: int) -> torch.device:
+    """Give PyTorch's device that the device `index` computes on.
+
+    Raises:
+        DeviceError: there is no such GPU.
+    """
+    if settings.hardware == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "LTC_DEVICE=cuda, and PyTorch finds no GPU",
+            got=f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}",
+            next="install PyTorch's CUDA build and the driver, or unset LTC_DEVICE",
+        )
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise DeviceError(
+            f"{settings.device_name}:{index} has no GPU of its own",
+            got=f"{count} visible to PyTorch, {settings.num_devices} devices wanted",
+            next="lower LTC_NUM_DEVICES, or show more GPUs with CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", index)
