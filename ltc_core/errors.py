@@ -9,7 +9,10 @@
     |- CheckpointError (RuntimeError)
     |  |- CheckpointFormatError (ValueError)    the file is damaged or not one of ours
     |  `- CheckpointIOError (OSError)           the file cannot be read or written
-    `- DataFormatError (ValueError)             a data file is truncated or foreign
+    |- DataFormatError (ValueError)             a data file is truncated or foreign
+    |- LoaderError (RuntimeError)               a loader is misused, or delivers nothing
+    |- RankError (RuntimeError)                 a process of a job failed, or cannot be started
+    `- CollectiveError (RuntimeError)           processes do not run the same collectives
 
 An error has four parts: what failed, what was got, where the user recorded it, what to do next.
 `op_error` makes an LtcError that is also the exception type which eager PyTorch raised.
@@ -116,6 +119,20 @@ class CheckpointIOError(CheckpointError, OSError):
 
 class DataFormatError(LtcError, ValueError):
     """A data file is truncated, damaged or of another format."""
+
+
+class LoaderError(LtcError, RuntimeError):
+    """A loader is used in a way it cannot be, or has delivered nothing for too long."""
+
+
+class RankError(LtcError, RuntimeError):
+    """A process of a job failed, or cannot be started; `exitcode` is that of the process, if it has ended."""
+
+    exitcode: int | None = None
+
+
+class CollectiveError(LtcError, RuntimeError):
+    """Processes cannot be connected, or do not come to the same collectives."""
 
 
 def listed(items: Iterable[object], limit: int = _MAX_QUOTED) -> str:

@@ -79,7 +79,7 @@ def get_lazy_supported_devices(
 def lazy_device_hw(device: DeviceLike = None) -> str:
     """Give what a device computes on: 'CPU' or 'CUDA'."""
     _index(device)
-    return settings.hardware.upper()
+    return settings.device.upper()
 
 
 def is_lazy_tensor(tensor: object) -> bool:

@@ -144,7 +144,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("executor", "LTC_EXECUTOR", (), str, "inductor",
             "What runs the graphs; reference runs op by op, null does no maths.",
             choices=("inductor", "reference", "null")),
-    Setting("hardware", "LTC_DEVICE", ("LTC_TS_CUDA",), str, "cpu",
+    Setting("device", "LTC_DEVICE", ("LTC_TS_CUDA",), str, "cpu",
             "What the graphs run on: the processor, or a GPU for each device.",
             choices=("cpu", "cuda"), translate=_translate_hardware),
     Setting("compile", "LTC_COMPILE", (), str, "async",
@@ -203,6 +203,15 @@ SETTINGS: tuple[Setting, ...] = (
             default_of=_default_cache_dir),
     Setting("autoload", "LTC_AUTOLOAD", (), bool, False,
             "Register the device when torch is imported."),
+    Setting("collective_timeout_s", "LTC_COLLECTIVE_TIMEOUT_S", (), float, 600.0,
+            "Seconds processes wait for each other.", at_least=0.1),
+    Setting("bucket_mb", "LTC_BUCKET_MB", ("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB",), float, 32.0,
+            "MiB of the vectors that tensors are reduced in.", at_least=0),
+    Setting("data_warning_s", "LTC_DATA_WARNING_S", (), float, 60.0,
+            "Seconds a training loop waits for a batch before it is told what the loader does.",
+            at_least=0.1),
+    Setting("data_timeout_s", "LTC_DATA_TIMEOUT_S", ("LTC_DATA_TIMEOUT",), float, 0.0,
+            "Seconds after which waiting for a batch is an error; 0: never.", at_least=0),
     Setting("exit_timeout_s", "LTC_EXIT_TIMEOUT_S", (), float, 30.0,
             "Seconds the interpreter's exit waits for pending work.", at_least=0),
 )
@@ -217,7 +226,7 @@ class Settings:
     device_name: str
     num_devices: int
     executor: str
-    hardware: str
+    device: str
     compile: str
     compile_after: int
     compile_priority: str
@@ -243,6 +252,10 @@ class Settings:
     compilation_cache_size: int
     cache_dir: str
     autoload: bool
+    collective_timeout_s: float
+    bucket_mb: float
+    data_warning_s: float
+    data_timeout_s: float
     exit_timeout_s: float
 
     @classmethod

@@ -15,22 +15,28 @@ from types import CodeType, FrameType
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-__all__ = ["user_line"]
+__all__ = ["skip_frames_of", "user_line"]
 
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_libraries = [
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__)
+]
+_libraries += (threading.__file__, contextlib.__file__)
 _INSTALLED = tuple(sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "purelib", "platlib"))
-_LIBRARY = (threading.__file__, contextlib.__file__)
 _is_user: dict[CodeType, bool] = {}
 _described: dict[tuple[CodeType, int], str] = {}
 _RUN_BACKWARD = _engine_run_backward.__code__
 
 
+def skip_frames_of(directory: str) -> None:
+    """Take the files in a directory for a library's: no line in them is the user's."""
+    _libraries.append(os.path.abspath(directory) + os.sep)
+    _is_user.clear()
+
+
 def _of_user(code: CodeType) -> bool:
     known = _is_user.get(code)
     if known is None:
-        name = code.co_filename
-        known = _is_user[code] = not name.startswith((_OURS, _TORCH, "<frozen", *_LIBRARY))
+        known = _is_user[code] = not code.co_filename.startswith((*_libraries, "<frozen"))
     return known
 
 

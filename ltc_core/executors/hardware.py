@@ -19,7 +19,7 @@ def hardware(index: int) -> torch.device:
     Raises:
         DeviceError: there is no such GPU.
     """
-    if settings.hardware == "cpu":
+    if settings.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise DeviceError(

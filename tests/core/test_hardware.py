@@ -34,7 +34,7 @@ class TestGpu:
     def two_gpus(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        with settings.override(hardware="cuda"):
+        with settings.override(device="cuda"):
             yield
 
     def test_each_device_has_its_own(self) -> None:

@@ -62,7 +62,7 @@ MODELS: dict[str, Any] = {}
 
 
 class Interpreted:
-    def __init__(self, path: Path, metas: Any) -> None:
+    def __init__(self, path: Path, metas: Any, device: str) -> None:
         self.module = MODELS[path.parent.name].module
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

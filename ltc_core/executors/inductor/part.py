@@ -1,9 +1,9 @@
 """Parts of a graph: what is compiled, and what runs op by op between.
 
-Some ops are no business of a compiler: draws from PyTorch's generator (whose numbers must not depend on what runs
-them), writes through views that only exist on packed memory, ops the compiler refused. `partition` cuts the graph into
-parts that run one after the other, each of one kind. A part's graph is written in a canonical form: values and numbers
-counted from zero, numbers that are no inputs written as constants. Comes from `tiers`, goes to `request`.
+Some ops are no business of a compiler: collectives, draws from PyTorch's generator (whose numbers must not depend on
+what runs them), writes through views that only exist on packed memory, ops the compiler refused. `partition` cuts the
+graph into parts that run one after the other, each of one kind. A part's graph is written in a canonical form: values
+and numbers counted from zero, numbers that are no inputs written as constants. Comes from `tiers`, goes to `request`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ltc_core import collective
 from ltc_core.executors.inductor.indices import find_bounds
 from ltc_core.executors.inductor.number_rules import takes_number
 from ltc_core.graph import Graph, Lens, Node, Ref, Scalar, TensorMeta, Write, references
@@ -141,7 +142,7 @@ def _stages(graph: Graph, refused: frozenset[str]) -> list[tuple[int, bool]]:
 
 
 def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozenset[str]) -> bool:
-    if str(node.op) in refused or "generator" in node.kwargs:
+    if str(node.op) in refused or "generator" in node.kwargs or node.op in collective.OPS:
         return True
     stack: list[Any] = [*node.args, *node.kwargs.values()]
     while stack:
