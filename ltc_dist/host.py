@@ -1,0 +1,222 @@
+"""Between the processes of a job, on the host: meeting by tag, and reducing Python values. No graph is cut or run.
+
+Messages go through the job's store: the one its launcher serves, or rank 0 at MASTER_ADDR. A process that waits in
+vain says for whom, as soon as that one has ended or the time is up. Comes from `ranks`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import io
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+
+import ltc_core as ltc
+from ltc_core.errors import RankError, listed
+from ltc_core.runtime import contexts
+from ltc_core.settings import settings
+from ltc_dist.ranks import ranks
+
+__all__ = ["do_on_ordinals", "job_store", "leave", "mesh_reduce", "rendezvous"]
+
+_LOOK_S = 1.0  # between two looks at whether those waited for have ended
+
+c10d: Any = torch.distributed  # its stubs lack what is used here
+
+_lock = threading.Lock()
+_store: Any = None
+_has_left = 0  # the process that has: a forked child is another one
+_meetings: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+
+
+def job_store() -> Any:
+    """Give the store of this job, connected on first use.
+
+    Raises:
+        RankError: it cannot be reached.
+    """
+    global _store
+    with _lock:
+        if _store is None:
+            _store = _connected()
+        return _store
+
+
+def _connected() -> Any:
+    here = ranks()
+    timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
+    try:
+        found, _, _ = next(c10d.rendezvous("env://", here.rank, here.world_size, timeout=timeout))
+    except (RuntimeError, ValueError) as error:  # c10d's own errors, and variables that are missing
+        raise RankError(
+            "the store of the job cannot be reached",
+            got=str(error).splitlines()[0],
+            next="start the script with ltc-launch or torchrun; on several hosts MASTER_ADDR must be reachable",
+        ) from error
+    return c10d.PrefixStore("ltc", found)
+
+
+def leave() -> None:
+    """Tell the other processes that this one is at its end, once what it has recorded has run."""
+    global _store, _has_left
+    here = ranks()
+    if _has_left == os.getpid() or here.world_size == 1 or here.threads:
+        return
+    _has_left = os.getpid()
+    for ctx in contexts():
+        ctx.worker.drain(settings.exit_timeout_s)
+    # A launcher's store is there to the end. One that rank 0 serves may be gone, or never have been.
+    if _store is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        with contextlib.suppress(RuntimeError):
+            job_store().set(f"ended/{here.rank}", b"")
+    _store = None
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> list[bytes]:
+    """Wait until every process has come to `tag` as often as this one, and exchange payloads.
+
+    Processes may come from different lines of a program: only the tag counts. Nothing is synced.
+
+    Args:
+        replicas: the ranks that meet; all by default.
+
+    Returns:
+        The payloads, in the order of `replicas` (of ranks by default).
+
+    Raises:
+        TypeError: the payload is not bytes.
+        RankError: somebody has ended and will not come, or has not come in time.
+
+    Source: `torch_xla.core.xla_model.rendezvous`, as it was when tags counted.
+    """
+    if not isinstance(payload, bytes):
+        raise TypeError(f"`payload` must be bytes, not {type(payload)}")
+    here = ranks()
+    members = tuple(replicas) or tuple(range(here.world_size))
+    if here.rank not in members or not set(members) <= set(range(here.world_size)):
+        raise RankError(
+            f"rank {here.rank} cannot come to rendezvous {tag!r}",
+            got=f"replicas {listed(members)} of {here.world_size} processes",
+            next="name this rank and others of the job",
+        )
+    if len(members) == 1:
+        return [payload]
+    with _lock:
+        _meetings[tag, members] += 1
+        number = _meetings[tag, members]
+    store = job_store()
+    place = f"meet/{tag}/{','.join(map(str, members))}"
+    store.set(f"{place}/{number}/{here.rank}", payload)
+    keys = [f"{place}/{number}/{rank}" for rank in members]
+    _wait(store, keys, members, tag)
+    payloads = [bytes(store.get(key)) for key in keys]
+    # All have come here this time, so all have read what was brought last time.
+    store.delete_key(f"{place}/{number - 1}/{here.rank}")
+    return payloads
+
+
+def _wait(store: Any, keys: Sequence[str], members: Sequence[int], tag: str) -> None:
+    deadline = time.monotonic() + settings.collective_timeout_s
+    while True:
+        left = min(_LOOK_S, max(0.01, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # DistStoreError: the time was up
+            store.wait(list(keys), datetime.timedelta(seconds=left))
+            return
+        missing = [r for r, key in zip(members, keys, strict=True) if not store.check([key])]
+        ended = [r for r in missing if store.check([f"ended/{r}"])]
+        came = f"{len(members) - len(missing)} of {len(members)} have come; missing: ranks {listed(missing)}"
+        if ended:
+            raise RankError(
+                f"rank {ended[0]} has ended and will not come to rendezvous {tag!r}",
+                got=came,
+                next="let every process come to it as often as the others",
+            )
+        if missing and time.monotonic() >= deadline:
+            raise RankError(
+                f"rendezvous {tag!r} was not complete after {settings.collective_timeout_s:g} s",
+                got=came,
+                next="let every process come to it; LTC_COLLECTIVE_TIMEOUT_S sets how long one waits",
+            )
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """Collect `data` from every process, in the order of ranks, and reduce it, in every process.
+
+    Args:
+        data: numbers, texts, tensors, numpy arrays, and lists, tuples and dicts of them. Tensors arrive on the CPU.
+        reduce_fn: is given the list; `sum`, `max`, `torch.cat`, `numpy.mean`.
+
+    Raises:
+        RankError: somebody does not come; or `data` holds something else.
+
+    Cost: waits for everybody, and for tensors of a device.
+
+    Source: `torch_xla.core.xla_model.mesh_reduce`.
+    """
+    payloads = rendezvous(f"mesh_reduce/{tag}", _encode(ltc.to_cpu(data)))
+    return reduce_fn([_decode(payload) for payload in payloads])
+
+
+def _encode(data: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(data, buffer)
+    payload = buffer.getvalue()
+    _decode(payload)  # told by the process that has it, not by all others
+    return payload
+
+
+def _decode(payload: bytes) -> Any:
+    """Read data of another process: only what is data, never code."""
+    try:
+        with torch.serialization.safe_globals(_numpy_types()):
+            return torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise RankError(
+            "this cannot be sent to other processes",
+            got=str(error).splitlines()[0],
+            next="send numbers, texts, tensors, numpy arrays, or lists, tuples and dicts of them",
+        ) from error
+
+
+def _numpy_types() -> list[Any]:
+    try:
+        import numpy
+    except ImportError:
+        return []
+    core = getattr(numpy, "_core", None) or numpy.core
+    dtypes = {type(numpy.dtype(kind)) for kind in numpy.typecodes["All"]}
+    return [
+        core.multiarray._reconstruct,
+        core.multiarray.scalar,
+        numpy.ndarray,
+        numpy.dtype,
+        *dtypes,
+    ]
+
+
+def do_on_ordinals(
+    target: Callable[..., Any], data: Sequence[Any] = (), ordinals: int | Iterable[int] = (0,)
+) -> Any:
+    """Call `target(*data)` in some processes; all wait until it is done there.
+
+    Returns:
+        What `target` returned; None in the others.
+
+    Source: `torch_xla.core.xla_model.do_on_ordinals`.
+    """
+    chosen = (ordinals,) if isinstance(ordinals, int) else tuple(ordinals)
+    result = target(*data) if ranks().rank in chosen else None
+    rendezvous("do_on_ordinals")
+    return result
+
+
+atexit.register(leave)

@@ -1,0 +1,409 @@
+"""Processes of one host: `spawn(fn)` runs a function in each of several and waits for them.
+
+Each process finds PyTorch's variables (RANK, WORLD_SIZE, ...) in its environment, a store at MASTER_ADDR that listens
+on this host only, and its share of the cores. The first failure ends the others and is raised in the parent, with the
+rank it came from. Scripts import this file as `xmp`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed
+import torch.multiprocessing  # tensors go to another process by its rules
+from filelock import FileLock
+
+import ltc_core as ltc
+from ltc_core.errors import RankError
+from ltc_core.private_directory import private_directory
+from ltc_core.settings import settings
+from ltc_dist import host, worker
+from ltc_dist.main_guard import is_unguarded
+from ltc_dist.ranks import Ranks, ranks
+
+__all__ = ["MpModelWrapper", "MpSerialExecutor", "SpawnContext", "spawn"]
+
+c10d: Any = torch.distributed  # its stubs lack what is used here
+
+_START_METHODS = ("spawn", "fork", "forkserver")
+_LOOPBACK = "127.0.0.1"
+_GRACE_S = 5.0
+_FIRST_S = 0.3  # for the one that failed first to be told from those it took with it
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int | None = None,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | None:
+    """Call `fn(rank, *args)` in `nprocs` processes.
+
+    Lambdas, closures and functions of a notebook are sent by value. Devices that the parent has used do not matter:
+    each process begins with its own.
+
+    Args:
+        nprocs: processes; LTC_NUM_DEVICES of them by default. One runs in this very process if `join` is true.
+        join: wait for all of them.
+        daemon: end them with this process; they cannot have processes of their own then, such as those of a
+            `DataLoader`.
+        start_method: 'spawn', 'fork' or 'forkserver'. Forked processes compute with one thread each: OpenMP's
+            threads do not survive a fork.
+
+    Returns:
+        None, or with `join=False` a context to be joined.
+
+    Raises:
+        RankError: a process ended with another code than 0; or these cannot be started.
+        Exception: what the first process that failed raised, its rank and traceback in a note.
+
+    Source: `torch_xla.distributed.xla_multiprocessing.spawn`, with its old meaning of processes.
+    """
+    count = settings.num_devices if nprocs is None else nprocs
+    _check(fn, count, start_method)
+    if count == 1 and join:
+        fn(0, *args)
+        return None
+    context = SpawnContext(_Function(fn), tuple(args), count, daemon, start_method)
+    if not join:
+        return context
+    context.join()
+    return None
+
+
+def _check(fn: Any, nprocs: Any, start_method: str) -> None:
+    if not callable(fn):
+        raise RankError("spawn needs a function", got=repr(fn))
+    if type(nprocs) is not int or nprocs < 1:
+        raise RankError("nprocs must be a whole number, 1 or more", got=repr(nprocs))
+    if start_method not in _START_METHODS:
+        raise RankError(
+            f"there is no start method {start_method!r}",
+            got=f"legal are {', '.join(_START_METHODS)}",
+        )
+    here = ranks()
+    if here.world_size > 1:
+        raise RankError(
+            "spawn was called by a process that is one of a job already",
+            got=f"this is rank {here.rank} of {here.world_size}",
+            next="call the function itself, or start the script with plain python",
+        )
+    if start_method != "fork" and is_unguarded(sys._getframe(2)):
+        raise RankError(
+            "spawn stands at the top of the script, which each process runs again from its first line",
+            next="put it under if __name__ == '__main__':, or pass start_method='fork'",
+        )
+
+
+class _Function:
+    """The function, sent by name if the other process can import it, else by value."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._payload = b""
+        if not _can_be_imported(fn):
+            try:
+                self._payload = cloudpickle.dumps(fn)
+            except Exception as error:
+                raise RankError(
+                    f"{fn!r} cannot be sent to another process: {error}",
+                    next="define it at the top of a module, pass what it needs in args, or use start_method='fork'",
+                ) from error
+
+    def __getstate__(self) -> Any:
+        return self._payload or self._fn
+
+    def __setstate__(self, state: Any) -> None:
+        self._payload = b""
+        self._fn = pickle.loads(state) if isinstance(state, bytes) else state
+
+    def __call__(self, *args: Any) -> Any:
+        return self._fn(*args)
+
+
+def _can_be_imported(fn: Any) -> bool:
+    if getattr(fn, "__module__", "__main__") == "__main__":
+        main = sys.modules["__main__"]
+        if getattr(main, "__spec__", None) is None and not os.path.exists(
+            getattr(main, "__file__", None) or ""
+        ):
+            return False  # a notebook, or python -c
+    try:
+        pickle.dumps(fn)
+    except Exception:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Report:
+    """How a process failed: when, what it raised (if that can be sent) and its traceback as text."""
+
+    time_s: float
+    payload: bytes | None
+    text: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a process must know to begin."""
+
+    ranks: Ranks
+    variables: dict[str, str]
+    parent_pid: int
+    dies_with_thread: bool
+    start_method: str
+
+
+def _main(fn: _Function, args: tuple[Any, ...], place: _Place, pipe: Any) -> None:
+    """Run in the new process."""
+    os.environ.update(place.variables)
+    if (
+        place.start_method == "forkserver"
+    ):  # the server is the parent, and ends with the one it serves
+        worker.begin(os.getppid())
+    else:
+        worker.begin(place.parent_pid, place.dies_with_thread)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if place.start_method == "fork":
+        torch.set_num_threads(1)
+    elif os.environ[
+        "OMP_NUM_THREADS"
+    ].isdecimal():  # a server has the variables of its first process
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        fn(place.ranks.rank, *args)
+        ltc.wait_device_ops()  # what fails in the background fails here, not unseen at the exit
+        host.leave()  # a forked process has no exit handlers
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        pipe.send(_report(error))
+        pipe.close()
+        sys.exit(1)
+
+
+def _report(error: BaseException) -> _Report:
+    text = traceback.format_exc()
+    try:
+        payload = cloudpickle.dumps(error)
+        cloudpickle.loads(payload)
+    except Exception:  # it holds what cannot be sent: its text must do
+        payload = None
+    return _Report(time.time(), payload, text)
+
+
+class SpawnContext:
+    """Processes that run; `spawn(join=False)` gives it.
+
+    Attributes:
+        processes: by rank.
+    """
+
+    def __init__(
+        self, fn: _Function, args: tuple[Any, ...], nprocs: int, daemon: bool, start_method: str
+    ) -> None:
+        context: Any = torch.multiprocessing.get_context(start_method)
+        listener = socket.create_server((_LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self._store = c10d.TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self.processes: list[Any] = []
+        self._pipes: list[Any] = []
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        try:
+            for rank in range(nprocs):
+                of = Ranks(rank, nprocs, rank, nprocs)
+                place = _Place(of, _variables(of, port), os.getpid(), in_main_thread, start_method)
+                receiving, sending = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_main,
+                    args=(fn, args, place, sending),
+                    name=f"rank {rank}",
+                    daemon=daemon,
+                )
+                with _environment(place.variables):  # PyTorch reads some while it is imported
+                    process.start()
+                sending.close()
+                self.processes.append(process)
+                self._pipes.append(receiving)
+        except BaseException:
+            self._end(signal.SIGKILL)
+            raise
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the processes; after a failure end the others and raise it.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether all have ended.
+
+        Raises:
+            RankError, Exception: see `spawn`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while running := [p for p in self.processes if p.exitcode is None]:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                ready = mp.connection.wait([p.sentinel for p in running], left)
+                if any(p.exitcode for p in self.processes):
+                    break
+                if not ready:
+                    return False
+            self._raise_first_failure()
+        except BaseException:
+            self._end(signal.SIGTERM)
+            raise
+        self._release()
+        return True
+
+    def _raise_first_failure(self) -> None:
+        if not any(p.exitcode for p in self.processes):
+            return
+        time.sleep(_FIRST_S)
+        failed = [(rank, p.exitcode) for rank, p in enumerate(self.processes) if p.exitcode]
+        reports = {rank: report for rank, _ in failed if (report := self._read_report(rank))}
+        # One that was killed or left by itself took the others with it: they failed because it was gone.
+        silent = [(rank, code) for rank, code in failed if rank not in reports]
+        if silent:
+            raise _ended(*silent[0], self.processes[silent[0][0]].pid)
+        first = min(reports, key=lambda rank: reports[rank].time_s)
+        raise _rebuilt(first, reports[first], self.processes[first].pid)
+
+    def _read_report(self, rank: int) -> _Report | None:
+        with contextlib.suppress(EOFError, OSError):
+            if self._pipes[rank].poll():
+                report = self._pipes[rank].recv()
+                assert isinstance(report, _Report)
+                return report
+        return None
+
+    def _end(self, number: int) -> None:
+        """End what still runs: with a signal first, after a while by force."""
+        running = [p for p in self.processes if p.exitcode is None]
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        deadline = time.monotonic() + _GRACE_S
+        for process in running:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        self._release()
+
+    def _release(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+        self._store = None
+
+
+def _variables(of: Ranks, port: int) -> dict[str, str]:
+    return worker.variables(of, _LOOPBACK, port, os.environ) | {
+        "LTC_NUM_DEVICES": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent has the store: no process serves it
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": f"spawn-{os.getpid()}",
+    }
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _ended(rank: int, code: int, pid: int) -> RankError:
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    else:
+        how = f"ended with exit code {code}"
+    advice = "its own output says more"
+    if code == -signal.SIGKILL:
+        advice = "if nobody killed it, the machine was out of memory: use a smaller batch or fewer processes"
+    error = RankError(f"rank {rank} (pid {pid}) {how}; the others were stopped", next=advice)
+    error.exitcode = code
+    return error
+
+
+def _rebuilt(rank: int, report: _Report, pid: int) -> BaseException:
+    note = f"\nraised by rank {rank} (pid {pid}); the others were stopped. There:\n{report.text}"
+    if report.payload is not None:
+        error: BaseException = pickle.loads(report.payload)
+    else:
+        error = RankError(report.text.strip().rpartition("\n")[2])
+    error.add_note(note)
+    return error
+
+
+def _one_at_a_time() -> FileLock:
+    """Give the lock that lets one process of this user on this host through."""
+    directory = Path(settings.cache_dir).expanduser()
+    private_directory(directory)
+    return FileLock(directory / "serial.lock")
+
+
+class MpModelWrapper:
+    """Holds a model made in the parent, so that forked processes share its memory until they move it.
+
+    Source: `torch_xla.distributed.xla_multiprocessing.MpModelWrapper`.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def to(self, device: Any) -> torch.nn.Module:
+        """Move the model, in one process at a time: the host never holds two copies that are being made."""
+        with _one_at_a_time():
+            return self._model.to(device)
+
+
+class MpSerialExecutor:
+    """Runs a function in one process at a time, such as a download that the first one makes and the others find.
+
+    Source: `torch_xla.distributed.xla_multiprocessing.MpSerialExecutor`.
+    """
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        """Call `fn()` and give what it returns. Cost: waits for the processes of this host that are at it."""
+        with _one_at_a_time():
+            return fn()

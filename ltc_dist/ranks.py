@@ -1,0 +1,180 @@
+"""Which process of a job this is: its rank, how many there are, and the same on this host.
+
+Read from the variables that launchers set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (ours, torchrun and
+whoever keeps PyTorch's contract), else SLURM's. Without any, this is the only process. A thread of `data_parallel`
+has a rank of its own. Everything that asks for ranks asks here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from ltc_core.errors import SettingsError, listed
+
+__all__ = [
+    "Ranks",
+    "get_local_ordinal",
+    "get_ordinal",
+    "is_master_ordinal",
+    "master_print",
+    "ranks",
+    "read_ranks",
+    "replica",
+    "world_size",
+]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks count from 0; `local` ones are those on this host. `threads` names the group of a thread's replica."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    threads: str = ""
+
+
+_CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_NEEDED = ("RANK", "WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+def read_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
+    """Read the ranks from `environ` (default: os.environ).
+
+    Without LOCAL_RANK the job is taken to be on one host.
+
+    Raises:
+        SettingsError: only a part of the variables is set, or they contradict each other.
+
+    Source: the variables are those of PyTorch's elastic agent.
+    """
+    environ = os.environ if environ is None else environ
+    if any(name in environ for name in _CONTRACT):
+        return _of_contract(environ)
+    if all(name in environ for name in _SLURM) and environ["SLURM_NTASKS"] != "1":
+        return _of_slurm(environ)
+    return Ranks()
+
+
+def _of_contract(environ: Mapping[str, str]) -> Ranks:
+    missing = [name for name in _NEEDED if name not in environ]
+    if missing:
+        found = listed(f"{name}={environ[name]}" for name in _CONTRACT if name in environ)
+        raise SettingsError(
+            f"the environment names a part of a job only: {' and '.join(missing)} not set",
+            got=found,
+            next="start the script with ltc-launch or torchrun, or unset these variables to run one process",
+        )
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
+    local_rank = _number(environ, "LOCAL_RANK", rank % max(local_size, 1))
+    return _checked(Ranks(rank, size, local_rank, local_size), "RANK")
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Ranks:
+    rank, size, local_rank = (_number(environ, name) for name in _SLURM)
+    # "2(x3),1": tasks on each node, in order.
+    counts: list[int] = []
+    for item in environ.get("SLURM_TASKS_PER_NODE", "").split(","):
+        count, _, times = item.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1) if count.isdecimal() else []
+    node = _number(environ, "SLURM_NODEID", 0)
+    local_size = counts[node] if node < len(counts) else size
+    return _checked(Ranks(rank, size, local_rank, local_size), "SLURM_PROCID")
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.strip().isdecimal():
+        raise SettingsError(
+            f"{name} must be a whole number, 0 or more",
+            got=repr(text),
+            next="start the script with ltc-launch or torchrun, which set it",
+        )
+    return int(text)
+
+
+def _checked(found: Ranks, name: str) -> Ranks:
+    if not (found.rank < found.world_size and found.local_rank < found.local_world_size):
+        raise SettingsError(
+            f"{name} says more than there are processes",
+            got=f"rank {found.rank} of {found.world_size}, on this host {found.local_rank} of "
+            f"{found.local_world_size}",
+            next="ranks count from 0; start the script with ltc-launch or torchrun, which set them",
+        )
+    return found
+
+
+_of_thread = threading.local()
+
+
+def ranks() -> Ranks:
+    """Give the ranks of the calling thread's process, or its own inside `replica`.
+
+    Cost: reads the environment; nothing is initialised.
+    """
+    found: Ranks | None = getattr(_of_thread, "ranks", None)
+    return read_ranks() if found is None else found
+
+
+@contextmanager
+def replica(of_thread: Ranks) -> Iterator[None]:
+    """Let the calling thread have ranks of its own for the length of a `with` block."""
+    before = getattr(_of_thread, "ranks", None)
+    _of_thread.ranks = of_thread
+    try:
+        yield
+    finally:
+        _of_thread.ranks = before
+
+
+# -- the names scripts use ------------------------------------------------------------------------
+
+
+def get_ordinal(defval: int = 0) -> int:
+    """Give this process's rank in the job; `defval` if it is alone.
+
+    Source: `torch_xla.core.xla_model.get_ordinal`, which scripts call before `spawn` too.
+    """
+    found = ranks()
+    return found.rank if found.world_size > 1 else defval
+
+
+def get_local_ordinal(defval: int = 0) -> int:
+    """Give this process's rank on its host; `defval` if it is alone in the job."""
+    found = ranks()
+    return found.local_rank if found.world_size > 1 else defval
+
+
+def world_size(defval: int = 1) -> int:
+    """Give the number of processes of the job; `defval` if this one is alone."""
+    found = ranks()
+    return found.world_size if found.world_size > 1 else defval
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Tell whether this is rank 0 of its host, or with `local=False` of the whole job."""
+    found = ranks()
+    return (found.local_rank if local else found.rank) == 0
+
+
+def master_print(
+    *args: Any, fd: TextIO | None = None, local: bool = False, flush: bool = False
+) -> None:
+    """Print on rank 0 of the job, or with `local=True` on rank 0 of each host.
+
+    Args:
+        fd: the stream; `sys.stdout` by default.
+    """
+    if is_master_ordinal(local):
+        print(*args, file=sys.stdout if fd is None else fd, flush=flush)

@@ -1,0 +1,201 @@
+"""Functions that other processes import: what `spawn` runs in the tests."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ltc_core as ltc
+from ltc_dist.multiprocessing import MpSerialExecutor
+from ltc_dist.ranks import ranks
+
+__all__ = ["Odd", "end", "fail", "serial", "tell", "train", "wait_for_ever"]
+
+
+class Odd(Exception):
+    """Cannot be sent to another process."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be pickled")
+
+
+def tell(rank: int, directory: str, *more: Any) -> None:
+    """Write down who and where this process is."""
+    found = ranks()
+    names = ("MASTER_ADDR", "OMP_NUM_THREADS", "LTC_NUM_DEVICES")
+    words = [rank, found.rank, found.world_size, found.local_rank, found.local_world_size]
+    rows = [*words, torch.get_num_threads(), os.getpid(), *(os.environ[n] for n in names), *more]
+    Path(directory, str(rank)).write_text("\n".join(map(str, rows)))
+
+
+def fail(rank: int, failing: int, error: BaseException) -> None:
+    if rank == failing:
+        raise error
+    time.sleep(60)
+
+
+def end(rank: int, how: str) -> None:
+    if rank == 1:
+        if how == "exit":
+            sys.exit(7)
+        os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(60)
+
+
+def wait_for_ever(rank: int, directory: str) -> None:
+    Path(directory, str(os.getpid())).touch()
+    while True:
+        time.sleep(0.1)
+
+
+def serial(rank: int, path: str) -> None:
+    """Read, wait, write: what others do meanwhile would be lost."""
+
+    def add_one() -> None:
+        file = Path(path)
+        count = int(file.read_text())
+        time.sleep(0.05)
+        file.write_text(str(count + 1))
+
+    for _ in range(3):
+        MpSerialExecutor().run(add_one)
+
+
+def train(rank: int, directory: str) -> None:
+    """A few steps on the device of this process."""
+    torch.manual_seed(0)
+    device = ltc.lazy_device()
+    net = torch.nn.Linear(4, 2).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(8, 4, device=device)).square().mean().backward()
+        optimizer.step()
+        ltc.mark_step()
+    torch.save({k: v.cpu() for k, v in net.state_dict().items()}, Path(directory, f"{rank}.pt"))
+
+
+def meet(rank: int, directory: str) -> None:
+    """Meet by tag, from different places, several times, in parts."""
+    import numpy as np
+
+    from ltc_dist.host import do_on_ordinals, mesh_reduce, rendezvous
+
+    device = ltc.lazy_device()
+    if rank == 0:
+        first = rendezvous("cache", b"made")
+    else:
+        first = rendezvous("cache", f"found by {rank}".encode())
+    rounds = [rendezvous("again", bytes([rank, k])) for k in range(3)]
+    part = rendezvous("part", bytes([rank]), [2, 0]) if rank != 1 else []
+    pending = torch.ones(2, device=device) * rank
+    results = {
+        "first": first,
+        "rounds": rounds,
+        "part": part,
+        "sum": mesh_reduce("n", rank + 1, sum),
+        "mean": float(mesh_reduce("mean", np.float64(rank), np.mean)),
+        "concatenated": mesh_reduce("a", np.array([rank, rank]), np.concatenate).tolist(),
+        "tensors": mesh_reduce("t", {"x": (pending, "text")}, lambda d: [x["x"][0].tolist() for x in d]),
+        "once": do_on_ordinals(lambda a, b: a + b, (3, rank), 2),
+    }
+    torch.save(results, Path(directory, f"{rank}.pt"))
+
+
+def miss(rank: int, how: str) -> None:
+    from ltc_dist.host import mesh_reduce, rendezvous
+
+    if how == "object":
+        mesh_reduce("tag", Odd if rank == 0 else 1, list)
+    if rank == 1:
+        if how == "slow":
+            time.sleep(30)
+        return
+    rendezvous("epoch")
+
+
+def collect(rank: int, directory: str) -> None:
+    """Every collective once, in one graph."""
+    import ltc_dist as ltd
+
+    device = ltd.lazy_device()
+    x = torch.arange(6.0, device=device).reshape(2, 3) + 10 * rank
+    n = torch.tensor([1 << rank, 7], device=device)
+    listed = [x.clone(), torch.ones(2, device=device, dtype=torch.float64) * rank]
+    same = ltd.all_reduce("sum", listed, 0.5)
+    into = torch.zeros(2, 6, device=device)
+    copied = [x.clone(), n.clone()]
+    ltd.collective_broadcast(copied, 1)
+    results = {
+        "sum": ltd.all_reduce("sum", x),
+        "scaled": ltd.all_reduce("sum", x, 0.5),
+        "max": ltd.all_reduce("max", x),
+        "or": ltd.all_reduce("or", n),
+        "listed": listed,
+        "own": ltd.all_reduce("sum", x, groups=[[0], [1]]),
+        "gathered": ltd.all_gather(x, dim=1, output=into),
+        "into": into,
+        "number": ltd.all_gather(x.sum()),
+        "scattered": ltd.reduce_scatter("sum", x, 1.0, 0, 2),
+        "exchanged": ltd.all_to_all(x, 0, 1, 2),
+        "permuted": ltd.collective_permute(x, [[0, 1]]),
+        "broadcast": copied,
+        "x": x,
+    }
+    assert same is listed
+    torch.save(ltd.to_cpu(results), Path(directory, f"{rank}.pt"))
+
+
+def differ(rank: int, how: str) -> None:
+    """Collectives that do not fit together."""
+    import ltc_dist as ltd
+
+    device = ltd.lazy_device()
+    x = torch.ones(4, device=device)
+    ltd.all_reduce("sum", [x])
+    ltd.wait_device_ops()
+    if how == "shapes":
+        ltd.all_reduce("sum", [torch.ones(4 - 2 * rank, device=device)])
+    elif how == "kinds" and rank == 1:
+        ltd.all_gather(x)
+    elif how == "known" and rank == 1:  # the others repeat an op that they know
+        ltd.all_reduce("max", [x])
+    elif how in ("kinds", "known") or (how == "ended" and rank == 0):
+        ltd.all_reduce("sum", [x])
+    elif how == "gradients":
+        two = [torch.ones(3, device=device, requires_grad=True) for _ in range(2)]
+        two[rank].sum().backward()
+        ltd.optimizer_step(torch.optim.SGD(two, lr=0.1))
+    ltd.wait_device_ops()
+
+
+def learn(rank: int, directory: str, optimizer: str) -> None:
+    """Train on this process's part of each batch; write down losses and parameters."""
+    import ltc_dist as ltd
+    from tests.core.models import CNN, OPTIMIZERS, digits
+
+    torch.manual_seed(0)
+    device = ltd.lazy_device()
+    net = CNN().to(device).eval()  # no dropout: it would draw other numbers for a part of a batch
+    stepper = OPTIMIZERS[optimizer](net.parameters())
+    data = torch.utils.data.Subset(digits(64), range(64))
+    size = ltd.world_size()
+    parts = [
+        [data[k] for k in range(at + rank, at + 16, size)] for at in range(0, 64, 16)
+    ]
+    batches = [(torch.stack([x for x, _ in p]), torch.stack([y for _, y in p])) for p in parts]
+    losses = []
+    for _ in range(3):
+        for x, y in ltd.MpDeviceLoader(batches, device):
+            stepper.zero_grad()
+            loss = torch.nn.functional.nll_loss(net(x), y)
+            loss.backward()
+            ltd.optimizer_step(stepper)
+            losses.append(loss.detach())
+    mean = [float(v) for v in ltd.mesh_reduce("losses", torch.stack(losses), lambda a: sum(a) / len(a))]
+    state = {k: v.cpu() for k, v in net.state_dict().items()}
+    torch.save({"losses": mean, "state": state}, Path(directory, f"{rank}.pt"))

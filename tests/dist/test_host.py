@@ -1,0 +1,57 @@
+"""Processes that meet on the host: by tag, with payloads, in parts, and in vain."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ltc_core.errors import RankError
+from ltc_dist import multiprocessing as xmp
+from ltc_dist.host import do_on_ordinals, mesh_reduce, rendezvous
+from tests.dist import spawned
+
+
+def test_alone() -> None:
+    assert rendezvous("tag", b"payload") == [b"payload"]
+    assert mesh_reduce("tag", 3, sum) == 3
+    assert do_on_ordinals(lambda a: a + 1, (2,)) == 3
+    assert do_on_ordinals(lambda: 1, ordinals=[1]) is None
+    with pytest.raises(TypeError, match="`payload` must be bytes, not <class 'str'>"):
+        rendezvous("tag", "text")  # type: ignore[arg-type]
+    with pytest.raises(RankError, match="rank 0 cannot come(?s:.*)replicas 1 of 1 processes"):
+        rendezvous("tag", b"", [1])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_three_processes_meet(tmp_path: Path, method: str) -> None:
+    xmp.spawn(spawned.meet, (str(tmp_path),), nprocs=3, start_method=method)
+    found = [torch.load(tmp_path / f"{k}.pt", weights_only=False) for k in range(3)]
+    for rank, got in enumerate(found):
+        assert got["first"] == [b"made", b"found by 1", b"found by 2"]
+        assert got["rounds"] == [[bytes([r, k]) for r in range(3)] for k in range(3)]
+        assert got["part"] == ([] if rank == 1 else [b"\2", b"\0"])
+        assert (got["sum"], got["mean"]) == (6, 1.0)
+        assert got["concatenated"] == [0, 0, 1, 1, 2, 2]
+        assert got["tensors"] == [[0, 0], [1, 1], [2, 2]]
+        assert got["once"] == (5 if rank == 2 else None)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("ended", r"rank 1 has ended and will not come to rendezvous 'epoch'(?s:.*)missing: ranks 1"),
+        ("slow", r"'epoch' was not complete after 1 s(?s:.*)1 of 2 have come; missing: ranks 1"),
+        ("object", "this cannot be sent to other processes"),
+    ],
+)
+def test_in_vain(how: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "slow":
+        monkeypatch.setenv("LTC_COLLECTIVE_TIMEOUT_S", "1")
+    started = time.monotonic()
+    with pytest.raises(RankError, match=text) as caught:
+        xmp.spawn(spawned.miss, (how,), nprocs=2)
+    assert "raised by rank 0" in caught.value.__notes__[0]
+    assert time.monotonic() - started < 30

@@ -1,0 +1,228 @@
+"""`spawn`: real processes, their environment, failures told once by the one that failed first, nobody left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import ltc_core as ltc
+from ltc_core.errors import RankError
+from ltc_dist import multiprocessing as xmp
+from ltc_dist.main_guard import is_unguarded
+from tests.dist import spawned
+
+pytestmark = pytest.mark.dist
+METHODS = ("spawn", "fork", "forkserver")
+
+
+def rows(directory: Path) -> list[list[str]]:
+    return [p.read_text().split("\n") for p in sorted(directory.iterdir())]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_process_knows_who_it_is(tmp_path: Path, method: str) -> None:
+    xmp.spawn(spawned.tell, (str(tmp_path), "more"), nprocs=3, start_method=method)
+    found = rows(tmp_path)
+    assert [r[:5] for r in found] == [[str(k), str(k), "3", str(k), "3"] for k in range(3)]
+    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    assert {r[5] for r in found} == {"1" if method == "fork" else str(threads)}
+    assert len({r[6] for r in found} | {str(os.getpid())}) == 4
+    assert {tuple(r[7:]) for r in found} == {("127.0.0.1", str(threads), "1", "more")}
+    assert "RANK" not in os.environ
+
+
+def test_the_users_number_of_threads_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    xmp.spawn(spawned.tell, (str(tmp_path),), nprocs=2)
+    assert {r[5] for r in rows(tmp_path)} == {"3"}
+
+
+def test_one_process_is_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+    xmp.spawn(lambda rank, k: pids.append(os.getpid() + rank + k), (0,), nprocs=1)
+    xmp.spawn(lambda rank: pids.append(os.getpid()))  # LTC_NUM_DEVICES says one
+    assert pids == [os.getpid()] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lambdas_and_closures(tmp_path: Path, method: str) -> None:
+    word = "closed over"
+    write = lambda rank: Path(tmp_path, str(rank)).write_text(f"{word} {rank}")  # noqa: E731
+    xmp.spawn(write, nprocs=2, start_method=method)
+    assert rows(tmp_path) == [["closed over 0"], ["closed over 1"]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_device_may_be_used_in_the_parent_before(tmp_path: Path, method: str) -> None:
+    assert float((torch.ones(4, device=ltc.lazy_device()) * 2).sum()) == 8
+    xmp.spawn(spawned.train, (str(tmp_path),), nprocs=2, start_method=method)
+    first, second = (torch.load(tmp_path / f"{k}.pt") for k in range(2))
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_without_waiting(tmp_path: Path) -> None:
+    context = xmp.spawn(spawned.wait_for_ever, (str(tmp_path),), nprocs=2, join=False)
+    assert context is not None and not context.join(timeout=0.1)
+    for pid in context.pids():
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        context.join()
+
+
+class TestFailures:
+    def test_the_exception_is_raised_here(self) -> None:
+        error = KeyError("no such thing")
+        with pytest.raises(KeyError, match="no such thing") as caught:
+            xmp.spawn(spawned.fail, (1, error), nprocs=3)
+        note = "\n".join(caught.value.__notes__)
+        assert "raised by rank 1 (pid " in note and "spawned.py" in note and "raise error" in note
+
+    def test_one_that_cannot_be_sent_arrives_as_text(self) -> None:
+        fails = lambda rank: spawned.fail(rank, 0, spawned.Odd("strange"))  # noqa: E731
+        with pytest.raises(RankError, match="Odd: strange") as caught:
+            xmp.spawn(fails, nprocs=2)
+        assert "raised by rank 0" in caught.value.__notes__[0]
+
+    @pytest.mark.parametrize(
+        ("how", "text", "code"),
+        [
+            ("exit", "ended with exit code 7", 7),
+            ("SIGKILL", "was killed by SIGKILL; (?s:.*)out of memory", -9),
+            ("SIGSEGV", "was killed by SIGSEGV", -11),
+        ],
+    )
+    def test_other_ends(self, how: str, text: str, code: int) -> None:
+        started = time.monotonic()
+        with pytest.raises(RankError, match=rf"rank 1 \(pid \d+\) {text}") as caught:
+            xmp.spawn(spawned.end, (how,), nprocs=2)
+        assert caught.value.exitcode == code and time.monotonic() - started < 30
+
+    def test_what_cannot_be_started(self) -> None:
+        with pytest.raises(RankError, match="nprocs must be a whole number(?s:.*)got: 0"):
+            xmp.spawn(spawned.tell, nprocs=0)
+        with pytest.raises(RankError, match="no start method 'thread'"):
+            xmp.spawn(spawned.tell, nprocs=2, start_method="thread")
+        with pytest.raises(RankError, match="spawn needs a function"):
+            xmp.spawn("tell", nprocs=2)  # type: ignore[arg-type]
+        lock = __import__("threading").Lock()
+        with pytest.raises(RankError, match="cannot be sent to another process"):
+            xmp.spawn(lambda rank: lock, nprocs=2)
+
+    def test_a_job_in_a_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(RankError, match="one of a job already(?s:.*)rank 1 of 2"):
+            xmp.spawn(spawned.tell, nprocs=2)
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "count"
+    file.write_text("0")
+    xmp.spawn(spawned.serial, (str(file),), nprocs=3)
+    assert file.read_text() == "9"
+
+
+def test_a_wrapped_model(tmp_path: Path) -> None:
+    wrapped = xmp.MpModelWrapper(torch.nn.Linear(2, 2))
+    assert wrapped.to(ltc.lazy_device()).weight.device == ltc.lazy_device()
+
+
+# -- scripts ---------------------------------------------------------------------------------------
+
+
+def start(tmp_path: Path, code: str, *command: str) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    return subprocess.Popen(
+        [*command, sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        start_new_session=True,
+    )
+
+
+WAITING = """
+import sys, time
+import ltc_dist.multiprocessing as xmp
+
+def wait(rank):
+    print("here", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    xmp.spawn(wait, nprocs=2)
+"""
+
+
+def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The children, once both have said that they are there."""
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("command", [(), ("nohup",)])
+def test_no_process_outlives_its_parent(tmp_path: Path, command: tuple[str, ...]) -> None:
+    parent = start(tmp_path, WAITING, *command)
+    children = children_of(parent)
+    assert len(children) >= 2
+    parent.kill()
+    parent.communicate(timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_ctrl_c_ends_all(tmp_path: Path, whole_group: bool) -> None:
+    parent = start(tmp_path, WAITING)
+    children = children_of(parent)
+    (os.killpg if whole_group else os.kill)(parent.pid, signal.SIGINT)
+    _, err = parent.communicate(timeout=20)
+    assert parent.returncode == -signal.SIGINT and err.count("Traceback") == 1
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+def test_without_the_guard(tmp_path: Path) -> None:
+    code = """
+    import ltc_dist.multiprocessing as xmp
+    def work(rank): print("never")
+    xmp.spawn(work, nprocs=2)
+    """
+    out, err = start(tmp_path, code).communicate(timeout=50)
+    assert out == "" and "put it under if __name__ == '__main__'" in err
+    assert err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("check()", True),
+        ("if __name__ == '__main__':\n    check()", False),
+        ("def main():\n    check()\n\nmain()", True),
+        ("def main():\n    check()\n\nif __name__ == '__main__':\n    main()", False),
+        ("for _ in range(1):\n    check()", True),
+    ],
+)
+def test_the_guard_is_looked_for(tmp_path: Path, code: str, expected: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    answers: list[bool] = []
+    names: dict[str, Any] = {
+        "__name__": "__main__",
+        "check": lambda: answers.append(is_unguarded(sys._getframe(1))),
+    }
+    exec(compile(code, str(script), "exec"), names)
+    assert answers == [expected]
