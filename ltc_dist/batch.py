@@ -1,0 +1,79 @@
+"""A batch: tensors in whatever structure a dataset or a collate function gives them.
+
+`to_device` uploads the tensors and keeps the structure and everything else; `num_bytes` counts them. Used by
+`prefetch`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["num_bytes", "to_device"]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Give the batch with its tensors on `device`.
+
+    Tensors are found in lists, tuples, named tuples, mappings and dataclasses; an object with a method `to`
+    (a packed sequence, a tokenizer's output) is moved by it. Other objects stay what they are.
+
+    Cost: one copy of each tensor.
+    """
+    return _mapped(batch, lambda movable: movable.to(device))
+
+
+def num_bytes(batch: Any) -> int:
+    """Count the bytes of the tensors in a batch, as if they were dense."""
+    total = 0
+
+    def count(movable: Any) -> Any:
+        nonlocal total
+        if isinstance(movable, torch.Tensor):
+            total += movable.numel() * movable.element_size()
+        elif isinstance(movable, Mapping):
+            total += sum(num_bytes(v) for v in movable.values())
+        elif isinstance(movable, tuple):
+            total += sum(num_bytes(v) for v in movable)
+        return movable
+
+    _mapped(batch, count)
+    return total
+
+
+def _mapped(item: Any, move: Callable[[Any], Any]) -> Any:
+    if callable(getattr(item, "to", None)) and not isinstance(item, type):
+        return move(item)
+    if isinstance(item, tuple):
+        items = [_mapped(i, move) for i in item]
+        return type(item)(*items) if hasattr(item, "_fields") else _like(item, tuple, items)
+    if isinstance(item, list):
+        return _like(item, list, [_mapped(i, move) for i in item])
+    if isinstance(item, Mapping):
+        return _like(item, dict, {k: _mapped(v, move) for k, v in item.items()})
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        moved = copy.copy(item)
+        for field in dataclasses.fields(item):
+            object.__setattr__(moved, field.name, _mapped(getattr(item, field.name), move))
+        return moved
+    return item
+
+
+def _like(item: Any, plain: type, content: Any) -> Any:
+    """Make a collection of the type of `item`, or a plain one if that type cannot be made from its content."""
+    if type(item) is plain:
+        return plain(content)
+    try:
+        if isinstance(item, Mapping) and hasattr(
+            item, "update"
+        ):  # keeps what else it has: a default factory
+            made = copy.copy(item)
+            made.update(content)
+            return made
+        return type(item)(content)
+    except TypeError:
+        return plain(content)
