@@ -1,0 +1,72 @@
+"""ltc_dist: what a training script needs around `ltc_core`: processes, loaders, collectives.
+
+    import ltc_dist as ltd
+
+    def train(rank):
+        device = ltd.lazy_device()
+        model = Model().to(device)
+        for data, target in ltd.MpDeviceLoader(loader, device):
+            optimizer.zero_grad()
+            loss_fn(model(data), target).backward()
+            ltd.optimizer_step(optimizer)
+
+    if __name__ == "__main__":
+        ltd.spawn(train, nprocs=2)
+
+It offers the names of `ltc_core` too.
+"""
+
+import os as _os
+
+from ltc_core import *  # noqa: F403
+from ltc_core import __all__ as _core
+from ltc_core import source as _source
+from ltc_dist.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast_master_param,
+    collective_broadcast,
+    collective_permute,
+    reduce_scatter,
+)
+from ltc_dist.host import do_on_ordinals, mesh_reduce, rendezvous
+from ltc_dist.multiprocessing import MpModelWrapper, MpSerialExecutor, spawn
+from ltc_dist.parallel_loader import MpDeviceLoader, ParallelLoader
+from ltc_dist.ranks import (
+    get_local_ordinal,
+    get_ordinal,
+    is_master_ordinal,
+    master_print,
+    world_size,
+)
+from ltc_dist.step import clip_grad_norm_, optimizer_step, reduce_gradients
+
+_source.skip_frames_of(_os.path.dirname(__file__))
+
+__all__ = [
+    *_core,
+    "MpDeviceLoader",
+    "MpModelWrapper",
+    "MpSerialExecutor",
+    "ParallelLoader",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast_master_param",
+    "clip_grad_norm_",
+    "collective_broadcast",
+    "collective_permute",
+    "do_on_ordinals",
+    "get_local_ordinal",
+    "get_ordinal",
+    "is_master_ordinal",
+    "master_print",
+    "mesh_reduce",
+    "optimizer_step",
+    "reduce_gradients",
+    "reduce_scatter",
+    "rendezvous",
+    "spawn",
+    "world_size",
+]

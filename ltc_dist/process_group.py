@@ -1,0 +1,321 @@
+"""The processes that reduce with each other: torch.distributed's groups, and how a graph's collectives use them.
+
+`group_of` gives the group that a script's `groups=` puts this process in. Each has a process group of its own, made on
+first use: what graphs do in the background never mixes with what the script does through torch.distributed. Comes from
+`host`, goes to `collectives`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ltc_core import collective
+from ltc_core.errors import CollectiveError, listed
+from ltc_core.settings import settings
+from ltc_dist.host import job_store
+from ltc_dist.ranks import Ranks, ranks
+
+__all__ = ["Group", "group_of"]
+
+dist: Any = torch.distributed  # its stubs lack what is used here
+
+_KINDS = {
+    "sum": dist.ReduceOp.SUM,
+    "mul": dist.ReduceOp.PRODUCT,
+    "and": dist.ReduceOp.BAND,
+    "or": dist.ReduceOp.BOR,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_LOOK_S = 1.0  # between two looks at whether those waited for have ended
+
+Groups = Sequence[Sequence[int]] | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some processes of the job, this one among them.
+
+    Attributes:
+        name: how ops name it.
+        members: their ranks.
+        position: of this process among them.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    position: int
+
+
+_groups: dict[tuple[int, ...], Group] = {}
+_lock = threading.Lock()
+
+
+def group_of(groups: Groups = None) -> Group:
+    """Give this process's group; all processes by default.
+
+    Raises:
+        CollectiveError: `groups` does not have every rank in exactly one group.
+
+    Cost: on first use of a group connects its processes.
+    """
+    here = ranks()
+    members = _members(groups, here.rank, here.world_size)
+    if here.threads:
+        return _of_threads(here, members)
+    with _lock:
+        found = _groups.get(members)
+        if found is None:
+            name = ",".join(map(str, members))
+            found = Group(name, members, members.index(here.rank))
+            if len(members) > 1:
+                collective.TRANSPORTS[name] = ProcessTransport(found)
+            _groups[members] = found
+    return found
+
+
+def _members(groups: Groups, rank: int, world_size: int) -> tuple[int, ...]:
+    if not groups:
+        return tuple(range(world_size))
+    flat = sorted(r for group in groups for r in group)
+    if flat != list(range(world_size)):
+        raise CollectiveError(
+            "groups must have every rank in exactly one group",
+            got=f"{listed(groups)} for {world_size} processes",
+            next="such as [[0, 1], [2, 3]] for four processes",
+        )
+    return next(tuple(group) for group in groups if rank in group)
+
+
+def _of_threads(here: Ranks, members: tuple[int, ...]) -> Group:
+    if len(members) not in (1, here.world_size):
+        raise CollectiveError(
+            "threads reduce all together, or not at all",
+            got=f"a group of {len(members)} of {here.world_size}",
+            next="use processes for smaller groups",
+        )
+    return Group(here.threads, members, members.index(here.rank))
+
+
+def reduction(kind: str) -> Any:
+    """Give torch.distributed's name of a reduction."""
+    if kind not in _KINDS:
+        raise CollectiveError(
+            f"there is no reduction {kind!r}", got=f"legal are {', '.join(_KINDS)}"
+        )
+    return _KINDS[kind]
+
+
+class ProcessTransport:
+    """A group of processes, reached through gloo."""
+
+    def __init__(self, group: Group) -> None:
+        store = dist.PrefixStore(f"group/{group.name}", job_store())
+        size = len(group.members)
+        try:
+            self._gloo = dist.ProcessGroupGloo(store, group.position, size, _options())
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"the processes of group {group.name} could not be connected",
+                got=str(error).splitlines()[0],
+                next="see that all of them come to their first collective",
+            ) from error
+        self._group = group
+        self._rank = group.members[group.position]
+        self._known: set[str] = set()
+        self._plan = ""
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, values: list[torch.Tensor], kind: str, scale: float, label: str
+    ) -> list[torch.Tensor]:
+        self._agree(f"all_reduce {kind} of {label}:", values)
+        options = dist.AllreduceOptions()
+        options.reduceOp = reduction(kind)
+        results = self._in_buckets(values, lambda flat: self._gloo.allreduce([flat], options))
+        return results if scale == 1.0 else [_scaled(r, scale) for r in results]
+
+    def broadcast(self, values: list[torch.Tensor], root: int) -> list[torch.Tensor]:
+        self._agree(f"broadcast from {root} of", values)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._in_buckets(values, lambda flat: self._gloo.broadcast([flat], options))
+
+    def all_gather(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+        self._agree(f"all_gather along dim {dim} of", [value])
+        sent = value.contiguous()
+        received = [torch.empty_like(sent) for _ in self._group.members]
+        self._wait(self._gloo.allgather([received], [sent]))
+        return torch.cat(received, dim)
+
+    def reduce_scatter(
+        self, value: torch.Tensor, kind: str, scale: float, dim: int
+    ) -> torch.Tensor:
+        whole = self.all_reduce([value], kind, scale, "a tensor")[0]  # gloo has no better way
+        return whole.chunk(len(self._group.members), dim)[self._group.position].contiguous()
+
+    def all_to_all(self, value: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
+        self._agree(f"all_to_all from dim {split_dim} to dim {concat_dim} of", [value])
+        sent = torch.stack(value.chunk(len(self._group.members), split_dim))
+        received = torch.empty_like(sent)
+        self._wait(self._gloo.alltoall_base(received, sent, [], []))
+        return torch.cat(received.unbind(), concat_dim)
+
+    def permute(self, value: torch.Tensor, pairs: list[int]) -> torch.Tensor:
+        self._agree(f"collective_permute {pairs} of", [value])
+        result = torch.zeros_like(value, memory_format=torch.contiguous_format)
+        sent, here = value.contiguous(), self._group.position
+        works = []
+        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
+            if source == target == here:
+                result.copy_(sent)
+            elif target == here:
+                works.append(self._gloo.recv([result], source, 0))
+            elif source == here:
+                works.append(self._gloo.send([sent], target, 0))
+        for work in works:
+            work.wait()
+        return result
+
+    def _in_buckets(
+        self, values: list[torch.Tensor], start: Callable[[torch.Tensor], Any]
+    ) -> list[torch.Tensor]:
+        """Run an op on a few long vectors instead of many tensors; one is filled while others are under way."""
+        started = []
+        for chosen in _buckets(values):
+            flat = torch.cat([values[k].reshape(-1) for k in chosen])
+            started.append((chosen, flat, start(flat)))
+        results = list(values)
+        for chosen, flat, work in started:
+            self._wait(work)
+            parts = flat.split_with_sizes([values[k].numel() for k in chosen])
+            for k, part in zip(chosen, parts, strict=True):
+                results[k] = part.view(values[k].shape)
+        return results
+
+    # -- waiting, and agreeing -----------------------------------------------------------------
+
+    def _agree(self, what: str, values: list[torch.Tensor]) -> None:
+        """See, before an op runs with such operands for the first time, that all processes are at the same.
+
+        gloo does not look: with other sizes elsewhere it may give wrong numbers without an error.
+        """
+        shapes = ", ".join(f"{str(v.dtype)[6:]}{list(v.shape)}" for v in values)
+        self._plan = f"{what} {shapes}"
+        if self._plan in self._known:
+            return
+        self._known.add(self._plan)
+        job_store().set(self._plan_key(self._group.position), self._plan)
+        for position in range(len(self._group.members)):
+            self._await_plan(position)
+
+    def _plan_key(self, position: int) -> str:
+        return f"plan/{self._group.name}/{len(self._known)}/{position}"
+
+    def _await_plan(self, position: int) -> None:
+        deadline = time.monotonic() + settings.collective_timeout_s
+        while not _appears(self._plan_key(position), _LOOK_S):
+            at = f"at/{self._group.name}/{position}"
+            if job_store().check([at]):  # it waits for us, in an op that it knows
+                self._differ(position, job_store().get(at).decode())
+            self._look_for_ended()
+            if time.monotonic() > deadline:
+                raise CollectiveError(
+                    f"rank {self._group.members[position]} did not come within {settings.collective_timeout_s:g} s",
+                    got=f"rank {self._rank} is at {_short(self._plan)}",
+                    next="let all processes of the group run the same collectives",
+                )
+        other = job_store().get(self._plan_key(position)).decode()
+        if other != self._plan:
+            self._differ(position, other)
+
+    def _wait(self, work: Any) -> None:
+        """Wait for an op; look now and then at what those are doing who do not come."""
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    self._look_for_ended()
+                    raise
+            store, here = job_store(), self._group.position
+            store.set(f"at/{self._group.name}/{here}", self._plan)
+            for position in range(len(self._group.members)):
+                key = f"plan/{self._group.name}/{len(self._known) + 1}/{position}"
+                if position != here and store.check([key]):
+                    self._differ(position, store.get(key).decode())
+            self._look_for_ended()
+
+    def _look_for_ended(self) -> None:
+        ended = [r for r in self._group.members if job_store().check([f"ended/{r}"])]
+        if ended:
+            raise CollectiveError(
+                f"rank {ended[0]} has ended while rank {self._rank} waits for it",
+                got=f"rank {self._rank} is at {_short(self._plan)}",
+                next="let all processes take the same number of steps: a DistributedSampler with drop_last=True",
+            )
+
+    def _differ(self, position: int, other: str) -> None:
+        raise CollectiveError(
+            f"rank {self._rank} and rank {self._group.members[position]} are at different collectives",
+            got=f"rank {self._rank}: {_short(self._plan)}\n"
+            f"       rank {self._group.members[position]}: {_short(other)}",
+            next="let all processes of a group run the same collectives, on tensors of the same sizes",
+        )
+
+
+def _options() -> Any:
+    """On one host gloo listens on the loopback interface only, unless GLOO_SOCKET_IFNAME says otherwise."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
+    here = ranks()
+    if here.world_size == here.local_world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return options
+
+
+def _appears(key: str, within_s: float) -> bool:
+    try:
+        job_store().wait([key], datetime.timedelta(seconds=within_s))
+    except RuntimeError:  # DistStoreError: the time was up
+        return bool(job_store().check([key]))
+    return True
+
+
+def _short(plan: str) -> str:
+    return plan if len(plan) < 400 else f"{plan[:400]}... ({plan.count('[')} tensors)"
+
+
+def _scaled(value: torch.Tensor, scale: float) -> torch.Tensor:
+    return value.mul_(scale) if value.dtype.is_floating_point else (value * scale).to(value.dtype)
+
+
+def _buckets(values: list[torch.Tensor]) -> Iterator[list[int]]:
+    """Deal tensors into groups of one dtype and at most `settings.bucket_mb`, in order; one larger stands alone."""
+    limit = int(settings.bucket_mb * 2**20)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for k, value in enumerate(values):
+        by_dtype.setdefault(value.dtype, []).append(k)
+    for positions in by_dtype.values():
+        chosen: list[int] = []
+        size = 0
+        for k in positions:
+            if chosen and size + values[k].nbytes > limit:
+                yield chosen
+                chosen, size = [], 0
+            chosen.append(k)
+            size += values[k].nbytes
+        yield chosen

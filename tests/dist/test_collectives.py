@@ -1,0 +1,92 @@
+"""Collectives: what they give, in two processes and in one, and what is said when they do not fit together."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltc_core as ltc
+import ltc_dist as ltd
+from ltc_core.errors import CollectiveError
+from tests.dist import spawned
+
+X = torch.arange(6.0).reshape(2, 3)
+BOTH = [X, X + 10]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("compile", ["off", "sync"])
+def test_two_processes(tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LTC_COMPILE", compile)
+    ltd.spawn(spawned.collect, (str(tmp_path),), nprocs=2)
+    found = [torch.load(tmp_path / f"{k}.pt") for k in range(2)]
+    for rank, got in enumerate(found):
+        expected: dict[str, Any] = {
+            "sum": BOTH[0] + BOTH[1],
+            "scaled": (BOTH[0] + BOTH[1]) / 2,
+            "max": BOTH[1],
+            "or": torch.tensor([3, 7]),
+            "listed": [(BOTH[0] + BOTH[1]) / 2, torch.full((2,), 0.5, dtype=torch.float64)],
+            "own": BOTH[rank],
+            "gathered": torch.cat(BOTH, 1),
+            "into": torch.cat(BOTH, 1),
+            "number": torch.stack([b.sum() for b in BOTH]),
+            "scattered": (BOTH[0] + BOTH[1])[rank : rank + 1],
+            "exchanged": torch.cat([b[rank : rank + 1] for b in BOTH], 1),
+            "permuted": BOTH[0] if rank == 1 else torch.zeros(2, 3),
+            "broadcast": [BOTH[1], torch.tensor([2, 7])],
+            "x": BOTH[rank],
+        }
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_one_process() -> None:
+    device = ltc.lazy_device()
+    x = X.to(device)
+    single = ltd.all_reduce("sum", x)
+    assert single is not x and torch.equal(single.cpu(), X)
+    assert torch.equal(ltd.all_reduce("max", x, 0.5).cpu(), X / 2)
+    given = [x.clone()]
+    assert ltd.all_reduce("sum", given, 2.0) is given and torch.equal(given[0].cpu(), 2 * X)
+    assert torch.equal(ltd.all_gather(x).cpu(), X)
+    assert torch.equal(ltd.all_gather(x.sum()).cpu(), X.sum().reshape(1))
+    assert torch.equal(ltd.reduce_scatter("sum", x, 1.0, 0, 1).cpu(), X)
+    assert torch.equal(ltd.all_to_all(x, 0, 1, 1).cpu(), X)
+    assert torch.equal(ltd.collective_permute(x, [[0, 0]]).cpu(), X)
+    assert torch.equal(ltd.collective_permute(x, []).cpu(), 0 * X)
+    ltd.collective_broadcast([x])
+    assert torch.equal(x.cpu(), X)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda x: ltd.all_reduce("mean", x), "no reduction 'mean'(?s:.*)legal are sum, mul"),
+        (lambda x: ltd.all_reduce("sum", X), "takes tensors of a lazy device(?s:.*)on cpu"),
+        (lambda x: ltd.all_reduce("sum", [1]), "takes tensors of a lazy device(?s:.*)got: 1"),
+        (lambda x: ltd.all_reduce("sum", x, groups=[[1]]), "every rank in exactly one group"),
+        (lambda x: ltd.reduce_scatter("sum", x, 1.0, 1, 2), "dim 1 of the tensor(?s:.*)2 parts, 1"),
+        (lambda x: ltd.collective_permute(x, [[0, 1]]), "pairs must be"),
+        (lambda x: ltd.collective_broadcast([x], 1), "there is no process 1 in the group"),
+    ],
+)
+def test_misuse_is_told_at_the_call(call: Any, text: str) -> None:
+    with pytest.raises(CollectiveError, match=text):
+        call(X.to(ltc.lazy_device()))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("shapes", r"are at different collectives(?s:.*)float32\[4\](?s:.*)float32\[2\]"),
+        ("kinds", "are at different collectives(?s:.*)all_gather"),
+        ("known", "are at different collectives(?s:.*)all_reduce max"),
+        ("gradients", r"gradients of parameters 0 of 2(?s:.*)gradients of parameters 1 of 2"),
+        ("ended", "rank 1 has ended while rank 0 waits for it(?s:.*)drop_last"),
+    ],
+)
+def test_collectives_that_do_not_fit(how: str, text: str) -> None:
+    with pytest.raises(CollectiveError, match=text):
+        ltd.spawn(spawned.differ, (how,), nprocs=2)

@@ -1,0 +1,155 @@
+"""Threads: one replica a device, the mean of the gradients over them, errors, what is kept between calls."""
+
+import pytest
+
+from tests.core.child import run
+
+pytestmark = pytest.mark.dist
+
+PRELUDE = """
+import threading
+import torch
+import ltc_dist as ltd
+import ltc_dist.data_parallel as dp
+from ltc_core import metrics
+from ltc_core.errors import CollectiveError, RankError
+
+def fails(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error) + str(getattr(error, "__notes__", ""))
+    raise AssertionError("nothing was raised")
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+g = torch.Generator().manual_seed(1)
+x, y = torch.randn(48, 4, generator=g), torch.randn(48, 1, generator=g)
+parts = [(x[k : k + 4], y[k : k + 4]) for k in range(0, 48, 4)]
+
+def loop(model, loader, device, context, losses=None):
+    optimizer = context.getattr_or("optimizer", lambda: torch.optim.AdamW(model.parameters(), lr=0.01))
+    context.epochs = context.getattr_or("epochs", 0) + 1
+    seen = []
+    for number, (a, b) in loader:
+        seen.append(number)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(a), b).backward()
+        ltd.optimizer_step(optimizer)
+    return device, seen, context.epochs, ltd.get_ordinal(), ltd.world_size(), threading.current_thread().name
+"""
+
+
+def passes(code: str, **settings: str) -> None:
+    run(code, prelude=PRELUDE, **{"LTC_NUM_DEVICES": "2", "LTC_COMPILE": "off", **settings})
+
+
+def test_two_replicas_learn_what_one_model_does() -> None:
+    passes("""
+        parallel = dp.DataParallel(net)
+        for epoch in range(1, 4):
+            got = parallel(loop, parts)
+            devices = [torch.device("ltc:0"), torch.device("ltc:1")]
+            assert [g[0] for g in got] == devices == parallel.devices
+            assert [g[1:5] for g in got] == [(list(range(6)), epoch, k, 2) for k in range(2)]
+        assert len({g[5] for g in got}) == 2
+
+        one = net()
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.01)
+        for _ in range(3):
+            for k in range(0, 48, 8):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(one(x[k : k + 8]), y[k : k + 8]).backward()
+                optimizer.step()
+        first, second = parallel.models
+        for a, b, c in zip(first.parameters(), second.parameters(), one.parameters(), strict=True):
+            assert torch.equal(a.cpu(), b.cpu())
+            torch.testing.assert_close(a.detach().cpu(), c.detach(), rtol=1e-4, atol=1e-5)
+        assert metrics.counter_value("UncachedCompile") <= 8  # no new graphs in later epochs
+    """)
+
+
+def test_without_devices_it_runs_here() -> None:
+    passes("""
+        parallel = dp.DataParallel(net(), device_ids=[])
+        [(device, seen, epochs, *_, thread)] = parallel(loop, parts)
+        assert device == torch.device("cpu") and seen == list(range(12)) and thread == "MainThread"
+
+        def batches(model, loader, device, context):
+            return [type(b) for b in loader]
+
+        assert parallel(batches, parts, enumerate_batches=False) == [[tuple] * 12]
+        assert dp.DataParallel(net(), enumerate_batches=False)(batches, parts) == [[tuple] * 6] * 2
+    """)
+
+
+def test_the_first_error_stops_all() -> None:
+    passes("""
+        parallel = dp.DataParallel(net)
+
+        def failing(model, loader, device, context):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for number, (a, b) in loader:
+                if number == 2 and device.index == 1:
+                    raise LookupError("no such word")
+                optimizer.zero_grad()
+                model(a).sum().backward()
+                ltd.optimizer_step(optimizer)
+
+        text = fails(LookupError, lambda: parallel(failing, parts))
+        assert "no such word" in text and "raised by the loop on ltc:1" in text
+        assert not [t for t in threading.enumerate() if "replica" in t.name or "prefetch" in t.name]
+        assert len(parallel(loop, parts)) == 2  # and it can be used again
+    """)
+
+
+def test_loops_that_do_not_fit_together() -> None:
+    passes("""
+        parallel = dp.DataParallel(net)
+
+        def uneven(model, loader, device, context):
+            for k in range(2 + device.index):
+                ltd.all_reduce("sum", torch.ones(2, device=device))
+                ltd.mark_step(device=device)
+
+        def different(model, loader, device, context):
+            ltd.all_reduce("sum", torch.ones(2 + device.index, device=device))
+
+        assert "replica 0 has ended while replica 1 waits" in fails(CollectiveError, lambda: parallel(uneven, parts))
+        assert "are at different collectives" in fails(CollectiveError, lambda: parallel(different, parts))
+    """)
+
+
+def test_all_collectives() -> None:
+    passes("""
+        def collect(model, loader, device, context):
+            k = ltd.get_ordinal()
+            x = torch.arange(4.0, device=device) + 10 * k
+            both = [x.clone()]
+            ltd.collective_broadcast(both, 1)
+            return ltd.to_cpu([
+                ltd.all_reduce("sum", x), ltd.all_reduce("max", x, 0.5), ltd.all_gather(x), *both,
+                ltd.reduce_scatter("sum", x, 1.0, 0, 2), ltd.all_to_all(x, 0, 0, 2),
+                ltd.collective_permute(x, [[0, 1]]),
+            ])
+
+        a = torch.arange(4.0)
+        b = a + 10
+        parallel = dp.DataParallel(net)
+        for k, got in enumerate(parallel(collect, parts)):
+            want = [a + b, b / 2, torch.cat([a, b]), b, (a + b)[2 * k : 2 * k + 2],
+                    torch.cat([t[2 * k : 2 * k + 2] for t in (a, b)]), a if k else 0 * a]
+            assert all(map(torch.equal, got, want)), (got, want)
+    """)
+
+
+def test_a_process_of_a_job_has_no_threads() -> None:
+    passes(
+        """
+        assert "is one of a job" in fails(RankError, lambda: dp.DataParallel(net))
+        """,
+        RANK="0",
+        WORLD_SIZE="2",
+    )
