@@ -58,7 +58,8 @@ def spawn(
     """Call `fn(rank, *args)` in `nprocs` processes.
 
     Lambdas, closures and functions of a notebook are sent by value. Devices that the parent has used do not matter:
-    each process begins with its own.
+    each process begins with its own. In a process of a job (of ltc-launch or torchrun) the function is
+    called right here.
 
     Args:
         nprocs: processes; LTC_NUM_DEVICES of them by default. One runs in this very process if `join` is true.
@@ -77,6 +78,10 @@ def spawn(
 
     Source: `torch_xla.distributed.xla_multiprocessing.spawn`, with its old meaning of processes.
     """
+    here = ranks()
+    if here.world_size > 1 and nprocs in (None, here.world_size, here.local_world_size):
+        fn(here.rank, *args)
+        return None
     count = settings.num_devices if nprocs is None else nprocs
     _check(fn, count, start_method)
     if count == 1 and join:
@@ -102,9 +107,9 @@ def _check(fn: Any, nprocs: Any, start_method: str) -> None:
     here = ranks()
     if here.world_size > 1:
         raise RankError(
-            "spawn was called by a process that is one of a job already",
+            f"spawn(nprocs={nprocs}) was called by a process that is one of a job already",
             got=f"this is rank {here.rank} of {here.world_size}",
-            next="call the function itself, or start the script with plain python",
+            next="leave nprocs out: the function is called once in each process of the job then",
         )
     if start_method != "fork" and is_unguarded(sys._getframe(2)):
         raise RankError(

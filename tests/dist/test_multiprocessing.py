@@ -121,8 +121,12 @@ class TestFailures:
     def test_a_job_in_a_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(RankError, match="one of a job already(?s:.*)rank 1 of 2"):
-            xmp.spawn(spawned.tell, nprocs=2)
+        with pytest.raises(RankError, match=r"spawn\(nprocs=3\) was called(?s:.*)rank 1 of 2"):
+            xmp.spawn(spawned.tell, nprocs=3)
+        called: list[int] = []
+        xmp.spawn(called.append)
+        xmp.spawn(called.append, nprocs=2)
+        assert called == [1, 1]
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:

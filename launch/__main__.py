@@ -1,0 +1,8 @@
+"""`python -m ltc_launch` is `ltc-launch`."""
+
+import sys
+
+from ltc_launch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The command `ltc-launch`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from ltc_launch.spec import Spec, parse
+
+__all__ = ["main"]
+
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Launch what the command line says; give the exit code."""
+    spec = parse(sys.argv[1:] if argv is None else argv)
+    # Imports PyTorch, which takes a second: a mistake on the command line is told before.
+    from ltc_launch import agent
+
+    if spec.dry_run:
+        print(shlex.join([sys.executable, *agent.command(spec, os.getpid())]))
+        _show(spec, agent.variables(spec))
+        return 0
+    return agent.run(spec)
+
+
+def _show(spec: Spec, variables: dict[str, str]) -> None:
+    size = spec.nprocs * spec.nnodes
+    for local_rank in range(spec.nprocs):
+        rank = spec.node_rank * spec.nprocs + local_rank
+        contract = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": spec.nprocs,
+        }
+        rows = {**contract, **variables}
+        print(f"rank {rank}: " + " ".join(f"{k}={_shown(k, v)}" for k, v in rows.items()))
+
+
+def _shown(name: str, value: object) -> str:
+    is_secret = any(word in name.upper() for word in _SECRETS)
+    return "(hidden)" if is_secret else shlex.quote(str(value))

@@ -1,0 +1,88 @@
+"""The first lines of a launched process: `python -m ltc_launch.shim PID train.py args`.
+
+It dies with its launcher, the process PID, says where it hangs on SIGUSR1, then runs the script as `__main__`. A script
+that only defines `_mp_fn(index)` has it called with its rank. What is raised goes to the launcher, which tells it once.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from ltc_dist import host, worker
+from ltc_dist.ranks import ranks
+
+__all__ = ["main"]
+
+
+def main(argv: list[str]) -> None:
+    worker.begin(int(argv[0]))
+    is_module = argv[1] == "-m"
+    sys.argv = argv[2:] if is_module else argv[1:]
+    try:
+        _run(sys.argv[0], is_module)
+        host.leave()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _report(error)
+        sys.exit(1)
+
+
+def _run(target: str, is_module: bool) -> None:
+    if is_module:
+        names = runpy.run_module(target, run_name="__main__", alter_sys=True)
+        source = names.get("__file__") or ""
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
+        names = runpy.run_path(target, run_name="__main__")
+        source = target
+    function = names.get("_mp_fn")
+    if callable(function) and not _has_guard(source):
+        function(ranks().rank)
+
+
+def _has_guard(source: str) -> bool:
+    """Tell whether the script does something of its own when it is run."""
+    tree = ast.parse(Path(source).read_bytes())
+    tests = [ast.dump(s.test) for s in tree.body if isinstance(s, ast.If)]
+    return any("__name__" in test for test in tests)
+
+
+def _report(error: BaseException) -> None:
+    """Write down what was raised where the launcher looks for it, in the form of PyTorch's elastic agent."""
+    text = "".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__)))
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        print(text, file=sys.stderr, end="")
+        return
+    now = time.time()
+    info = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
+    Path(path).write_text(json.dumps({"message": message}), "utf-8")
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames of this file and of runpy."""
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
+        rest = rest.tb_next
+    return rest or trace
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,219 @@
+"""What to launch: the command line, and what a file adds to it, as one checked `Spec`.
+
+    ltc-launch --nprocs 8 train.py --lr 0.1
+    ltc-launch --nprocs 2 -m package.train
+
+Options may stand in `[tool.ltc]` of a pyproject.toml in the working directory, or in the file that --config names;
+the command line wins. Mistakes end with one line and exit code 2. Goes to `agent`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["Spec", "parse"]
+
+_MOST_PROCS = 4096
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One launch.
+
+    Attributes:
+        target: a script's path, or a module's name if `is_module`.
+        nprocs: processes on this host.
+        endpoint: host:port of the first host's store; empty for one host.
+        log_dir: where each process's output is kept, empty for nowhere.
+        prefix: whether lines on the console begin with their rank.
+        grace_s: seconds between SIGTERM and SIGKILL.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    nprocs: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    endpoint: str = ""
+    backend: str = "static"
+    max_restarts: int = 0
+    env: dict[str, str] = field(default_factory=dict)
+    log_dir: str = ""
+    prefix: bool = False
+    grace_s: float = 30.0
+    dry_run: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="ltc-launch",
+        description="Run a script in several processes, on one host or several.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nprocs", "--nproc-per-node", default="1", metavar="N",
+        help="processes on this host; 'auto': one for each GPU with LTC_DEVICE=cuda, else for each core")  # fmt: skip
+    add("--nnodes", type=int, default=1, metavar="N", help="hosts; run the command on each")
+    add("--node-rank", type=int, default=0, metavar="K", help="which host this is, from 0")
+    add(
+        "--rdzv-endpoint",
+        default="",
+        metavar="HOST:PORT",
+        help="where the first host listens, for several hosts",
+    )
+    add("--rdzv-backend", default="static", choices=("static", "c10d"),
+        help="c10d lets hosts come in any order and after a failure again")  # fmt: skip
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all processes again after a failure",
+    )
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable for the processes",
+    )
+    add(
+        "--log-dir", default="", metavar="DIR", help="keep the output of each process in files here"
+    )
+    add("--prefix", action=argparse.BooleanOptionalAction, default=None,
+        help="begin each line with its rank; on for several processes")  # fmt: skip
+    add(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds processes have to end by themselves",
+    )
+    add("--config", default="", metavar="FILE", help="a TOML file with these options")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="show what would be started, and with which variables",
+    )
+    add("-m", "--module", action="store_true", help="the target is a module's name")
+    add("target", help="the script")
+    add("args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Spec:
+    """Read a command line.
+
+    Raises:
+        SystemExit: it is not a legal one (code 2), or asked for help (code 0).
+    """
+    parser = _parser()
+    first = parser.parse_args(argv)
+    options = _from_file(parser, first.config)
+    if options:
+        parser.set_defaults(**options)
+        first = parser.parse_args(argv)
+    return _checked(parser, first)
+
+
+def _from_file(parser: _Parser, name: str) -> dict[str, Any]:
+    path = Path(name or "pyproject.toml")
+    if not name and not path.is_file():
+        return {}
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        parser.error(f"{path} cannot be read: {error}")
+    table = content.get("tool", {}).get("ltc", {}) if not name else content
+    if name and "tool" in content:
+        table = content["tool"].get("ltc", {})
+    known = {action.dest for action in parser._actions} - {"help", "config", "target", "args"}
+    options = {key.replace("-", "_"): value for key, value in table.items()}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        parser.error(f"{path} has no option {unknown[0]!r}; legal are {', '.join(sorted(known))}")
+    if isinstance(options.get("env"), dict):
+        options["env"] = [f"{k}={v}" for k, v in options["env"].items()]
+    if "nprocs" in options:
+        options["nprocs"] = str(options["nprocs"])
+    return options
+
+
+def _checked(parser: _Parser, given: argparse.Namespace) -> Spec:
+    nprocs = _number_of_processes(parser, given.nprocs)
+    if given.nnodes < 1 or not 0 <= given.node_rank < given.nnodes:
+        parser.error(
+            f"--node-rank {given.node_rank} of --nnodes {given.nnodes}: ranks of hosts count from 0"
+        )
+    if given.nnodes > 1 and not given.rdzv_endpoint:
+        parser.error("several hosts need --rdzv-endpoint HOST:PORT, the address of the first one")
+    host, _, port = given.rdzv_endpoint.rpartition(":")
+    if given.rdzv_endpoint and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        parser.error(f"--rdzv-endpoint must be HOST:PORT, not {given.rdzv_endpoint!r}")
+    for name in ("max_restarts", "grace"):
+        if getattr(given, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative")
+    if not given.module:
+        _check_script(parser, given.target)
+    return Spec(
+        given.target,
+        tuple(given.args),
+        given.module,
+        nprocs,
+        given.nnodes,
+        given.node_rank,
+        given.rdzv_endpoint,
+        given.rdzv_backend,
+        given.max_restarts,
+        _variables(parser, given.env),
+        given.log_dir,
+        given.nnodes * nprocs > 1 if given.prefix is None else given.prefix,
+        given.grace,
+        given.dry_run,
+    )
+
+
+def _number_of_processes(parser: _Parser, text: str) -> int:
+    if text == "auto":
+        return _one_each()
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_PROCS:
+        parser.error(f"--nprocs must be a whole number, 1 or more, or 'auto', not {text!r}")
+    return int(text)
+
+
+def _one_each() -> int:
+    if os.environ.get("LTC_DEVICE") == "cuda":
+        import torch  # takes a second: only for who asks for GPUs
+
+        return max(1, torch.cuda.device_count())
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_script(parser: _Parser, target: str) -> None:
+    path = Path(target)
+    if path.is_dir():
+        parser.error(f"{target} is a directory; name the script in it")
+    if not path.is_file():
+        parser.error(f"there is no script {target}")
+
+
+def _variables(parser: _Parser, pairs: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            parser.error(f"--env needs NAME=VALUE, not {pair!r}")
+        found[name] = value
+    return found

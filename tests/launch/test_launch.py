@@ -1,0 +1,210 @@
+"""`ltc-launch`: what processes find, how their ends are told, that nobody is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+
+
+class Launch:
+    """One run of the launcher on a script."""
+
+    def __init__(self, directory: Path, code: str, *options: str, **environ: str) -> None:
+        (directory / "train.py").write_text(textwrap.dedent(code))
+        kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "ltc_launch",
+                *options,
+                str(directory / "train.py"),
+                "one",
+                "two",
+            ],
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**kept, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory), **environ},
+            start_new_session=True,
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=55)
+        return self.process.returncode, out, err
+
+    def children(self, count: int) -> list[psutil.Process]:
+        """The processes, once so many have written a line."""
+        assert self.process.stdout is not None
+        for _ in range(count):
+            assert self.process.stdout.readline()
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+TELL = """
+import os, sys
+import torch
+import ltc_dist as ltd
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MORE"]
+print([os.environ.get(n) for n in names], torch.get_num_threads(), __name__, sys.argv[1:])
+print(ltd.mesh_reduce("ranks", ltd.get_ordinal(), list))
+x = ltd.all_reduce("sum", torch.ones(2, device=ltd.lazy_device()))
+print(x.tolist())
+"""
+
+
+def test_what_a_process_finds(tmp_path: Path) -> None:
+    code, out, err = Launch(tmp_path, TELL, "--nprocs", "2", "--env", "MORE=given").end()
+    assert code == 0 and err == ""
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    for rank in range(2):
+        assert [line[4:] for line in out.splitlines() if line.startswith(f"[{rank}] ")] == [
+            f"['{rank}', '2', '{rank}', '2', '127.0.0.1', 'given'] {threads} __main__ ['one', 'two']",
+            "[0, 1]",
+            "[2.0, 2.0]",
+        ]
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_one_process_without_a_prefix(tmp_path: Path) -> None:
+    code, out, err = Launch(tmp_path, TELL).end()
+    assert code == 0 and out.splitlines()[1:] == ["[0]", "[1.0, 1.0]"]
+
+
+def test_a_script_of_functions_and_one_that_spawns(tmp_path: Path) -> None:
+    only = "def _mp_fn(index): print('function', index)"
+    spawns = """
+    import ltc_dist.multiprocessing as xmp
+    def _mp_fn(index, word): print(word, index)
+    if __name__ == "__main__":
+        xmp.spawn(_mp_fn, args=("function",))
+    """
+    for script in (only, spawns):
+        code, out, _ = Launch(tmp_path, script, "--nprocs", "2").end()
+        assert code == 0 and sorted(out.splitlines()) == ["[0] function 0", "[1] function 1"]
+
+
+def test_the_output_of_each_process_is_kept(tmp_path: Path) -> None:
+    code, _, _ = Launch(tmp_path, "print('hello')", "--nprocs", "2", "--log-dir", "logs").end()
+    kept = sorted(p for p in (tmp_path / "logs").rglob("stdout.log"))
+    assert code == 0 and [p.read_text() for p in kept] == ["hello\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "text"),
+    [
+        ("raise LookupError('no such word')", 1, r"LookupError: no such word"),
+        ("import sys; sys.exit(7)", 7, "ended with exit code 7"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 11)", 139, "was killed by SIGSEGV"),
+    ],
+)
+def test_the_first_failure_is_told_last_and_once(
+    tmp_path: Path, code: str, expected: int, text: str
+) -> None:
+    script = f"""
+    import os, time
+    import ltc_dist as ltd
+    ltd.rendezvous("begin")
+    if os.environ["RANK"] == "1":
+        {code}
+    ltd.rendezvous("never")
+    """
+    got, _, err = Launch(tmp_path, script, "--nprocs", "2").end()
+    assert got == expected and err.count(text) == 1 and err.count("Traceback") <= 1
+    assert "rank 1 (pid " in err.splitlines()[-1] and "the others were stopped" in err
+    assert "runpy" not in err or "Traceback" not in err  # a crash shows all frames there are
+
+
+def test_a_failure_is_followed_by_another_try(tmp_path: Path) -> None:
+    script = """
+    import os
+    import ltc_dist as ltd
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print(attempt, ltd.mesh_reduce("sum", 1, sum))
+    if attempt == "0" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    ltd.rendezvous("end")
+    """
+    code, out, _ = Launch(tmp_path, script, "--nprocs", "2", "--max-restarts", "1").end()
+    assert code == 0
+    assert sorted(line[4:] for line in out.splitlines()) == ["0 2", "0 2", "1 2", "1 2"]
+
+
+WAIT = """
+import time
+print("here", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_launcher_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    launch = Launch(tmp_path, WAIT, "--nprocs", "2")
+    children = launch.children(2)
+    launch.process.send_signal(number)
+    code, _, err = launch.end()
+    assert code == 128 + number and f"stopped by {number.name}" in err and "Traceback" not in err
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, WAIT, "--nprocs", "2")
+    children = launch.children(2)
+    assert len(children) >= 2
+    launch.process.kill()
+    launch.end()
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_everybody_listens_on_this_host_only(tmp_path: Path) -> None:
+    script = """
+    import time
+    import torch, ltc_dist as ltd
+    ltd.all_reduce("sum", torch.ones(2, device=ltd.lazy_device())).cpu()
+    print("here", flush=True)
+    time.sleep(600)
+    """
+    launch = Launch(tmp_path, script, "--nprocs", "2")
+    processes = [psutil.Process(launch.process.pid), *launch.children(2)]
+    listening = [c for p in processes for c in p.net_connections() if c.status == "LISTEN"]
+    assert listening and {c.laddr.ip for c in listening} == {"127.0.0.1"}
+    launch.process.terminate()
+    assert launch.end()[0] == 143
+
+
+def test_a_dry_run(tmp_path: Path) -> None:
+    code, out, err = Launch(
+        tmp_path, "1/0", "--nprocs", "2", "--dry-run", "--env", "API_TOKEN=x y", "--env", "A=x y"
+    ).end()
+    assert code == 0 and err == ""
+    command, *rows = out.splitlines()
+    assert command.endswith(f" {tmp_path}/train.py one two") and "-m ltc_launch.shim" in command
+    assert [row.split(":")[0] for row in rows] == ["rank 0", "rank 1"]
+    assert "API_TOKEN=(hidden) A='x y'" in rows[1] and "RANK=1 WORLD_SIZE=2" in rows[1]
+
+
+def test_several_hosts(tmp_path: Path) -> None:
+    """Two launchers on one host, each with one process."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    for d in dirs:
+        d.mkdir()
+    hosts = [Launch(d, TELL, *options, "--node-rank", str(k)) for k, d in enumerate(dirs)]
+    for rank, (code, out, err) in enumerate([h.end() for h in hosts]):
+        assert code == 0, err
+        assert f"['{rank}', '2', '0', '1', '127.0.0.1'" in out and "[2.0, 2.0]" in out
