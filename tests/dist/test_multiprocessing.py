@@ -158,7 +158,8 @@ def start(tmp_path: Path, code: str, *command: str) -> subprocess.Popen[str]:
 
 
 WAITING = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 import ltc_dist.multiprocessing as xmp
 
 def wait(rank):
