@@ -148,7 +148,7 @@ def _log_dir(spec: Spec) -> Iterator[str]:
 
 
 def _config(spec: Spec, log_dir: str) -> LaunchConfig:
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # how it ended is told here
+    logging.disable(logging.ERROR)  # of this process, the launcher: how it ended is told here, once
     one_host = spec.nnodes == 1
     options: dict[str, Any] = {
         "min_nodes": spec.nnodes,

@@ -21,6 +21,7 @@ import os as _os
 from ltc_core import *  # noqa: F403
 from ltc_core import __all__ as _core
 from ltc_core import source as _source
+from ltc_dist import c10d as _c10d
 from ltc_dist.collectives import (
     all_gather,
     all_reduce,
@@ -43,6 +44,7 @@ from ltc_dist.ranks import (
 from ltc_dist.step import clip_grad_norm_, optimizer_step, reduce_gradients
 
 _source.skip_frames_of(_os.path.dirname(__file__))
+_c10d.register()
 
 __all__ = [
     *_core,

@@ -199,3 +199,64 @@ def learn(rank: int, directory: str, optimizer: str) -> None:
     mean = [float(v) for v in ltd.mesh_reduce("losses", torch.stack(losses), lambda a: sum(a) / len(a))]
     state = {k: v.cpu() for k, v in net.state_dict().items()}
     torch.save({"losses": mean, "state": state}, Path(directory, f"{rank}.pt"))
+
+
+def _newest(module: Any, *names: str) -> Any:
+    """Give the first function of these names that this torch has."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def distributed(rank: int, directory: str) -> None:
+    """torch.distributed on tensors of the device, and DistributedDataParallel."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = ltc.lazy_device()
+    dist.init_process_group()
+    x = torch.arange(4.0, device=device) + 10 * rank
+    summed, shared, kept = x.clone(), x.clone(), x.clone()
+    work = dist.all_reduce(summed, async_op=True)
+    assert work is not None
+    work.wait()
+    dist.broadcast(shared, 1)
+    gathered = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(gathered, x)
+    flat = torch.empty(8, device=device)
+    _newest(dist, "all_gather_single", "all_gather_into_tensor")(flat, x)
+    part = torch.empty(2, device=device)
+    _newest(dist, "reduce_scatter_single", "reduce_scatter_tensor")(part, x)
+    mixed = torch.empty_like(x)
+    dist.all_to_all_single(mixed, x)
+    if rank == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(kept, 0)
+    on_cpu = torch.ones(2)
+    dist.all_reduce(on_cpu)
+    own = x.clone()
+    group = dist.new_group([1])
+    if rank == 1:
+        dist.all_reduce(own, group=group)
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    dist.barrier()
+
+    torch.manual_seed(rank)  # DDP gives all processes the parameters of rank 0
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model = DistributedDataParallel(net.to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data, target = torch.arange(64.0).reshape(16, 4) / 64, torch.arange(16.0).reshape(16, 1) / 16
+    for _ in range(4):
+        optimizer.zero_grad()
+        out = model(data[rank::2].to(device))
+        torch.nn.functional.mse_loss(out, target[rank::2].to(device)).backward()
+        optimizer.step()
+        ltc.mark_step()
+    results = {
+        "tensors": ltc.to_cpu([summed, shared, *gathered, flat, part, mixed, kept, own]),
+        "on_cpu": on_cpu,
+        "objects": objects,
+        "params": [p.detach().cpu() for p in net.parameters()],
+    }
+    torch.save(results, Path(directory, f"{rank}.pt"))
+    dist.destroy_process_group()
