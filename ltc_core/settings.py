@@ -127,6 +127,12 @@ def _translate_graph_format(name: str, text: str) -> str:
     return "text" if text in ("backend", "hlo") else text
 
 
+def _default_device_ordinal(environ: Mapping[str, str]) -> int:
+    """Processes of one host take one GPU each, in the order of their local ranks."""
+    text = environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else 0
+
+
 def _translate_hardware(name: str, text: str) -> str:
     """torch._lazy has LTC_TS_CUDA=1 for the GPU."""
     if name != "LTC_TS_CUDA":
@@ -147,6 +153,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("device", "LTC_DEVICE", ("LTC_TS_CUDA",), str, "cpu",
             "What the graphs run on: the processor, or a GPU for each device.",
             choices=("cpu", "cuda"), translate=_translate_hardware),
+    Setting("device_ordinal", "LTC_DEVICE_ORDINAL", (), int, 0,
+            "The GPU of this process's first device (default: LOCAL_RANK).", at_least=0,
+            default_of=_default_device_ordinal),
     Setting("compile", "LTC_COMPILE", (), str, "async",
             "When graphs are compiled: in the background, before their first run, or never.",
             choices=("async", "sync", "off")),
@@ -227,6 +236,7 @@ class Settings:
     num_devices: int
     executor: str
     device: str
+    device_ordinal: int
     compile: str
     compile_after: int
     compile_priority: str

@@ -41,6 +41,7 @@ from ltc_dist.ranks import (
     master_print,
     world_size,
 )
+from ltc_dist.saving import save as save  # type: ignore[assignment]
 from ltc_dist.step import clip_grad_norm_, optimizer_step, reduce_gradients
 
 _source.skip_frames_of(_os.path.dirname(__file__))

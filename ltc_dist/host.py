@@ -26,7 +26,7 @@ from ltc_core.runtime import contexts
 from ltc_core.settings import settings
 from ltc_dist.ranks import ranks
 
-__all__ = ["do_on_ordinals", "job_store", "leave", "mesh_reduce", "rendezvous"]
+__all__ = ["do_on_ordinals", "job_store", "leave", "mesh_reduce", "rendezvous", "wait_for"]
 
 _LOOK_S = 1.0  # between two looks at whether those waited for have ended
 
@@ -117,32 +117,39 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
     place = f"meet/{tag}/{','.join(map(str, members))}"
     store.set(f"{place}/{number}/{here.rank}", payload)
     keys = [f"{place}/{number}/{rank}" for rank in members]
-    _wait(store, keys, members, tag)
+    wait_for(keys, members, f"rendezvous {tag!r}")
     payloads = [bytes(store.get(key)) for key in keys]
     # All have come here this time, so all have read what was brought last time.
     store.delete_key(f"{place}/{number - 1}/{here.rank}")
     return payloads
 
 
-def _wait(store: Any, keys: Sequence[str], members: Sequence[int], tag: str) -> None:
+def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
+    """Wait until the keys are in the job's store, each set by one of the processes `of`.
+
+    Raises:
+        RankError: one of them has ended without it, or the time is up.
+    """
+    store = job_store()
     deadline = time.monotonic() + settings.collective_timeout_s
     while True:
         left = min(_LOOK_S, max(0.01, deadline - time.monotonic()))
         with contextlib.suppress(RuntimeError):  # DistStoreError: the time was up
             store.wait(list(keys), datetime.timedelta(seconds=left))
             return
-        missing = [r for r, key in zip(members, keys, strict=True) if not store.check([key])]
-        ended = [r for r in missing if store.check([f"ended/{r}"])]
-        came = f"{len(members) - len(missing)} of {len(members)} have come; missing: ranks {listed(missing)}"
-        if ended:
+        ended = [r for r in of if store.check([f"ended/{r}"])]
+        missing = [r for r, key in zip(of, keys, strict=True) if not store.check([key])]
+        came = f"{len(of) - len(missing)} of {len(of)} have come; missing: ranks {listed(missing)}"
+        gone = [r for r in ended if r in missing]
+        if gone:
             raise RankError(
-                f"rank {ended[0]} has ended and will not come to rendezvous {tag!r}",
+                f"rank {gone[0]} has ended and will not come to {what}",
                 got=came,
                 next="let every process come to it as often as the others",
             )
         if missing and time.monotonic() >= deadline:
             raise RankError(
-                f"rendezvous {tag!r} was not complete after {settings.collective_timeout_s:g} s",
+                f"{what} was not complete after {settings.collective_timeout_s:g} s",
                 got=came,
                 next="let every process come to it; LTC_COLLECTIVE_TIMEOUT_S sets how long one waits",
             )

@@ -1,6 +1,7 @@
 """What the graphs of a device run on: this machine's processor, or one of its GPUs, as LTC_DEVICE says.
 
-Device `ltc:1` computes on the second GPU. Asked once for each device, when `context` makes its executor.
+Device `ltc:1` computes on the GPU after that of `ltc:0`; the processes of a host begin with one each, as
+LTC_DEVICE_ORDINAL says. Asked once for each device, when `context` makes its executor.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ def hardware(index: int) -> torch.device:
             next="install PyTorch's CUDA build and the driver, or unset LTC_DEVICE",
         )
     count = torch.cuda.device_count()
-    if index >= count:
+    ordinal = settings.device_ordinal + index
+    if ordinal >= count:
         raise DeviceError(
             f"{settings.device_name}:{index} has no GPU of its own",
-            got=f"{count} visible to PyTorch, {settings.num_devices} devices wanted",
-            next="lower LTC_NUM_DEVICES, or show more GPUs with CUDA_VISIBLE_DEVICES",
+            got=f"GPU {ordinal} wanted, {count} visible to PyTorch",
+            next="start fewer processes, lower LTC_NUM_DEVICES, or show more GPUs with CUDA_VISIBLE_DEVICES",
         )
-    return torch.device("cuda", index)
+    return torch.device("cuda", ordinal)

@@ -41,9 +41,13 @@ class TestGpu:
         assert [hardware(i) for i in range(2)] == [torch.device("cuda:0"), torch.device("cuda:1")]
         assert ltc.lazy_device_hw() == "CUDA"
 
+    def test_each_process_begins_with_another_one(self) -> None:
+        with settings.override(device_ordinal=1):
+            assert hardware(0) == torch.device("cuda:1")
+
     def test_too_few(self) -> None:
         with pytest.raises(
-            DeviceError, match=r":2 has no GPU of its own(?s:.*)2 visible to PyTorch"
+            DeviceError, match=r":2 has no GPU of its own(?s:.*)GPU 2 wanted, 2 visible"
         ):
             hardware(2)
 

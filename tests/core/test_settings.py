@@ -73,6 +73,8 @@ def test_defaults():
             frozenset({"aten::add", "my::op"}),
         ),
         ("device", "LTC_DEVICE", "cuda", "cuda"),
+        ("device_ordinal", "LOCAL_RANK", "3", 3),
+        ("device_ordinal", "LTC_DEVICE_ORDINAL", "2", 2),
         ("device", "LTC_TS_CUDA", "1", "cuda"),
         ("device", "LTC_TS_CUDA", "0", "cpu"),
         ("use_bf16", "XLA_USE_BF16", "1", True),

@@ -260,3 +260,29 @@ def distributed(rank: int, directory: str) -> None:
     }
     torch.save(results, Path(directory, f"{rank}.pt"))
     dist.destroy_process_group()
+
+
+def write(rank: int, directory: str) -> None:
+    """Save by all, save by the master alone, and read what must be there then."""
+    import ltc_dist as ltd
+
+    device = ltd.lazy_device()
+    x = torch.ones(3, device=device)
+    path = Path(directory, "all.pt")
+    for version in range(3):
+        x = ltd.all_reduce("sum", x)  # pending: the master's values need the others
+        ltd.save({"x": (x, version), "rank": rank}, path)
+        found = torch.load(path, weights_only=True)
+        assert found["rank"] == 0 and found["x"][1] >= version
+        ltd.rendezvous("read")
+    if ltd.is_master_ordinal():
+        ltd.save({"x": x}, Path(directory, "master.pt"))
+    ltd.save(rank, Path(directory, f"own{rank}.pt"), master_only=False)
+
+
+def leave_unsaved(rank: int, directory: str) -> None:
+    import ltc_dist as ltd
+
+    ltd.rendezvous("begin")
+    if rank == 1:
+        ltd.save({}, Path(directory, "never.pt"))
