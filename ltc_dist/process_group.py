@@ -142,8 +142,7 @@ class ProcessTransport:
         self._agree(f"all_reduce {kind} of {label}:", values)
         options = dist.AllreduceOptions()
         options.reduceOp = reduction(kind)
-        results = self._in_buckets(values, lambda flat: self._gloo.allreduce([flat], options))
-        return results if scale == 1.0 else [_scaled(r, scale) for r in results]
+        return self._in_buckets(values, lambda flat: self._gloo.allreduce([flat], options), scale)
 
     def broadcast(self, values: list[torch.Tensor], root: int) -> list[torch.Tensor]:
         self._agree(f"broadcast from {root} of", values)
@@ -188,7 +187,7 @@ class ProcessTransport:
         return result
 
     def _in_buckets(
-        self, values: list[torch.Tensor], start: Callable[[torch.Tensor], Any]
+        self, values: list[torch.Tensor], start: Callable[[torch.Tensor], Any], scale: float = 1.0
     ) -> list[torch.Tensor]:
         """Run an op on a few long vectors instead of many tensors; one is filled while others are under way."""
         started = []
@@ -198,6 +197,10 @@ class ProcessTransport:
         results = list(values)
         for chosen, flat, work in started:
             self._wait(work)
+            if scale != 1.0:
+                flat = (
+                    flat.mul_(scale) if flat.is_floating_point() else (flat * scale).to(flat.dtype)
+                )
             parts = flat.split_with_sizes([values[k].numel() for k in chosen])
             for k, part in zip(chosen, parts, strict=True):
                 results[k] = part.view(values[k].shape)
@@ -297,10 +300,6 @@ def _appears(key: str, within_s: float) -> bool:
 
 def _short(plan: str) -> str:
     return plan if len(plan) < 400 else f"{plan[:400]}... ({plan.count('[')} tensors)"
-
-
-def _scaled(value: torch.Tensor, scale: float) -> torch.Tensor:
-    return value.mul_(scale) if value.dtype.is_floating_point else (value * scale).to(value.dtype)
 
 
 def _buckets(values: list[torch.Tensor]) -> Iterator[list[int]]:
