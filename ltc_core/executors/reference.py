@@ -217,7 +217,7 @@ class ReferenceProgram(Program):
         graph: Graph,
         memory: MemoryPlan,
         types: StorageTypes | None,
-        hardware: torch.device,
+        hardware: torch.device = _CPU,
     ) -> None:
         self.reuses = memory.reuses
         self.peak_bytes = memory.peak_bytes

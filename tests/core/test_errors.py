@@ -24,6 +24,9 @@ TREE = {
     "CheckpointFormatError": ValueError,
     "CheckpointIOError": OSError,
     "DataFormatError": ValueError,
+    "LoaderError": RuntimeError,
+    "RankError": RuntimeError,
+    "CollectiveError": RuntimeError,
 }
 
 

@@ -16,6 +16,7 @@ BOTH = [X, X + 10]
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(180)  # the compiler runs
 @pytest.mark.parametrize("compile", ["off", "sync"])
 def test_two_processes(tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LTC_COMPILE", compile)

@@ -43,13 +43,13 @@ def test_three_processes_meet(tmp_path: Path, method: str) -> None:
     ("how", "text"),
     [
         ("ended", r"rank 1 has ended and will not come to rendezvous 'epoch'(?s:.*)missing: ranks 1"),
-        ("slow", r"'epoch' was not complete after 1 s(?s:.*)1 of 2 have come; missing: ranks 1"),
+        ("slow", r"'epoch' was not complete after 3 s(?s:.*)1 of 2 have come; missing: ranks 1"),
         ("object", "this cannot be sent to other processes"),
     ],
 )
 def test_in_vain(how: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "slow":
-        monkeypatch.setenv("LTC_COLLECTIVE_TIMEOUT_S", "1")
+        monkeypatch.setenv("LTC_COLLECTIVE_TIMEOUT_S", "3")
     started = time.monotonic()
     with pytest.raises(RankError, match=text) as caught:
         xmp.spawn(spawned.miss, (how,), nprocs=2)

@@ -12,6 +12,7 @@ from tests.dist import spawned
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("nprocs", [2, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_several_processes_learn_what_one_does(

@@ -94,7 +94,8 @@ def key(request: Request) -> str:
 @functools.cache
 def _gpu(device: str) -> str:
     """Name what compiled programs of a GPU depend on."""
-    return f"{torch.cuda.get_device_capability()}" if device == "cuda" else ""
+    is_there = device == "cuda" and torch.cuda.is_available()
+    return f"{torch.cuda.get_device_capability()}" if is_there else ""
 
 
 def _part_text(part: Part) -> str:
