@@ -183,15 +183,16 @@ class TestClaim:
     def test_is_held_by_one_of_many_threads(self, artifacts: Artifacts) -> None:
         """The lock's file is made and removed all the time: nobody may lock one that is gone."""
         inside: list[int] = []
-        most, claimed = [0], [0]
+        most = [0]
 
         def hammer(number: int) -> None:
-            for _ in range(300):
+            claimed = 0
+            while claimed < 75:  # somebody always can
                 with artifacts.claim(KEY) as is_mine:
                     if is_mine:
                         inside.append(number)
                         most[0] = max(most[0], len(inside))
-                        claimed[0] += 1
+                        claimed += 1
                         inside.remove(number)
 
         threads = [threading.Thread(target=hammer, args=(k,)) for k in range(4)]
@@ -199,7 +200,7 @@ class TestClaim:
             thread.start()
         for thread in threads:
             thread.join()
-        assert most == [1] and claimed[0] >= 300 and names(artifacts) == set()
+        assert most == [1] and names(artifacts) == set()
 
     def test_of_a_lock_file_that_was_replaced(
         self, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
