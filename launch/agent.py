@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch.distributed
-from ltc_launch.spec import Spec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
@@ -33,10 +31,13 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ltc_dist import worker
+from ltc_dist.failures import Failure, first_failure, how_it_ended
+from ltc_dist.loopback import LOOPBACK, serve_store
+
+from .spec import Spec
 
 __all__ = ["command", "run", "variables"]
 
-_LOOPBACK = "127.0.0.1"
 _BACKEND = "ltc-loopback"
 c10d: Any = torch.distributed  # its stubs lack what is used here
 
@@ -46,15 +47,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        listener = socket.create_server((_LOOPBACK, 0))
-        self._port = listener.getsockname()[1]
-        self._store = c10d.TCPStore(
-            _LOOPBACK,
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store, self._port = serve_store()
         self._is_closed = False
 
     @property
@@ -66,7 +59,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         store = c10d.PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._port))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
 
     def is_closed(self) -> bool:
         return self._is_closed
@@ -108,7 +101,7 @@ def run(spec: Spec) -> int:
             launch(*command(spec, os.getpid()))
         except ChildFailedError as failed:
             sys.stdout.flush()
-            return _told(_first(list(failed.failures.items())))
+            return _told(failed.failures)
         except SignalException as stopped:
             number = int(stopped.sigval)
             print(f"ltc-launch: stopped by {signal.Signals(number).name}", file=sys.stderr)
@@ -174,37 +167,31 @@ def _config(spec: Spec, log_dir: str) -> LaunchConfig:
 # -- how it ended ----------------------------------------------------------------------------------
 
 
-def _first(failures: list[tuple[int, ProcessFailure]]) -> tuple[int, ProcessFailure]:
-    """Give the failure that came first: those it left in the lurch failed because of it."""
-    told = [f for f in failures if _report(f[1])]
-    silent = [f for f in failures if not _report(f[1])]
-    # Killed, or left by itself: nothing of the others' doing, unless it is how the agent stops them.
-    alone = [f for f in silent if f[1].exitcode != -signal.SIGTERM]
-    if alone or not told:
-        return (alone or silent)[0]
-    return min(told, key=lambda f: float(_report(f[1])["time_s"]))
-
-
 def _report(failure: ProcessFailure) -> dict[str, Any]:
     message = failure.error_file_data.get("message", {})
     info = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return info if "time_s" in info else {}
 
 
-def _told(first: tuple[int, ProcessFailure]) -> int:
-    rank, failure = first
-    report = _report(failure)
-    code = failure.exitcode
-    how = f"ended with exit code {code}"
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
-            how += "; if nobody did that, the machine was out of memory"
+def _told(failures: dict[int, ProcessFailure]) -> int:
+    """Tell which process failed first, and how; give the exit code."""
+    reports = {rank: _report(failure) for rank, failure in failures.items()}
+    first = first_failure(
+        (
+            Failure(rank, failure.exitcode, reports[rank].get("time_s"))
+            for rank, failure in failures.items()
+        ),
+        stops_with=signal.SIGTERM,
+    )
+    report, code = reports[first.rank], first.exitcode
+    how = how_it_ended(code)
+    if code == -signal.SIGKILL:
+        how += "; if nobody did that, the machine was out of memory"
     if report:
         print(report["py_callstack"], file=sys.stderr, end="")
         how = "raised this"
     print(
-        f"ltc-launch: rank {rank} (pid {failure.pid}) {how}; the others were stopped",
+        f"ltc-launch: rank {first.rank} (pid {failures[first.rank].pid}) {how}; the others were stopped",
         file=sys.stderr,
     )
     return code if code > 0 else 128 - code

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from ltc_launch.spec import Spec, parse
+from .spec import Spec, parse
 
 __all__ = ["main"]
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Launch what the command line says; give the exit code."""
     spec = parse(sys.argv[1:] if argv is None else argv)
     # Imports PyTorch, which takes a second: a mistake on the command line is told before.
-    from ltc_launch import agent
+    from . import agent
 
     if spec.dry_run:
         print(shlex.join([sys.executable, *agent.command(spec, os.getpid())]))

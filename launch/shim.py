@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ltc_dist import host, worker
+from ltc_dist.main_guard import is_guard
 from ltc_dist.ranks import ranks
 
 __all__ = ["main"]
@@ -54,9 +55,7 @@ def _run(target: str, is_module: bool) -> None:
 
 def _has_guard(source: str) -> bool:
     """Tell whether the script does something of its own when it is run."""
-    tree = ast.parse(Path(source).read_bytes())
-    tests = [ast.dump(s.test) for s in tree.body if isinstance(s, ast.If)]
-    return any("__name__" in test for test in tests)
+    return any(map(is_guard, ast.parse(Path(source).read_bytes()).body))
 
 
 def _report(error: BaseException) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["OPS", "TRANSPORTS", "Transport", "ops"]
+__all__ = ["OPS", "TRANSPORTS", "Transport", "ops", "plan_text"]
 
 
 class Transport(Protocol):
@@ -33,6 +33,11 @@ class Transport(Protocol):
     def permute(self, value: torch.Tensor, pairs: list[int]) -> torch.Tensor: ...
 
     def broadcast(self, values: list[torch.Tensor], root: int) -> list[torch.Tensor]: ...
+
+
+def plan_text(what: str, values: Sequence[torch.Tensor]) -> str:
+    """Say what an op does and on what: in all members of a group the same."""
+    return f"{what} {', '.join(f'{str(v.dtype)[6:]}{list(v.shape)}' for v in values)}"
 
 
 # name of a group -> how it is reached. Ops name the group.

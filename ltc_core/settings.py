@@ -137,7 +137,7 @@ def _translate_hardware(name: str, text: str) -> str:
     """torch._lazy has LTC_TS_CUDA=1 for the GPU."""
     if name != "LTC_TS_CUDA":
         return text
-    return {True: "cuda", False: "cpu"}.get(text.lower() in _TRUE, text)
+    return "cuda" if text.lower() in _TRUE else "cpu"
 
 
 # fmt: off

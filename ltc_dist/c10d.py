@@ -20,27 +20,27 @@ __all__ = ["register"]
 
 dist: Any = torch.distributed  # its stubs lack what is used here
 
-# Ops of c10d, and which of their arguments they write. Their schemas do not say.
-_WRITES: dict[str, tuple[int, ...]] = {
-    "_allgather_base_": (0,),
-    "_reduce_scatter_base_": (0,),
-    "allgather_": (0,),
-    "allgather_coalesced_": (0,),
-    "allgather_into_tensor_coalesced_": (0,),
-    "allreduce_": (0,),
-    "allreduce_coalesced_": (0,),
-    "alltoall_": (0,),
-    "alltoall_base_": (0,),
-    "barrier": (),
-    "broadcast_": (0,),
-    "gather_": (0,),
-    "recv_": (0,),
-    "recv_any_source_": (0,),
-    "reduce_": (0,),
-    "reduce_scatter_": (0,),
-    "reduce_scatter_tensor_coalesced_": (0,),
-    "scatter_": (0,),
-    "send": (),
+# Ops of c10d, and whether they write their first argument: their schemas do not say.
+_WRITES: dict[str, bool] = {
+    "_allgather_base_": True,
+    "_reduce_scatter_base_": True,
+    "allgather_": True,
+    "allgather_coalesced_": True,
+    "allgather_into_tensor_coalesced_": True,
+    "allreduce_": True,
+    "allreduce_coalesced_": True,
+    "alltoall_": True,
+    "alltoall_base_": True,
+    "barrier": False,
+    "broadcast_": True,
+    "gather_": True,
+    "recv_": True,
+    "recv_any_source_": True,
+    "reduce_": True,
+    "reduce_scatter_": True,
+    "reduce_scatter_tensor_coalesced_": True,
+    "scatter_": True,
+    "send": False,
 }
 
 # Waiting again for what gloo has received would wait for the next message.
@@ -60,7 +60,7 @@ def register() -> None:
             RULES[packet.default] = _on_cpu(packet.default, writes)
 
 
-def _on_cpu(op: Any, writes: tuple[int, ...]) -> Callable[..., Any]:
+def _on_cpu(op: Any, writes: bool) -> Callable[..., Any]:
     name = op._opname
     names = [a.name for a in op._schema.arguments]
     group = names.index("process_group")
@@ -75,10 +75,9 @@ def _on_cpu(op: Any, writes: tuple[int, ...]) -> Callable[..., Any]:
         dist.Work.unbox(work).wait()
         if name in _WAITED_FOR_ONCE:
             work = _done.boxed()
-        for position in writes:
-            _bring_back(args[position], here[position])
-        # What the op gives besides its work are the tensors that it was given to write.
-        return (*(args[p] for p in writes), work) if isinstance(result, tuple) else work
+        if writes:
+            _bring_back(args[0], here[0])
+        return (args[0], work) if isinstance(result, tuple) else work
 
     return call
 

@@ -26,9 +26,19 @@ from ltc_core.runtime import contexts
 from ltc_core.settings import settings
 from ltc_dist.ranks import ranks
 
-__all__ = ["do_on_ordinals", "job_store", "leave", "mesh_reduce", "rendezvous", "wait_for"]
+__all__ = [
+    "LOOK_S",
+    "do_on_ordinals",
+    "ended",
+    "job_store",
+    "leave",
+    "mesh_reduce",
+    "rendezvous",
+    "wait_for",
+    "wait_looking",
+]
 
-_LOOK_S = 1.0  # between two looks at whether those waited for have ended
+LOOK_S = 1.0  # between two looks at whether those waited for have ended
 
 c10d: Any = torch.distributed  # its stubs lack what is used here
 
@@ -130,29 +140,46 @@ def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
     Raises:
         RankError: one of them has ended without it, or the time is up.
     """
-    store = job_store()
-    deadline = time.monotonic() + settings.collective_timeout_s
-    while True:
-        left = min(_LOOK_S, max(0.01, deadline - time.monotonic()))
-        with contextlib.suppress(RuntimeError):  # DistStoreError: the time was up
-            store.wait(list(keys), datetime.timedelta(seconds=left))
-            return
-        ended = [r for r in of if store.check([f"ended/{r}"])]
-        missing = [r for r, key in zip(of, keys, strict=True) if not store.check([key])]
+
+    def look(time_is_up: bool) -> None:
+        gone = ended(of)
+        missing = [r for r, key in zip(of, keys, strict=True) if not job_store().check([key])]
         came = f"{len(of) - len(missing)} of {len(of)} have come; missing: ranks {listed(missing)}"
-        gone = [r for r in ended if r in missing]
-        if gone:
+        never = [r for r in gone if r in missing]
+        if never:
             raise RankError(
-                f"rank {gone[0]} has ended and will not come to {what}",
+                f"rank {never[0]} has ended and will not come to {what}",
                 got=came,
                 next="let every process come to it as often as the others",
             )
-        if missing and time.monotonic() >= deadline:
+        if missing and time_is_up:
             raise RankError(
                 f"{what} was not complete after {settings.collective_timeout_s:g} s",
                 got=came,
                 next="let every process come to it; LTC_COLLECTIVE_TIMEOUT_S sets how long one waits",
             )
+
+    wait_looking(keys, look)
+
+
+def wait_looking(keys: Sequence[str], look: Callable[[bool], None]) -> None:
+    """Wait until the keys are in the job's store.
+
+    Args:
+        look: called once a second meanwhile, with whether the time is up; it raises to end the waiting.
+    """
+    deadline = time.monotonic() + settings.collective_timeout_s
+    while True:
+        left = min(LOOK_S, max(0.01, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # DistStoreError: the time was up
+            job_store().wait(list(keys), datetime.timedelta(seconds=left))
+            return
+        look(time.monotonic() >= deadline)
+
+
+def ended(of: Iterable[int]) -> list[int]:
+    """Give those of the processes that have come to their end."""
+    return [rank for rank in of if job_store().check([f"ended/{rank}"])]
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:

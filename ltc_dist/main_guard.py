@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from types import FrameType
 
-__all__ = ["is_unguarded"]
+__all__ = ["is_guard", "is_unguarded"]
 
 
 def is_unguarded(frame: FrameType | None) -> bool:
@@ -28,8 +28,13 @@ def is_unguarded(frame: FrameType | None) -> bool:
     line = frame.f_lineno
     for statement in tree.body:
         if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
-            return not (isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test))
+            return not is_guard(statement)
     return False
+
+
+def is_guard(statement: ast.stmt) -> bool:
+    """Tell whether a statement is `if __name__ == "__main__":`."""
+    return isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test)
 
 
 def _is_top_of_script(frame: FrameType) -> bool:

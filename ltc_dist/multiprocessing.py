@@ -13,7 +13,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -25,7 +24,6 @@ from typing import Any
 
 import cloudpickle
 import torch
-import torch.distributed
 import torch.multiprocessing  # tensors go to another process by its rules
 from filelock import FileLock
 
@@ -34,15 +32,14 @@ from ltc_core.errors import RankError
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
 from ltc_dist import host, worker
+from ltc_dist.failures import Failure, first_failure, how_it_ended
+from ltc_dist.loopback import LOOPBACK, serve_store
 from ltc_dist.main_guard import is_unguarded
 from ltc_dist.ranks import Ranks, ranks
 
 __all__ = ["MpModelWrapper", "MpSerialExecutor", "SpawnContext", "spawn"]
 
-c10d: Any = torch.distributed  # its stubs lack what is used here
-
 _START_METHODS = ("spawn", "fork", "forkserver")
-_LOOPBACK = "127.0.0.1"
 _GRACE_S = 5.0
 _FIRST_S = 0.3  # for the one that failed first to be told from those it took with it
 
@@ -181,19 +178,15 @@ class _Place:
 def _main(fn: _Function, args: tuple[Any, ...], place: _Place, pipe: Any) -> None:
     """Run in the new process."""
     os.environ.update(place.variables)
-    if (
-        place.start_method == "forkserver"
-    ):  # the server is the parent, and ends with the one it serves
-        worker.begin(os.getppid())
+    if place.start_method == "forkserver":
+        worker.begin(os.getppid())  # the server, which ends with the one it serves
     else:
         worker.begin(place.parent_pid, place.dies_with_thread)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if place.start_method == "fork":
         torch.set_num_threads(1)
-    elif os.environ[
-        "OMP_NUM_THREADS"
-    ].isdecimal():  # a server has the variables of its first process
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    elif (threads := os.environ["OMP_NUM_THREADS"]).isdecimal():
+        torch.set_num_threads(int(threads))  # a server has the variables of its first process
     try:
         fn(place.ranks.rank, *args)
         ltc.wait_device_ops()  # what fails in the background fails here, not unseen at the exit
@@ -229,15 +222,7 @@ class SpawnContext:
         self, fn: _Function, args: tuple[Any, ...], nprocs: int, daemon: bool, start_method: str
     ) -> None:
         context: Any = torch.multiprocessing.get_context(start_method)
-        listener = socket.create_server((_LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        self._store = c10d.TCPStore(
-            _LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store, port = serve_store()
         self.processes: list[Any] = []
         self._pipes: list[Any] = []
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -278,12 +263,11 @@ class SpawnContext:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while running := [p for p in self.processes if p.exitcode is None]:
+            while None in (codes := [p.exitcode for p in self.processes]) and not any(codes):
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = mp.connection.wait([p.sentinel for p in running], left)
-                if any(p.exitcode for p in self.processes):
-                    break
-                if not ready:
+                pairs = zip(self.processes, codes, strict=True)
+                running = [process.sentinel for process, code in pairs if code is None]
+                if not mp.connection.wait(running, left):
                     return False
             self._raise_first_failure()
         except BaseException:
@@ -296,14 +280,16 @@ class SpawnContext:
         if not any(p.exitcode for p in self.processes):
             return
         time.sleep(_FIRST_S)
-        failed = [(rank, p.exitcode) for rank, p in enumerate(self.processes) if p.exitcode]
-        reports = {rank: report for rank, _ in failed if (report := self._read_report(rank))}
-        # One that was killed or left by itself took the others with it: they failed because it was gone.
-        silent = [(rank, code) for rank, code in failed if rank not in reports]
-        if silent:
-            raise _ended(*silent[0], self.processes[silent[0][0]].pid)
-        first = min(reports, key=lambda rank: reports[rank].time_s)
-        raise _rebuilt(first, reports[first], self.processes[first].pid)
+        failed = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode}
+        reports = {rank: self._read_report(rank) for rank in failed}
+        first = first_failure(
+            Failure(rank, code, None if (report := reports[rank]) is None else report.time_s)
+            for rank, code in failed.items()
+        )
+        report, pid = reports[first.rank], self.processes[first.rank].pid
+        if report is None:
+            raise _ended(first, pid)
+        raise _rebuilt(first.rank, report, pid)
 
     def _read_report(self, rank: int) -> _Report | None:
         with contextlib.suppress(EOFError, OSError):
@@ -335,7 +321,7 @@ class SpawnContext:
 
 
 def _variables(of: Ranks, port: int) -> dict[str, str]:
-    return worker.variables(of, _LOOPBACK, port, os.environ) | {
+    return worker.variables(of, LOOPBACK, port, os.environ) | {
         "LTC_NUM_DEVICES": "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent has the store: no process serves it
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -357,16 +343,15 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _ended(rank: int, code: int, pid: int) -> RankError:
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-    else:
-        how = f"ended with exit code {code}"
+def _ended(failure: Failure, pid: int) -> RankError:
+    how = how_it_ended(failure.exitcode)
     advice = "its own output says more"
-    if code == -signal.SIGKILL:
+    if failure.exitcode == -signal.SIGKILL:
         advice = "if nobody killed it, the machine was out of memory: use a smaller batch or fewer processes"
-    error = RankError(f"rank {rank} (pid {pid}) {how}; the others were stopped", next=advice)
-    error.exitcode = code
+    error = RankError(
+        f"rank {failure.rank} (pid {pid}) {how}; the others were stopped", next=advice
+    )
+    error.exitcode = failure.exitcode
     return error
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ import torch.distributed
 from ltc_core import collective
 from ltc_core.errors import CollectiveError, listed
 from ltc_core.settings import settings
-from ltc_dist.host import job_store
+from ltc_dist.host import LOOK_S, ended, job_store, wait_looking
+from ltc_dist.loopback import LOOPBACK
 from ltc_dist.ranks import Ranks, ranks
 
 __all__ = ["Group", "group_of"]
@@ -36,7 +36,6 @@ _KINDS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-_LOOK_S = 1.0  # between two looks at whether those waited for have ended
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -213,8 +212,7 @@ class ProcessTransport:
 
         gloo does not look: with other sizes elsewhere it may give wrong numbers without an error.
         """
-        shapes = ", ".join(f"{str(v.dtype)[6:]}{list(v.shape)}" for v in values)
-        self._plan = f"{what} {shapes}"
+        self._plan = collective.plan_text(what, values)
         if self._plan in self._known:
             return
         self._known.add(self._plan)
@@ -226,19 +224,21 @@ class ProcessTransport:
         return f"plan/{self._group.name}/{len(self._known)}/{position}"
 
     def _await_plan(self, position: int) -> None:
-        deadline = time.monotonic() + settings.collective_timeout_s
-        while not _appears(self._plan_key(position), _LOOK_S):
+        def look(time_is_up: bool) -> None:
             at = f"at/{self._group.name}/{position}"
             if job_store().check([at]):  # it waits for us, in an op that it knows
                 self._differ(position, job_store().get(at).decode())
             self._look_for_ended()
-            if time.monotonic() > deadline:
+            if time_is_up:
                 raise CollectiveError(
                     f"rank {self._group.members[position]} did not come within {settings.collective_timeout_s:g} s",
                     got=f"rank {self._rank} is at {_short(self._plan)}",
                     next="let all processes of the group run the same collectives",
                 )
-        other = job_store().get(self._plan_key(position)).decode()
+
+        key = self._plan_key(position)
+        wait_looking([key], look)
+        other = job_store().get(key).decode()
         if other != self._plan:
             self._differ(position, other)
 
@@ -246,7 +246,7 @@ class ProcessTransport:
         """Wait for an op; look now and then at what those are doing who do not come."""
         while True:
             try:
-                work.wait(datetime.timedelta(seconds=_LOOK_S))
+                work.wait(datetime.timedelta(seconds=LOOK_S))
                 return
             except RuntimeError:
                 if work.is_completed():
@@ -261,10 +261,10 @@ class ProcessTransport:
             self._look_for_ended()
 
     def _look_for_ended(self) -> None:
-        ended = [r for r in self._group.members if job_store().check([f"ended/{r}"])]
-        if ended:
+        gone = ended(self._group.members)
+        if gone:
             raise CollectiveError(
-                f"rank {ended[0]} has ended while rank {self._rank} waits for it",
+                f"rank {gone[0]} has ended while rank {self._rank} waits for it",
                 got=f"rank {self._rank} is at {_short(self._plan)}",
                 next="let all processes take the same number of steps: a DistributedSampler with drop_last=True",
             )
@@ -284,18 +284,10 @@ def _options() -> Any:
     options._timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
     here = ranks()
     if here.world_size == here.local_world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     else:
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
     return options
-
-
-def _appears(key: str, within_s: float) -> bool:
-    try:
-        job_store().wait([key], datetime.timedelta(seconds=within_s))
-    except RuntimeError:  # DistStoreError: the time was up
-        return bool(job_store().check([key]))
-    return True
 
 
 def _short(plan: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.collective import plan_text
 from ltc_core.errors import CollectiveError
 
 __all__ = ["Meeting", "Stopped", "ThreadTransport"]
@@ -174,8 +175,7 @@ class ThreadTransport:
         combine: Callable[[list[Any]], Sequence[Any]],
         copied: bool = False,
     ) -> Any:
-        shapes = ", ".join(f"{str(v.dtype)[6:]}{list(v.shape)}" for v in values)
-        found = self._meeting.exchange(self._position, f"{what} {shapes}", values, combine)
+        found = self._meeting.exchange(self._position, plan_text(what, values), values, combine)
         if not copied:
             return found
         return found.clone() if isinstance(found, torch.Tensor) else _copies(found)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+from ltc_dist.loopback import LOOPBACK
 from ltc_dist.ranks import Ranks
 
 __all__ = ["begin", "num_threads", "variables"]
@@ -49,7 +50,7 @@ def variables(
     }
     if "OMP_NUM_THREADS" not in environ:
         found["OMP_NUM_THREADS"] = str(num_threads(of.local_world_size))
-    if master_addr == "127.0.0.1":
+    if master_addr == LOOPBACK:
         found["GLOO_SOCKET_IFNAME"] = "lo"
     return found
 

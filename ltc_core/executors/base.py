@@ -15,10 +15,10 @@ import torch
 
 from ltc_core.graph import Graph, Node, TensorMeta
 
-__all__ = ["Executor", "NodeFailure", "Program"]
+__all__ = ["CPU", "Executor", "NodeFailure", "Program"]
 
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 class NodeFailure(Exception):
@@ -72,7 +72,7 @@ class Executor(abc.ABC):
 
     name: str
 
-    def __init__(self, hardware: torch.device = _CPU) -> None:
+    def __init__(self, hardware: torch.device = CPU) -> None:
         self.hardware = hardware
 
     @abc.abstractmethod

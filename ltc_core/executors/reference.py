@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.base import Executor, NodeFailure, Program
+from ltc_core.executors.base import CPU, Executor, NodeFailure, Program
 from ltc_core.executors.storage import StorageTypes
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write, references
 from ltc_core.passes import MemoryPlan, plan
@@ -20,7 +20,6 @@ from ltc_core.views import close_lens, open_lens, real_view
 __all__ = ["ReferenceExecutor", "on_cpu"]
 
 aten = torch.ops.aten
-_CPU = torch.device("cpu")
 
 
 class _Instruction:
@@ -217,7 +216,7 @@ class ReferenceProgram(Program):
         graph: Graph,
         memory: MemoryPlan,
         types: StorageTypes | None,
-        hardware: torch.device = _CPU,
+        hardware: torch.device = CPU,
     ) -> None:
         self.reuses = memory.reuses
         self.peak_bytes = memory.peak_bytes
@@ -306,7 +305,7 @@ class ReferenceExecutor(Executor):
 
     name = "reference"
 
-    def __init__(self, hardware: torch.device = _CPU) -> None:
+    def __init__(self, hardware: torch.device = CPU) -> None:
         super().__init__(hardware)
         self._types = StorageTypes.from_settings()
 

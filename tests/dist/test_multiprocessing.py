@@ -64,8 +64,20 @@ def test_lambdas_and_closures(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_device_may_be_used_in_the_parent_before(tmp_path: Path, method: str) -> None:
-    assert float((torch.ones(4, device=ltc.lazy_device()) * 2).sum()) == 8
-    xmp.spawn(spawned.train, (str(tmp_path),), nprocs=2, start_method=method)
+    """A parent of its own: PyTorch refuses backward in a process forked from one that has run a backward."""
+    code = f"""
+    import torch
+    import ltc_core as ltc
+    from ltc_dist import multiprocessing as xmp
+    from tests.dist import spawned
+
+    if __name__ == "__main__":
+        assert float((torch.ones(4, device=ltc.lazy_device()) * 2).sum()) == 8
+        xmp.spawn(spawned.train, ({str(tmp_path)!r},), nprocs=2, start_method={method!r})
+    """
+    parent = start(tmp_path, code)
+    _, err = parent.communicate(timeout=50)
+    assert parent.returncode == 0, err
     first, second = (torch.load(tmp_path / f"{k}.pt") for k in range(2))
     assert all(torch.equal(first[k], second[k]) for k in first)
 
@@ -77,6 +89,16 @@ def test_without_waiting(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankError, match="was killed by SIGKILL"):
         context.join()
+
+
+def test_one_that_has_failed_before_it_is_waited_for(tmp_path: Path) -> None:
+    context = xmp.spawn(spawned.wait_for_ever, (str(tmp_path),), nprocs=2, join=False)
+    assert context is not None
+    os.kill(context.pids()[1], signal.SIGKILL)
+    context.processes[1].join()
+    with pytest.raises(RankError, match="rank 1 (?s:.*)was killed by SIGKILL"):
+        context.join(timeout=20)
+    assert all(p.exitcode is not None for p in context.processes)
 
 
 class TestFailures:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import torch
 
 from ltc_core.executors.allocator import give_back, keep_memory
-from ltc_core.executors.base import Program
+from ltc_core.executors.base import CPU, Program
 from ltc_core.executors.inductor.tiers import TieredProgram, say_once
 from ltc_core.executors.reference import ReferenceExecutor
 from ltc_core.graph import Graph
 
 __all__ = ["InductorExecutor"]
-
-_CPU = torch.device("cpu")
 
 
 class InductorExecutor(ReferenceExecutor):
@@ -23,7 +21,7 @@ class InductorExecutor(ReferenceExecutor):
 
     name = "inductor"
 
-    def __init__(self, hardware: torch.device = _CPU) -> None:
+    def __init__(self, hardware: torch.device = CPU) -> None:
         super().__init__(hardware)
         if hardware.type == "cpu":
             keep_memory()
