@@ -22,6 +22,7 @@ from ltc_core import *  # noqa: F403
 from ltc_core import __all__ as _core
 from ltc_core import source as _source
 from ltc_dist import c10d as _c10d
+from ltc_dist.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
 from ltc_dist.collectives import (
     all_gather,
     all_reduce,
@@ -49,6 +50,8 @@ _c10d.register()
 
 __all__ = [
     *_core,
+    "Checkpoint",
+    "Checkpointer",
     "MpDeviceLoader",
     "MpModelWrapper",
     "MpSerialExecutor",
@@ -64,6 +67,7 @@ __all__ = [
     "get_local_ordinal",
     "get_ordinal",
     "is_master_ordinal",
+    "latest_checkpoint",
     "master_print",
     "mesh_reduce",
     "optimizer_step",

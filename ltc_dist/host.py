@@ -28,10 +28,12 @@ from ltc_dist.ranks import ranks
 
 __all__ = [
     "LOOK_S",
+    "before_leaving",
     "do_on_ordinals",
     "ended",
     "job_store",
     "leave",
+    "look_for",
     "mesh_reduce",
     "rendezvous",
     "wait_for",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 LOOK_S = 1.0  # between two looks at whether those waited for have ended
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.1  # between two looks of a thread in the background
 
 c10d: Any = torch.distributed  # its stubs lack what is used here
 
@@ -46,6 +49,7 @@ _lock = threading.Lock()
 _store: Any = None
 _has_left = 0  # the process that has: a forked child is another one
 _meetings: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+_last_calls: list[Callable[[], None]] = []
 
 
 def job_store() -> Any:
@@ -75,13 +79,22 @@ def _connected() -> Any:
     return c10d.PrefixStore("ltc", found)
 
 
+def before_leaving(call: Callable[[], None]) -> None:
+    """Have `call` called at the end of this process, while the others can still be reached."""
+    _last_calls.append(call)
+
+
 def leave() -> None:
     """Tell the other processes that this one is at its end, once what it has recorded has run."""
     global _store, _has_left
     here = ranks()
-    if _has_left == os.getpid() or here.world_size == 1 or here.threads:
+    if _has_left == os.getpid() or here.threads:
         return
     _has_left = os.getpid()
+    for call in _last_calls:
+        call()
+    if here.world_size == 1:
+        return
     for ctx in contexts():
         ctx.worker.drain(settings.exit_timeout_s)
     # A launcher's store is there to the end. One that rank 0 serves may be gone, or never have been.
@@ -141,25 +154,27 @@ def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
         RankError: one of them has ended without it, or the time is up.
     """
 
-    def look(time_is_up: bool) -> None:
-        gone = ended(of)
-        missing = [r for r, key in zip(of, keys, strict=True) if not job_store().check([key])]
-        came = f"{len(of) - len(missing)} of {len(of)} have come; missing: ranks {listed(missing)}"
-        never = [r for r in gone if r in missing]
-        if never:
-            raise RankError(
-                f"rank {never[0]} has ended and will not come to {what}",
-                got=came,
-                next="let every process come to it as often as the others",
-            )
-        if missing and time_is_up:
-            raise RankError(
-                f"{what} was not complete after {settings.collective_timeout_s:g} s",
-                got=came,
-                next="let every process come to it; LTC_COLLECTIVE_TIMEOUT_S sets how long one waits",
-            )
+    wait_looking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up))
 
-    wait_looking(keys, look)
+
+def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up: bool) -> None:
+    """Raise if somebody who has not come will not, or the time is up."""
+    gone = ended(of)
+    missing = [r for r, key in zip(of, keys, strict=True) if not job_store().check([key])]
+    came = f"{len(of) - len(missing)} of {len(of)} have come; missing: ranks {listed(missing)}"
+    never = [r for r in gone if r in missing]
+    if never:
+        raise RankError(
+            f"rank {never[0]} has ended and will not come to {what}",
+            got=came,
+            next="let every process come to it as often as the others",
+        )
+    if missing and time_is_up:
+        raise RankError(
+            f"{what} was not complete after {settings.collective_timeout_s:g} s",
+            got=came,
+            next="let every process come to it; LTC_COLLECTIVE_TIMEOUT_S sets how long one waits",
+        )
 
 
 def wait_looking(keys: Sequence[str], look: Callable[[bool], None]) -> None:
@@ -175,6 +190,24 @@ def wait_looking(keys: Sequence[str], look: Callable[[bool], None]) -> None:
             job_store().wait(list(keys), datetime.timedelta(seconds=left))
             return
         look(time.monotonic() >= deadline)
+
+
+def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
+    """Wait until the keys are in the job's store, each set by one of the processes `of`; give what they hold.
+
+    For threads in the background: a process has one connection to the store, and `wait_for` would keep it.
+
+    Raises:
+        RankError: one of them has ended without it, or the time is up.
+    """
+    store = job_store()
+    deadline = time.monotonic() + settings.collective_timeout_s
+    pause_s = _FIRST_LOOK_S
+    while not store.check(list(keys)):
+        _check_missing(keys, of, what, time.monotonic() >= deadline)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_LOOK_S)
+    return [bytes(store.get(key)) for key in keys]
 
 
 def ended(of: Iterable[int]) -> list[int]:

@@ -78,7 +78,7 @@ def replace_file(path: str) -> Iterator[BinaryIO]:
     except BaseException:
         _discard(temporary)
         raise
-    _fsync(os.path.dirname(path))
+    fsync(os.path.dirname(path))
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def replace_directory(path: str, check: Callable[[str], None]) -> Iterator[str]:
         _keep_mode(path, descriptor)
         # Only now, so that the kernel writes one file while the block makes the next.
         for entry in os.scandir(temporary):
-            _fsync(entry.path)
+            fsync(entry.path)
         os.fsync(descriptor)
         with _lock_parent(path) as parent:
             _recover(path)
@@ -225,7 +225,8 @@ def _keep_mode(path: str, descriptor: int) -> None:
         os.fchmod(descriptor, stat.S_IMODE(os.stat(path).st_mode))
 
 
-def _fsync(path: str) -> None:
+def fsync(path: str) -> None:
+    """Wait until a file or a directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -29,19 +29,29 @@ def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CpuCopies:
-    """`cpu_copy` for tensors that are kept: those that are one memory share one copy of it."""
+    """`cpu_copy` for tensors that are kept: those that are one memory share one copy of it.
 
-    def __init__(self) -> None:
+    Args:
+        of_cpu: copy tensors of the CPU too, so that what is changed later does not show.
+    """
+
+    def __init__(self, of_cpu: bool = False) -> None:
+        self._of_cpu = of_cpu
         # The original is kept as well: a key is the id of something it holds.
         self._copies: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not is_on_device(tensor):
+        if not is_on_device(tensor) and not (self._of_cpu and _is_dense(tensor)):
             return tensor
         key = memory_key(tensor)
         if key not in self._copies:
-            self._copies[key] = tensor, fetch(tensor._h, "Save")
+            copied = fetch(tensor._h, "Save") if is_on_device(tensor) else tensor.detach().clone()
+            self._copies[key] = tensor, copied
         return _like(tensor, self._copies[key][1].detach())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
 
 
 def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:

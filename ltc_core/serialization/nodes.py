@@ -9,7 +9,7 @@ import base64
 import functools
 import math
 import re
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -30,13 +30,15 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def encode(tree: object, place: Callable[[torch.Tensor, str], int]) -> Node:
+def encode(tree: object, place: Callable[[torch.Tensor, str], int], name: str = "data") -> Node:
     """Return the node of `tree`; `place(tensor, where)` gives the number of each tensor.
+
+    Numbers of numpy become Python's.
 
     Raises:
         CheckpointFormatError: a value has no node; names its place, such as data['model'][0].
     """
-    return _Encoder(place).encode(tree, "data")
+    return _Encoder(place).encode(tree, name)
 
 
 def decode(node: Node, tensor: Callable[[Any], torch.Tensor]) -> Any:
@@ -64,6 +66,8 @@ class _Encoder:
         leaf = _LEAVES.get(kind)
         if leaf is not None:
             return leaf(value)
+        if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+            return self.encode(value.item(), where)
         container = _CONTAINERS.get(kind) or (_namedtuple if _is_namedtuple(value) else None)
         if container is None:
             raise _no_node(value, where)
@@ -129,6 +133,10 @@ def _dict(encoder: _Encoder, value: dict[Any, Any], where: str) -> Node:
     return {"items": encoder.pairs(value, where)}
 
 
+def _counter(encoder: _Encoder, value: Counter[Any], where: str) -> Node:
+    return {"counter": encoder.pairs(value, where)}
+
+
 def _ordered_dict(encoder: _Encoder, value: OrderedDict[Any, Any], where: str) -> Node:
     """state_dict() keeps the versions of its modules in an attribute; others are refused."""
     attributes = dict(vars(value))
@@ -159,6 +167,7 @@ _CONTAINERS: dict[type, Callable[[_Encoder, Any, str], Node]] = {
     tuple: _tuple,
     dict: _dict,
     OrderedDict: _ordered_dict,
+    Counter: _counter,  # MultiStepLR keeps its milestones in one
 }
 
 
@@ -272,6 +281,7 @@ _TAGS: dict[str, Callable[[_Decoder, Node, str], Any]] = {
     "dict": _read_dict,
     "items": lambda decoder, node, where: dict(decoder.pairs(node["items"], where)),
     "ordered_dict": _read_ordered_dict,
+    "counter": lambda decoder, node, where: Counter(dict(decoder.pairs(node["counter"], where))),
     "namedtuple": _read_namedtuple,
     "int": _read_int,
     "float": _read_float,

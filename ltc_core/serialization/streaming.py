@@ -1,9 +1,7 @@
-"""The streaming verbs `save` and `load`: a directory, one tensor at a time, without a pickle.
+"""The streaming verbs `save` and `load`: a `directory`, one tensor at a time, without a pickle.
 
-`save` walks the tree once (`nodes`), then fetches, writes and drops each tensor (`tensor_file`),
-then writes the `index`, then puts the directory in its place (`atomic`). `load` goes the other way.
-Host memory beyond the data itself is that of the largest tensor. The directory holds
-index.json and t_00000.safetensors, t_00001.safetensors, ...
+`save` writes a new directory, then puts it in its place (`atomic`). `load` goes the other way.
+Host memory beyond the data itself is that of the largest tensor.
 """
 
 import errno
@@ -11,28 +9,11 @@ import logging
 import os
 from typing import Any
 
-import torch
-
 from ltc_core.errors import CheckpointError, CheckpointFormatError, CheckpointIOError, listed
 from ltc_core.serialization.atomic import io_errors, old_name, replace_directory
-from ltc_core.serialization.cpu_copy import cpu_copy, is_on_device, memory_key
-from ltc_core.serialization.index import (
-    INDEX_FILE,
-    Index,
-    is_checkpoint_file,
-    read_index,
-    starts_like_index,
-    write_index,
-)
+from ltc_core.serialization.directory import Plan, open_directory, read_directory
+from ltc_core.serialization.index import INDEX_FILE, is_checkpoint_file, starts_like_index
 from ltc_core.serialization.legacy import load_legacy, tensors_folder
-from ltc_core.serialization.nodes import decode, encode
-from ltc_core.serialization.tensor_file import (
-    check_size,
-    open_file,
-    read_tensor,
-    why_not_storable,
-    write_tensor,
-)
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 5
@@ -68,40 +49,9 @@ def save(
     """
     del master_only, global_master  # see Args
     target = os.path.realpath(os.fsdecode(path))
-    plan = _Plan()
-    tree = encode(data, plan.place)
+    plan = Plan(data)
     with io_errors(target, plan.nbytes), replace_directory(target, _check_replaceable) as directory:
-        entries = [
-            write_tensor(directory, number, cpu_copy(tensor))
-            for number, tensor in enumerate(plan.tensors)
-        ]
-        write_index(directory, Index(tree, tuple(entries)))
-
-
-class _Plan:
-    """Which tensors are to be written: each once, in the order of the tree."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.nbytes = 0
-        self._numbers: dict[tuple[object, bool, bool], int] = {}
-
-    def place(self, tensor: torch.Tensor, where: str) -> int:
-        """Return the number of a tensor; refuse one that the format has no place for."""
-        reason = why_not_storable(tensor, is_on_device(tensor))
-        if reason:
-            raise CheckpointFormatError(
-                f"cannot save {where}: {reason.partition('; ')[0]}",
-                got=f"{type(tensor).__name__} of {tensor.dtype} on {tensor.device}",
-                next=f"{reason.partition('; ')[2]}, or save with ltc_core.save, which pickles.",
-            )
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        key = memory_key(tensor), tensor.requires_grad, is_parameter
-        if key not in self._numbers:
-            self._numbers[key] = len(self.tensors)
-            self.tensors.append(tensor)
-            self.nbytes += tensor.numel() * tensor.itemsize
-        return self._numbers[key]
+        plan.write(directory)
 
 
 def _check_replaceable(path: str) -> None:
@@ -150,7 +100,7 @@ def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Any:
                 continue  # between our two looks a writer may have moved it
             break
         try:
-            return _load_from(directory)
+            return read_directory(directory)[0]
         except (CheckpointError, OSError) as error:
             if attempt < _ATTEMPTS - 1 and _was_replaced(directory, target):
                 continue
@@ -168,7 +118,7 @@ def _open_directory(path: str) -> int | None:
     """Open the checkpoint, or the one moved aside by a writer that was killed half-way."""
     for candidate in (path, old_name(path)):
         try:
-            found = os.open(candidate, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            found = open_directory(candidate)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -186,40 +136,6 @@ def _was_replaced(directory: int, path: str) -> bool:
         return not os.path.samestat(os.fstat(directory), os.stat(path))
     except FileNotFoundError:
         return True
-
-
-def _load_from(directory: int) -> Any:
-    with open_file(directory, INDEX_FILE) as file:
-        index = read_index(file)
-    _check_files(directory, index)
-    loaded: dict[int, torch.Tensor] = {}
-
-    def tensor(number: Any) -> torch.Tensor:
-        if type(number) is not int or not 0 <= number < len(index.tensors):
-            raise CheckpointFormatError(
-                f"{INDEX_FILE}: there is no tensor {number!r:.200}",
-                got=f"{len(index.tensors)} tensors",
-            )
-        if number not in loaded:
-            loaded[number] = read_tensor(directory, index.tensors[number])
-        return loaded[number]
-
-    return decode(index.tree, tensor)
-
-
-def _check_files(directory: int, index: Index) -> None:
-    """Find all files that are missing or cut short before the first one is read."""
-    wrong = []
-    for entry in index.tensors:
-        try:
-            with open_file(directory, entry.file) as file:
-                check_size(file, entry)
-        except CheckpointFormatError:
-            raise
-        except CheckpointError as error:
-            wrong.append(error.what)
-    if wrong:
-        raise CheckpointError(listed(wrong))
 
 
 def _about(path: str, error: CheckpointError | OSError) -> CheckpointError:

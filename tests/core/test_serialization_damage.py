@@ -140,7 +140,7 @@ def nest(levels: int) -> Any:
         (lambda c: c.update(body=[1]), r"it has no list of tensors"),
         (lambda c: c.update(version=2), r"format version 2, and this library reads 1"),
         (lambda c: c.update(version=True), r"format version True"),
-        (lambda c: c.update(format="zip"), r"not the index of a streaming checkpoint"),
+        (lambda c: c.update(format="zip"), r"not a file of the format ltc-xser"),
         (tree({"tensor": 2}), r"there is no tensor 2"),
         (tree({"tensor": -1}), r"there is no tensor -1"),
         (tree({"tensor": True}), r"there is no tensor True"),
@@ -180,7 +180,7 @@ def test_forged_index_is_refused(change: Callable[[Any], Any], text: str, checkp
         ("[" * 100_000, "recursion"),
         ("9" * 10_000, "digits"),
         ("\x00\xff", "it is no JSON"),
-        ("[]", "not the index"),
+        ("[]", "not a file of the format"),
     ],
 )
 def test_index_that_is_none(text: str, expected: str, checkpoint: Path) -> None:

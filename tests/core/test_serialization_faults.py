@@ -13,7 +13,7 @@ import torch
 
 import ltc_core.serialization as xser
 from ltc_core.errors import CheckpointIOError
-from ltc_core.serialization import streaming, tensor_file
+from ltc_core.serialization import directory, tensor_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -263,7 +263,7 @@ def test_an_error_while_fetching_passes_and_leaves_the_old_checkpoint(
         return tensor
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "cpu_copy", fetch)
+        patch.setattr(directory, "cpu_copy", fetch)
         with pytest.raises(type(raised)) as caught:
             xser.save([torch.ones(1), torch.ones(2)], tmp_path / "c")
     assert caught.value is raised

@@ -1,0 +1,130 @@
+"""A tree of tensors as the files of one directory: `Plan` writes one, `read_directory` reads it back.
+
+The directory holds index.json and t_00000.safetensors, t_00001.safetensors, ... Tensors are fetched, written and
+dropped one at a time. How a directory takes the place of an older one is for `streaming`, and for the checkpoints of
+a job, to say.
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from ltc_core.errors import CheckpointError, CheckpointFormatError, listed
+from ltc_core.serialization.cpu_copy import cpu_copy, is_on_device, memory_key
+from ltc_core.serialization.index import INDEX_FILE, Index, read_index, write_index
+from ltc_core.serialization.nodes import decode, encode
+from ltc_core.serialization.tensor_file import (
+    check_size,
+    open_file,
+    read_tensor,
+    why_not_storable,
+    write_tensor,
+)
+
+__all__ = ["Plan", "check_directory", "open_directory", "read_directory"]
+
+
+class Plan:
+    """What is to be written of a tree: each tensor once, in the order of the tree.
+
+    Args:
+        name: of the tree, for errors: "data" in data['model'][0].
+
+    Attributes:
+        nbytes: of all tensors.
+
+    Raises:
+        CheckpointFormatError: something in the tree has no place in the format; names it.
+    """
+
+    def __init__(self, tree: object, name: str = "data") -> None:
+        self.nbytes = 0
+        self._tensors: list[torch.Tensor] = []
+        self._numbers: dict[tuple[object, bool, bool], int] = {}
+        self._tree = encode(tree, self._place, name)
+
+    def _place(self, tensor: torch.Tensor, where: str) -> int:
+        """Return the number of a tensor; refuse one that the format has no place for."""
+        reason = why_not_storable(tensor, is_on_device(tensor))
+        if reason:
+            raise CheckpointFormatError(
+                f"cannot save {where}: {reason.partition('; ')[0]}",
+                got=f"{type(tensor).__name__} of {tensor.dtype} on {tensor.device}",
+                next=f"{reason.partition('; ')[2]}, or save with ltc_core.save, which pickles.",
+            )
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        key = memory_key(tensor), tensor.requires_grad, is_parameter
+        if key not in self._numbers:
+            self._numbers[key] = len(self._tensors)
+            self._tensors.append(tensor)
+            self.nbytes += tensor.numel() * tensor.itemsize
+        return self._numbers[key]
+
+    def write(self, directory: str) -> str:
+        """Write into an empty directory; give the digest that stands for all of it.
+
+        Raises:
+            OSError: from the operating system, as it is.
+
+        Cost: one sync, if tensors are on a device; host memory of the largest tensor.
+        """
+        entries = [
+            write_tensor(directory, number, cpu_copy(tensor))
+            for number, tensor in enumerate(self._tensors)
+        ]
+        return write_index(directory, Index(self._tree, tuple(entries)))
+
+
+def check_directory(directory: int) -> Index:
+    """Read the index of the directory with this descriptor, and find all files that are missing or cut short.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged; names files and bytes.
+        CheckpointFormatError: it is no such directory, or of another version.
+    """
+    with open_file(directory, INDEX_FILE) as file:
+        index = read_index(file)
+    wrong = []
+    for entry in index.tensors:
+        try:
+            with open_file(directory, entry.file) as file:
+                check_size(file, entry)
+        except CheckpointFormatError:
+            raise
+        except CheckpointError as error:
+            wrong.append(error.what)
+    if wrong:
+        raise CheckpointError(listed(wrong))
+    return index
+
+
+def read_directory(directory: int) -> tuple[Any, str]:
+    """Read the tree from the directory with this descriptor; give it and its digest.
+
+    Sizes are checked before anything is allocated, digests before anything is returned.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged; names files and bytes.
+        CheckpointFormatError: it is no such directory, or of another version.
+        OSError: from the operating system, as it is.
+    """
+    index = check_directory(directory)
+    loaded: dict[int, torch.Tensor] = {}
+
+    def tensor(number: Any) -> torch.Tensor:
+        if type(number) is not int or not 0 <= number < len(index.tensors):
+            raise CheckpointFormatError(
+                f"{INDEX_FILE}: there is no tensor {number!r:.200}",
+                got=f"{len(index.tensors)} tensors",
+            )
+        if number not in loaded:
+            loaded[number] = read_tensor(directory, index.tensors[number])
+        return loaded[number]
+
+    return decode(index.tree, tensor), index.digest
+
+
+def open_directory(path: str) -> int:
+    """Open a directory for reading; give its descriptor."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,0 +1,420 @@
+"""Checkpoints of a training job, the whole job's state at a step: `Checkpointer` saves, finds and restores them.
+
+    checkpointer = ltd.Checkpointer("runs/a", every=100, model=model, optimizer=optimizer, loader=loader)
+    found = checkpointer.restore()
+    step = found.step if found else 0
+    for data, target in loader:
+        ...
+        step += 1
+        checkpointer.step(step)
+
+Comes from `transaction` (how one is written) and `reading` (how one is found).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import torch
+from torch.utils.data import DataLoader
+
+from ltc_core.errors import CheckpointError, CheckpointIOError, listed
+from ltc_core.runtime import contexts
+from ltc_core.serialization.cpu_copy import CpuCopies
+from ltc_core.serialization.directory import Plan
+from ltc_core.serialization.tree import map_tensors
+from ltc_dist import host
+from ltc_dist.checkpoint import commit, random_state, reading
+from ltc_dist.checkpoint.layout import SHARED, own_part, step_name, steps_in
+from ltc_dist.checkpoint.reading import Checkpoint, Contents
+from ltc_dist.checkpoint.resplit import loader_state
+from ltc_dist.checkpoint.stopping import Stopped, Stopping
+from ltc_dist.checkpoint.transaction import Transaction
+from ltc_dist.parallel_loader import MpDeviceLoader, ParallelLoader
+from ltc_dist.ranks import master_print, ranks
+
+__all__ = ["Checkpointer"]
+
+_LOADERS = (DataLoader, MpDeviceLoader, ParallelLoader)
+
+_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+class Checkpointer:
+    """Saves and restores the state of a job. Make it in every process, with the same arguments.
+
+    A checkpoint is whole or not there: whatever is killed at whatever moment, the ones before it stay. It is checked
+    by size and digest when it is read, holds no pickle, and can be restored by another number of processes.
+    Random generators are saved with it. SIGTERM becomes a checkpoint (see `step`).
+
+    Args:
+        directory: where to, shared by all hosts. One job at a time writes there.
+        keep: how many are kept, the newest; None for all.
+        every: steps between two checkpoints; 0 for those asked for with `save`.
+        background: write beside training. An error is raised by the next call then.
+        on_error: 'raise' what fails in saving, or 'warn' and train on.
+        stop_on_sigterm: make a checkpoint of SIGTERM.
+        own: names of objects that each process has a state of its own of. Loaders are known.
+        objects: what is saved, by name: anything with `state_dict` and `load_state_dict`. A model, an optimizer and a
+            scheduler are the same in all processes: rank 0 writes them.
+
+    Raises:
+        CheckpointIOError: some process cannot write there; in every process.
+        CheckpointError: an object has no state.
+
+    Cost: the processes wait for each other.
+
+    Source: the directory protocol is that of Orbax: a step has its name when it is whole.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        every: int = 0,
+        background: bool = True,
+        on_error: str = "raise",
+        stop_on_sigterm: bool = True,
+        own: Iterable[str] = (),
+        **objects: Any,
+    ) -> None:
+        _check(keep, every, on_error, objects)
+        self.directory = os.path.realpath(os.fsdecode(directory))
+        self._keep = keep
+        self._every = every
+        self._background = background
+        self._on_error = on_error
+        names = {name for name, held in objects.items() if isinstance(held, _LOADERS)}
+        self._own = {name: objects[name] for name in objects if name in names | set(own)}
+        self._shared = {name: objects[name] for name in objects if name not in self._own}
+        self._here = ranks()
+        self._release: weakref.finalize[[int], Checkpointer] | None = None
+        self._token = self._open()
+        self._is_behind = bool(steps_in(self.directory))  # there are some that were not restored
+        self._num_saves = 0
+        self._newest: int | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stopping = Stopping() if stop_on_sigterm else None
+        if self._stopping is not None:
+            weakref.finalize(self, self._stopping.close)
+        _live.add(self)
+
+    def _open(self) -> str:
+        """See that every process can write; give the token of this job's temporary names."""
+        problem, token = "", secrets.token_hex(4)
+        try:
+            commit.probe(self.directory)
+            if self._here.rank == 0:
+                self._release = weakref.finalize(self, os.close, commit.claim(self.directory))
+                commit.sweep(self.directory)
+        except OSError as error:
+            text = (
+                f"{error.what} ({error.got})"
+                if isinstance(error, CheckpointIOError)
+                else str(error)
+            )
+            problem = f"rank {self._here.rank}: {text}"
+        payload = json.dumps([problem, token]).encode()
+        answers = [json.loads(p) for p in host.rendezvous(f"checkpoints/{self.directory}", payload)]
+        problems = [problem for problem, _ in answers if problem]
+        if problems:
+            if self._release is not None:
+                self._release()
+            raise CheckpointIOError(
+                f"checkpoints cannot be written to {self.directory}",
+                got=listed(problems),
+                next="give a directory that every process may write to, and no other job does.",
+            )
+        return str(answers[0][1])
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def step(self, step: int, **values: Any) -> None:
+        """Say that a step is over. It is saved if it is a multiple of `every`, or if the job was told to stop.
+
+        On SIGTERM, in any process, all of them save after the same step, some steps later, and end with exit code 143.
+
+        Args:
+            step: counted from 1, the same in all processes.
+            values: what else is to be found in the checkpoint, such as `epoch=epoch`: numbers, texts, tensors.
+
+        Raises:
+            Stopped: it was told to stop, and what there is has been saved; a SystemExit.
+            CheckpointError: the last checkpoint could not be saved.
+
+        Cost: nothing for most steps; see `Stopping.is_agreed` and `save`.
+        """
+        stops = self._stopping is not None and self._stopping.is_agreed()
+        if stops or (self._every and step % self._every == 0):
+            self.save(step, **values)
+        elif self._thread is not None and not self._thread.is_alive():
+            self.wait()
+        if stops:
+            self.close()
+            master_print(
+                f"[ltc] stopped by SIGTERM; step {step} is in {self.directory}", fd=sys.stderr
+            )
+            raise Stopped
+
+    def save(self, step: int, **values: Any) -> None:
+        """Save the state after a step, and wait for the one before to be saved.
+
+        Raises:
+            CheckpointFormatError: something has no place in a checkpoint; names it.
+            CheckpointIOError: it cannot be written. Older checkpoints are still there.
+            CheckpointError: there are later checkpoints, which were not restored.
+
+        Cost: waits for the device. In the background, rank 0 copies what is shared to host memory, and the rest goes
+            on in a thread; else host memory of the largest tensor.
+        """
+        self.wait()
+        if step == self._newest:
+            return
+        self._num_saves += 1
+        transaction = self._staged(step, values)
+        if self._background and transaction.failure is None:
+            self._thread = threading.Thread(
+                target=self._run, args=(transaction,), name="checkpoint-save", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._run(transaction)
+            self.wait()
+
+    def _staged(self, step: int, values: dict[str, Any]) -> Transaction:
+        """Copy the state of this moment."""
+        plans: dict[str, Plan] = {}
+        failure: BaseException | None = None
+        for ctx in contexts():  # what rank 0 writes may need the others' part in a collective
+            ctx.cut("Save")
+        try:
+            if self._is_behind:
+                raise CheckpointError(
+                    f"{self.directory} has checkpoints that this run has not restored",
+                    got=f"steps {listed(steps_in(self.directory))}",
+                    next="call restore() first, or give this run another directory.",
+                )
+            if self._here.rank == 0:
+                objects = {name: held.state_dict() for name, held in self._shared.items()}
+                plans[SHARED] = self._plan({"objects": objects, "values": values})
+            own = {
+                name: {"state": held.state_dict(), "batch_size": _batch_size(held)}
+                for name, held in self._own.items()
+            }
+            mine = {"objects": own, "random": random_state.get()}
+            plans[own_part(self._here.rank)] = self._plan(mine)
+        except Exception as error:
+            failure = error
+        return Transaction(
+            self.directory, self._token, step, self._keep, self._here,
+            f"checkpoint/{self._token}/{self._num_saves}", plans, failure,
+        )  # fmt: skip
+
+    def _plan(self, tree: dict[str, Any]) -> Plan:
+        """Plan the writing of a state, as it is now."""
+        if self._background:
+            tree = map_tensors(CpuCopies(of_cpu=True), tree)
+        return Plan(tree, "checkpoint")
+
+    def _run(self, transaction: Transaction) -> None:
+        try:
+            transaction.run()
+            self._newest = transaction.step
+        except Exception as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is whole.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is None:
+            return
+        if self._on_error == "raise":
+            raise error
+        print(f"[ltc] training goes on without this checkpoint: {error}", file=sys.stderr)
+
+    # -- restoring ---------------------------------------------------------------------------------
+
+    def restore(self, step: int | None = None, skip: Iterable[str] = ()) -> Checkpoint | None:
+        """Load the newest checkpoint that is whole into the objects; all processes load the same one.
+
+        What is skipped because it is damaged is said in a warning. Processes that were not there when it was saved
+        keep the random state they have; loaders go on behind the samples that were used.
+
+        Args:
+            step: load that of this step instead. Later ones are removed when the next one is saved.
+            skip: names of objects to leave as they are.
+
+        Returns:
+            The step and the values that were saved with it; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: there are some, and none is whole; or it does not fit the objects, none of which has
+                been changed then.
+
+        Cost: every process reads what is shared; they wait for rank 0, which reads first.
+        """
+        self.wait()
+        contents = self._chosen(step)
+        if contents is not None:
+            self._load(contents, set(skip))
+        self._is_behind = False
+        return contents.checkpoint if contents is not None else None
+
+    def steps(self) -> list[int]:
+        """Give the steps that have checkpoints, in order."""
+        return steps_in(self.directory)
+
+    def _chosen(self, step: int | None) -> Contents | None:
+        """Rank 0 looks for one that is whole, the others take the same."""
+        contents, answer = None, ["", None]
+        if self._here.rank == 0:
+            try:
+                found = reading.find(self.directory, self._read, step)
+                if found is not None:
+                    contents = found[0]
+                    answer = ["", contents.checkpoint.step]
+            except CheckpointError as error:
+                answer = [error.what, error.got]
+                if self._here.world_size == 1:
+                    raise
+        payload = json.dumps(answer).encode() if self._here.rank == 0 else b""
+        tag = f"restore/{self.directory}"
+        problem, chosen = json.loads(host.rendezvous(tag, payload)[0])
+        if problem:
+            raise CheckpointError(problem, got=chosen)
+        if chosen is None or contents is not None:
+            return contents
+        return self._read(chosen)
+
+    def _read(self, step: int) -> Contents:
+        # Own parts are small, and rank 0 is to see that all of them are whole.
+        return reading.read(self.directory, step, None)
+
+    def _load(self, contents: Contents, skip: set[str]) -> None:
+        states = {name: contents.objects.get(name) for name in self._shared if name not in skip}
+        own = {name: self._own_state(name, contents) for name in self._own if name not in skip}
+        missing = [name for name, state in {**states, **own}.items() if state is None]
+        if missing:
+            raise CheckpointError(
+                f"{step_name(contents.checkpoint.step)} has no {listed(missing)}",
+                got=f"it has {listed([*contents.objects, *contents.own[0]['objects']])}",
+                next=f"leave them as they are: restore(skip={missing!r}).",
+            )
+        for name, state in states.items():
+            _check_fits(name, self._shared[name], state)
+        for name, state in states.items():
+            self._shared[name].load_state_dict(state)
+        for name, state in own.items():
+            self._own[name].load_state_dict(state)
+        mine = contents.own.get(self._here.rank)
+        if mine is not None:
+            random_state.put(mine["random"])
+
+    def _own_state(self, name: str, contents: Contents) -> Any:
+        saved = [contents.own[rank]["objects"].get(name) for rank in sorted(contents.own)]
+        if None in saved:
+            return None
+        batch_size = _batch_size(self._own[name])
+        return loader_state(name, saved, self._here.rank, self._here.world_size, batch_size)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what is being written, and let others write here; more calls do nothing."""
+        if self._stopping is not None:
+            self._stopping.close()
+        try:
+            self.wait()
+        finally:
+            if self._release is not None:
+                self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _check(keep: Any, every: Any, on_error: str, objects: Mapping[str, Any]) -> None:
+    if ranks().threads:
+        raise CheckpointError(
+            "a Checkpointer is for a process, and this is a thread of DataParallel",
+            next="make it outside, and save between two calls.",
+        )
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise CheckpointError("keep must be a whole number, 1 or more, or None", got=repr(keep))
+    if type(every) is not int or every < 0:
+        raise CheckpointError("every must be a whole number, 0 or more", got=repr(every))
+    if on_error not in ("raise", "warn"):
+        raise CheckpointError(f"there is no on_error={on_error!r}", got="legal are raise, warn")
+    for name, held in objects.items():
+        if not (hasattr(held, "state_dict") and hasattr(held, "load_state_dict")):
+            raise CheckpointError(
+                f"{name} has no state to be saved",
+                got=f"{type(held).__name__}, without state_dict and load_state_dict",
+                next="pass plain values to step() and save(), by name.",
+            )
+
+
+def _batch_size(held: Any) -> int | None:
+    found = getattr(held, "batch_size", None)
+    return found if type(found) is int else None
+
+
+def _check_fits(name: str, held: Any, state: Any) -> None:
+    """Find what would fail half-way."""
+    if isinstance(held, torch.nn.Module):
+        _compare(name, _shapes(held.state_dict()), _shapes(state))
+    elif isinstance(held, torch.optim.Optimizer):
+        mine = {f"group {k}": len(g["params"]) for k, g in enumerate(held.param_groups)}
+        theirs = {f"group {k}": len(g["params"]) for k, g in enumerate(state["param_groups"])}
+        _compare(name, mine, theirs)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(getattr(value, "shape", ())) for key, value in state.items()}
+
+
+def _compare(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    missing = [key for key in mine if key not in theirs]
+    foreign = [key for key in theirs if key not in mine]
+    other = [
+        f"{k}: {theirs[k]}, here {mine[k]}" for k in mine if k in theirs and mine[k] != theirs[k]
+    ]
+    if not (missing or foreign or other):
+        return
+    found = {"not in it": missing, "not here": foreign, "of another size": other}
+    raise CheckpointError(
+        f"the checkpoint's {name} does not fit",
+        got="; ".join(f"{words}: {listed(keys)}" for words, keys in found.items() if keys),
+        next=f"make the {name} it was saved from, or restore(skip=[{name!r}]).",
+    )
+
+
+def _finish() -> None:
+    """Let checkpoints under way become whole before this process leaves its job."""
+    for checkpointer in list(_live):
+        try:
+            checkpointer.close()
+        except CheckpointError as error:
+            print(f"[ltc] the last checkpoint is missing: {error}", file=sys.stderr)
+
+
+host.before_leaving(_finish)

@@ -1,0 +1,83 @@
+"""SIGTERM becomes the end of a step: all processes stop after the same one, whichever of them was told to.
+
+Each step reduces one number, whether somebody was told, as a part of the graph; nobody waits for it. A result is read
+some steps later, when it must be there: so many steps as may be recorded ahead. Used by `checkpointer`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import deque
+from types import FrameType
+from typing import Any
+
+import torch
+
+import ltc_core as ltc
+from ltc_core.settings import settings
+from ltc_dist.collectives import all_reduce
+from ltc_dist.ranks import ranks
+
+__all__ = ["Stopped", "Stopping"]
+
+_LABEL = "whether to stop"
+
+
+class Stopped(SystemExit):
+    """The job was told to stop, and has saved its state. Ends the process with exit code 143, as SIGTERM does."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+class Stopping:
+    """Notes SIGTERM, if it is made in the main thread. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self._is_told = False
+        self._is_closed = False
+        self._previous: Any = None
+        self._flags: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pending: deque[torch.Tensor] = deque()
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_told = True
+        previous = self._before()
+        signal.signal(signal.SIGTERM, previous)
+        if callable(previous):
+            previous(number, frame)
+
+    def _before(self) -> Any:
+        """Give the handler that was there before, past those of our own that are closed."""
+        found = self._previous
+        owner = getattr(found, "__self__", None)
+        if isinstance(owner, Stopping) and owner._is_closed:
+            return owner._before()
+        return signal.SIG_DFL if found is None else found
+
+    def is_agreed(self) -> bool:
+        """Tell, once at the end of each step, whether all processes are to stop here.
+
+        Cost: with one process, nothing. With several, one op a step, and what it takes to reduce one number.
+        """
+        if ranks().world_size == 1:
+            return self._is_told
+        if self._flags is None:
+            device = ltc.lazy_device()
+            self._flags = torch.zeros(1).to(device), torch.ones(1).to(device)
+        flag = self._flags[self._is_told]
+        self._pending.append(all_reduce("max", flag, label=_LABEL))
+        if len(self._pending) <= settings.max_pending_steps:
+            return False
+        return bool(self._pending.popleft().item())
+
+    def close(self) -> None:
+        """Give SIGTERM back to whoever had it."""
+        self._is_closed = True
+        self._pending.clear()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, self._before())

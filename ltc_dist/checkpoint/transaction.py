@@ -1,0 +1,151 @@
+"""One checkpoint, written by all processes of a job: each writes its parts, rank 0 commits when all have.
+
+It may run in a thread, beside training. Processes talk through the job's store; what fails in one of them fails in
+all, and says where. Comes from `commit`; called by `checkpointer`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ltc_core.errors import CheckpointError, CheckpointIOError, LtcError
+from ltc_core.serialization.atomic import io_errors
+from ltc_core.serialization.directory import Plan
+from ltc_dist import host
+from ltc_dist.checkpoint import commit
+from ltc_dist.checkpoint.layout import Manifest, step_name
+from ltc_dist.ranks import Ranks
+
+__all__ = ["Transaction"]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """How a process fared: the digests of what it wrote, or what went wrong."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    what: str = ""
+    got: str = ""
+    next: str = ""
+    is_io: bool = False
+
+    @staticmethod
+    def of(error: BaseException, here: Ranks) -> _Report:
+        who = f"rank {here.rank}: " if here.world_size > 1 else ""
+        is_io = isinstance(error, OSError)
+        if isinstance(error, LtcError):
+            return _Report({}, f"{who}{error.what}", error.got, error.next, is_io)
+        return _Report({}, f"{who}{type(error).__name__}: {error}", is_io=is_io)
+
+    @staticmethod
+    def read(payload: bytes) -> _Report:
+        return _Report(**json.loads(payload))
+
+    def payload(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
+    def raised(self, step: int) -> CheckpointError:
+        kind: Any = CheckpointIOError if self.is_io else CheckpointError
+        error: CheckpointError = kind(
+            f"{step_name(step)} was not saved ({self.what})", got=self.got, next=self.next
+        )
+        return error
+
+
+@dataclass(frozen=True)
+class Transaction:
+    """What one process does for a checkpoint.
+
+    Attributes:
+        place: where the processes meet for this checkpoint in the job's store.
+        plans: the parts that this process writes, by name.
+        failure: why it could make none.
+    """
+
+    root: str
+    token: str
+    step: int
+    keep: int | None
+    here: Ranks
+    place: str
+    plans: dict[str, Plan]
+    failure: BaseException | None = None
+
+    def run(self) -> None:
+        """Write, and see it committed.
+
+        Raises:
+            CheckpointIOError: this process, or another one, could not write.
+            CheckpointError: another process failed otherwise.
+        """
+        failure = self.failure
+        mine = _Report()
+        try:
+            if failure is None:
+                mine = _Report(self._write())
+        except Exception as error:
+            failure = error
+        if failure is not None:
+            mine = _Report.of(failure, self.here)
+        outcome = self._commit(mine) if self.here.rank == 0 else self._hear(mine)
+        if failure is not None:
+            raise failure
+        if outcome.what:
+            raise outcome.raised(self.step)
+
+    @property
+    def _temporary(self) -> str:
+        return commit.temporary_name(self.root, self.step, self.token)
+
+    def _write(self) -> dict[str, str]:
+        need_bytes = sum(plan.nbytes for plan in self.plans.values())
+        with io_errors(self._temporary, need_bytes):
+            return {
+                name: commit.write_part(self._temporary, name, plan)
+                for name, plan in self.plans.items()
+            }
+
+    # -- rank 0 ------------------------------------------------------------------------------------
+
+    def _commit(self, mine: _Report) -> _Report:
+        """Wait for all parts, commit, and tell the others how it went."""
+        try:
+            reports = [mine, *self._reports()]
+            outcome = next((r for r in reports if r.what), _Report())
+            if outcome.what:
+                commit.discard(self._temporary)
+            else:
+                self._publish(reports)
+        except Exception as error:
+            outcome = _Report.of(error, self.here)
+        if self.here.world_size > 1:
+            host.job_store().set(f"{self.place}/outcome", outcome.payload())
+        return outcome
+
+    def _reports(self) -> list[_Report]:
+        others = range(1, self.here.world_size)
+        if not others:
+            return []
+        keys = [f"{self.place}/{rank}" for rank in others]
+        payloads = host.look_for(keys, others, f"the writing of {step_name(self.step)}")
+        return [_Report.read(payload) for payload in payloads]
+
+    def _publish(self, reports: Sequence[_Report]) -> None:
+        parts = {name: digest for report in reports for name, digest in report.digests.items()}
+        with io_errors(self._temporary):
+            commit.write_manifest(self._temporary, Manifest(self.step, self.here.world_size, parts))
+            commit.publish(self._temporary, self.root, self.step)
+            commit.point_latest(self.root, self.step)
+            commit.prune(self.root, self.step, self.keep)
+
+    # -- the others --------------------------------------------------------------------------------
+
+    def _hear(self, mine: _Report) -> _Report:
+        """Report to rank 0, and hear how it went."""
+        host.job_store().set(f"{self.place}/{self.here.rank}", mine.payload())
+        key = f"{self.place}/outcome"
+        (payload,) = host.look_for([key], [0], f"the commit of {step_name(self.step)}")
+        return _Report.read(payload)

@@ -1,0 +1,486 @@
+"""Checkpoints in one process: what is saved comes back, damage is found and said, a kill loses nothing."""
+
+import json
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ltc_dist as ltd
+from ltc_core.errors import CheckpointError, CheckpointFormatError, CheckpointIOError
+from ltc_dist.checkpoint import Stopped, commit, layout
+from ltc_dist.checkpoint.resplit import loader_state
+
+
+class Run:
+    """A small training run on the device, with everything that has a state."""
+
+    def __init__(self, directory: Path, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        device = ltd.lazy_device()
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.model.to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5], 0.5)
+        data = TensorDataset(torch.arange(96.0).reshape(24, 4) / 96)
+        self.loader = ltd.MpDeviceLoader(DataLoader(data, 4, shuffle=True), device)
+        self.checkpointer = ltd.Checkpointer(
+            directory,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            loader=self.loader,
+            **options,
+        )
+
+    def train(self, to: int, step: int = 0, epoch: int = 0) -> list[float]:
+        """Train until step `to`; a number of each generator goes into the losses."""
+        losses = []
+        while step < to:
+            for (x,) in self.loader:
+                self.optimizer.zero_grad()
+                loss = (self.model(x) - random.random() - np.random.rand()).square().mean()
+                loss.backward()
+                ltd.optimizer_step(self.optimizer)
+                self.scheduler.step()
+                losses.append(loss.item())
+                step += 1
+                self.checkpointer.step(step, epoch=epoch)
+                if step == to:
+                    break
+            else:
+                epoch += 1
+        return losses
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_resumed_run_goes_on_as_if_nothing_had_been(tmp_path: Path, background: bool) -> None:
+    undisturbed = Run(tmp_path / "whole")
+    whole = undisturbed.train(14)
+    undisturbed.checkpointer.close()
+    first = Run(tmp_path / "a", every=4, background=background)
+    assert first.checkpointer.restore() is None
+    losses = first.train(10)
+    first.checkpointer.close()
+
+    second = Run(tmp_path / "a", seed=5, every=4)
+    found = second.checkpointer.restore()
+    assert found is not None and (found.step, found.values) == (8, {"epoch": 1})
+    losses[8:] = second.train(14, found.step, found.values["epoch"])
+    second.checkpointer.close()
+    assert losses == whole
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=1, keep=2)
+    run.train(5)
+    run.checkpointer.close()
+    assert run.checkpointer.steps() == [4, 5]
+    names = {"latest", "lock", "step_000000004", "step_000000005"}
+    assert {p.name for p in tmp_path.iterdir()} == names
+    assert (tmp_path / "latest").read_text() == "step_000000005\n"
+    assert {p.name for p in (tmp_path / "step_000000005").iterdir()} == {
+        "manifest.json",
+        "shared",
+        "rank_00000",
+    }
+
+
+def test_all_are_kept_if_asked_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=1, keep=None)
+    run.train(5)
+    run.checkpointer.close()
+    assert run.checkpointer.steps() == [1, 2, 3, 4, 5]
+
+
+def test_who_only_looks_reads_without_the_objects(tmp_path: Path) -> None:
+    assert ltd.latest_checkpoint(tmp_path) is None
+    run = Run(tmp_path, every=2)
+    run.train(4)
+    run.checkpointer.close()
+    found = ltd.latest_checkpoint(tmp_path)
+    assert found is not None and (found.step, found.world_size) == (4, 1)
+    state = found.state()
+    assert state.keys() == {"model", "optimizer", "scheduler"}
+    for name, value in run.model.state_dict().items():
+        assert state["model"][name].equal(value.cpu()), name
+    assert ltd.latest_checkpoint(tmp_path, step=2).step == 2  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 in .*\n  got: steps 2, 4"):
+        ltd.latest_checkpoint(tmp_path, step=3)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def swap_index(path: Path) -> None:
+    """The index of another part: whole in itself, and not of this checkpoint."""
+    other = path.parents[2] / "step_000000002" / "shared" / "index.json"
+    path.write_bytes(other.read_bytes())
+    for file in other.parent.glob("*.safetensors"):
+        (path.parent / file.name).write_bytes(file.read_bytes())
+
+
+DAMAGE = [
+    (cut, "shared/t_00001.safetensors", r"shared/t_00001.safetensors: 100 of \d+ bytes"),
+    (flip, "shared/t_00001.safetensors", r"t_00001.safetensors: its \d+ bytes are not what was written"),
+    (remove, "shared/t_00001.safetensors", r"shared/t_00001.safetensors: missing"),
+    (flip, "shared/index.json", r"shared/index.json: "),
+    (remove, "manifest.json", r"manifest.json is missing"),
+    (flip, "manifest.json", r"manifest.json: "),
+    (flip, "rank_00000/index.json", r"rank_00000/index.json: "),
+    (swap_index, "shared/index.json", r"shared/index.json: it is of another checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("damage", "name", "words"), DAMAGE)
+def test_what_is_damaged_is_named_and_the_one_before_taken(
+    damage: Any, name: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, every=2)
+    run.train(4)
+    run.checkpointer.close()
+    damage(tmp_path / "step_000000004" / name)
+    again = Run(tmp_path, seed=3, every=2)
+    with caplog.at_level(logging.WARNING, logger="ltc"):
+        found = again.checkpointer.restore()
+    assert found is not None and found.step == 2
+    assert "step_000000004" in caplog.text and "using step_000000002" in caplog.text
+    assert re.search(words, caplog.text), caplog.text
+    again.train(4, 2)
+    again.checkpointer.close()  # in the place of the damaged one
+    assert again.checkpointer.steps() == [2, 4]
+    assert ltd.latest_checkpoint(tmp_path).state()  # type: ignore[union-attr]
+
+
+def test_if_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    run.train(4)
+    run.checkpointer.close()
+    for path in tmp_path.glob("step_*/shared/t_00000.safetensors"):
+        flip(path)
+    again = Run(tmp_path, seed=3)
+    before = {k: v.cpu() for k, v in again.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole\n  got: step_0+4: shared/t"):
+        again.checkpointer.restore()
+    assert all(v.cpu().equal(before[k]) for k, v in again.model.state_dict().items())
+    again.checkpointer.close()
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    run.train(2)
+    run.checkpointer.close()
+    path = tmp_path / "step_000000002" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 7}))
+    with pytest.raises(CheckpointError, match=r"manifest.json: format version 7, and this library reads 1"):
+        ltd.latest_checkpoint(tmp_path)
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+
+def test_another_model_is_told_by_its_differences(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    run.train(2)
+    run.checkpointer.close()
+    model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.3), nn.Linear(9, 1))
+    with ltd.Checkpointer(tmp_path, model=model) as other:
+        words = r"model does not fit\n  got: not here: 2.running_mean.*3.bias; of another size: 0.weight: \(8, 4\), here \(9, 4\)"
+        with pytest.raises(CheckpointError, match=words):
+            other.restore()
+        assert other.restore(skip=["model"]).step == 2  # type: ignore[union-attr]
+
+
+def test_another_optimizer_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    run.train(2)
+    run.checkpointer.close()
+    again = Run(tmp_path / "other")
+    again.checkpointer.close()
+    before = again.model[0].weight.cpu()
+    few = torch.optim.SGD(again.model[0].parameters())
+    with ltd.Checkpointer(tmp_path, model=again.model, optimizer=few) as other:
+        with pytest.raises(CheckpointError, match=r"optimizer does not fit\n  got: .*group 0: 6, here 2"):
+            other.restore()
+    assert again.model[0].weight.cpu().equal(before)
+
+
+def test_an_object_that_was_not_saved_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    run.train(2)
+    run.checkpointer.close()
+    with ltd.Checkpointer(tmp_path, model=run.model, teacher=run.model) as other:
+        with pytest.raises(CheckpointError, match=r"has no teacher\n  got: it has model, optimizer"):
+            other.restore()
+
+
+def test_a_run_that_forgot_to_restore_does_not_overwrite(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    run.train(4)
+    run.checkpointer.close()
+    before = files_of(tmp_path / "step_000000004")
+    again = Run(tmp_path, every=2)
+    with pytest.raises(CheckpointError, match=r"has not restored\n  got: steps 2, 4\n  Next: call restore"):
+        again.train(4)
+    again.checkpointer.close()
+    assert files_of(tmp_path / "step_000000004") == before
+
+
+def test_going_back_removes_what_was_later_once_a_new_one_is_there(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    run.train(6)
+    run.checkpointer.close()
+    again = Run(tmp_path, every=1)
+    assert again.checkpointer.restore(step=2).step == 2  # type: ignore[union-attr]
+    assert again.checkpointer.steps() == [2, 4, 6]
+    again.train(3, 2)
+    again.checkpointer.close()
+    assert again.checkpointer.steps() == [2, 3]
+
+
+# -- saving that fails -----------------------------------------------------------------------------
+
+
+def test_what_has_no_place_is_named_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(CheckpointFormatError, match=r"cannot save checkpoint\['values'\]\['tags'\]: .*set"):
+        run.checkpointer.save(1, tags={1, 2})
+    run.checkpointer.save(1, tags=[1, 2])
+    run.checkpointer.close()
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", "lock", "step_000000001"}
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_leaves_the_older_one(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, background=background)
+    run.checkpointer.save(1)
+    run.checkpointer.wait()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "fsync", full)
+        with pytest.raises(CheckpointIOError, match="No space left on device while writing") as raised:
+            run.checkpointer.save(2)
+            run.checkpointer.wait()
+    assert raised.value.errno == 28
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", "lock", "step_000000001"}
+    run.checkpointer.save(3)
+    run.checkpointer.close()
+    assert run.checkpointer.steps() == [1, 3]
+
+
+def test_training_may_go_on_without_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = Run(tmp_path, every=2, on_error="warn")
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "fsync", full)
+        run.train(3)
+        run.checkpointer.wait()
+    assert "training goes on without this checkpoint: No space left" in capsys.readouterr().err
+    run.train(4, 3)
+    run.checkpointer.close()
+    assert run.checkpointer.steps() == [4]
+
+
+@pytest.mark.parametrize("path", ["/dev/null/runs", "file"])
+def test_a_directory_that_cannot_be_is_told_before_training(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointIOError, match=r"cannot be written to .*\n  got: rank 0: .*(File exists|Not a directory)"):
+        ltd.Checkpointer(tmp_path / path, model=nn.Linear(1, 1))
+
+
+def test_two_jobs_do_not_write_to_one_directory(tmp_path: Path) -> None:
+    script = """
+        import sys, torch, ltc_dist as ltd
+        held = ltd.Checkpointer(sys.argv[1], model=torch.nn.Linear(1, 1))
+        print("there", flush=True)
+        sys.stdin.read()
+    """
+    other = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == "there\n"
+        words = rf"got: rank 0: another job writes checkpoints in {tmp_path}"
+        with pytest.raises(CheckpointIOError, match=words):
+            ltd.Checkpointer(tmp_path, model=nn.Linear(1, 1))
+        other.kill()
+    ltd.Checkpointer(tmp_path, model=nn.Linear(1, 1)).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep": 0}, "keep must be a whole number, 1 or more, or None"),
+        ({"every": -1}, "every must be a whole number"),
+        ({"on_error": "ignore"}, "there is no on_error='ignore'"),
+        ({"epoch": 3}, "epoch has no state to be saved\n  got: int"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        ltd.Checkpointer(tmp_path, **options)
+
+
+# -- killed while writing --------------------------------------------------------------------------
+
+KILLED = """
+    import os, sys, torch, ltc_dist as ltd
+    from ltc_core.serialization import directory, tensor_file
+    from ltc_dist.checkpoint import commit, transaction
+
+    site, path = sys.argv[1:]
+    module = directory if site == "write_index" else commit
+    model = torch.nn.Linear(3, 3)
+    saver = ltd.Checkpointer(path, model=model, every=1)
+    saver.step(1, a=1)
+    saver.wait()
+    with torch.no_grad():
+        model.weight.fill_(2)
+
+    real = getattr(module, site)
+    def killed(*args):
+        if os.environ["WHEN"] == "after":
+            real(*args)
+        os.kill(os.getpid(), 9)
+    setattr(module, site, killed)
+    saver.step(2, a=2)
+    saver.wait()
+"""
+SITES = ["write_part", "write_index", "write_manifest", "publish", "point_latest", "prune"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("site", SITES)
+def test_killed_while_it_saves(site: str, when: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED), site, str(tmp_path)],
+        env={**os.environ, "WHEN": when},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    is_published = SITES.index(site) > SITES.index("publish") or (site, when) == ("publish", "after")
+    model = nn.Linear(3, 3)
+    with ltd.Checkpointer(tmp_path, model=model) as again:
+        found = again.restore()
+        assert found is not None
+        assert found.step == found.values["a"] == (2 if is_published else 1)
+        assert bool((model.weight == 2).all()) == is_published
+        again.save(3)
+    assert not [p.name for p in tmp_path.iterdir() if ".tmp-" in p.name]
+
+
+def test_killed_between_the_renames_of_a_step_that_is_saved_again(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    with ltd.Checkpointer(tmp_path, model=model) as saver:
+        saver.save(1)
+    final = tmp_path / layout.step_name(1)
+    final.rename(f"{final}.old-0a0a0a0a")
+    with ltd.Checkpointer(tmp_path, model=model) as again:
+        assert again.restore().step == 1  # type: ignore[union-attr]
+    assert final.is_dir()
+
+
+# -- SIGTERM ---------------------------------------------------------------------------------------
+
+
+def test_sigterm_becomes_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run = Run(tmp_path, every=100)
+    run.train(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped:
+        run.train(9, 2)
+    assert stopped.value.code == 143
+    assert run.checkpointer.steps() == [3]
+    assert f"stopped by SIGTERM; step 3 is in {tmp_path}" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_is_left_alone_if_asked_for(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with ltd.Checkpointer(tmp_path, model=nn.Linear(1, 1), stop_on_sigterm=False):
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+# -- another number of processes -------------------------------------------------------------------
+
+
+def state(num_batches: int, batch_size: int = 4) -> dict[str, Any]:
+    return {"state": {"num_batches": num_batches, "rng_state": None}, "batch_size": batch_size}
+
+
+@pytest.mark.parametrize(
+    ("saved", "batch_size", "world_size", "expected"),
+    [
+        ([state(3)], 4, 1, 3),
+        ([state(3)] * 2, 4, 1, 6),  # 24 samples were used, 4 go at a time
+        ([state(3)] * 2, 8, 1, 3),
+        ([state(6)], 4, 2, 3),
+        ([state(4, 2)] * 4, 8, 2, 2),
+        ([state(0)] * 4, 5, 3, 0),
+    ],
+)
+def test_loaders_go_on_behind_the_samples_that_were_used(
+    saved: list[Any], batch_size: int, world_size: int, expected: int
+) -> None:
+    for rank in range(world_size):
+        found = loader_state("loader", saved, rank, world_size, batch_size)
+        assert found["num_batches"] == expected
+
+
+def test_samples_that_come_again_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="ltc"):
+        assert loader_state("loader", [state(3)], 0, 2, 4)["num_batches"] == 1
+    assert "loader: 4 samples of the epoch come again: 12 were used, and now 8 go at a time" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saved", "batch_size"),
+    [([state(3), state(2)], 4), ([{"state": {"x": 1}, "batch_size": 4}] * 2, 4), ([state(3)] * 2, None)],
+)
+def test_what_cannot_be_dealt_out_is_said(saved: list[Any], batch_size: int | None) -> None:
+    with pytest.raises(CheckpointError, match=r"'loader' was saved by 2 .* cannot be dealt out to 1(.|\n)*restore\(skip=\['loader'\]\)"):
+        loader_state("loader", saved, 0, 1, batch_size)
