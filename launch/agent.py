@@ -1,7 +1,8 @@
 """Run a `Spec`: PyTorch's elastic agent starts and watches the processes, we say how they ended.
 
-On one host the job's store listens on the loopback interface only. The exit code is that of the process that failed
-first; its traceback comes last, and once. Comes from `spec`; each process begins in `shim`.
+The exit code is that of the process that failed first; its traceback comes last, and once. Comes from `rendezvous` and
+`heartbeat`; each process begins in `shim`. It stands one level below PyTorch's `elastic_launch`, which ends processes
+that wait for a dead one as gently as those that are to save their work.
 """
 
 from __future__ import annotations
@@ -9,110 +10,151 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
 )
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ltc_dist import worker
 from ltc_dist.failures import Failure, first_failure, how_it_ended
-from ltc_dist.loopback import LOOPBACK, serve_store
 
+from . import heartbeat, rendezvous
 from .spec import Spec
 
-__all__ = ["command", "run", "variables"]
+__all__ = ["HANG", "command", "run", "variables"]
 
-_BACKEND = "ltc-loopback"
-c10d: Any = torch.distributed  # its stubs lack what is used here
-
-
-class LoopbackRendezvous(RendezvousHandler):
-    """One host: the agent serves the store, on the loopback interface."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._store, self._port = serve_store()
-        self._is_closed = False
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return _BACKEND
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = c10d.PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
-
-    def is_closed(self) -> bool:
-        return self._is_closed
-
-    def set_closed(self) -> None:
-        self._is_closed = True
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._is_closed = True
-        return True
-
-
-def _register() -> None:
-    with contextlib.suppress(ValueError):  # it is registered already
-        rendezvous_handler_registry.register(_BACKEND, _make_loopback)
-
-
-def _make_loopback(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
+HANG = 124  # the exit code, that of `timeout`
+_STOP_S = 3.0  # between SIGTERM and SIGKILL, if another process has failed or Ctrl-C was pressed
+_MONITOR_S = 0.1
+_TEMPORARY = "ltc-launch-"
 
 
 def run(spec: Spec) -> int:
     """Launch, wait, tell how it ended; give the exit code.
 
     Returns:
-        0, the exit code of the process that failed first, 128 + the signal that killed it or this one.
+        0, the exit code of the process that failed first, 128 + the signal that killed it or this one, 124 for a hang,
+        75 if hosts cannot be connected.
     """
-    _register()
+    logging.disable(logging.ERROR)  # of this process, the launcher: how it ended is told here, once
     os.environ.update(variables(spec))
     with _log_dir(spec) as log_dir:
-        launch = elastic_launch(_config(spec, log_dir), sys.executable)
+        agent = Agent(spec, log_dir)
         try:
-            launch(*command(spec, os.getpid()))
-        except ChildFailedError as failed:
-            sys.stdout.flush()
-            return _told(failed.failures)
-        except SignalException as stopped:
-            number = int(stopped.sigval)
-            print(f"ltc-launch: stopped by {signal.Signals(number).name}", file=sys.stderr)
+            result = agent.run()
+        except (SignalException, KeyboardInterrupt) as stopped:
+            number = signal.Signals(int(getattr(stopped, "sigval", signal.SIGINT)))
+            _tell(f"stopped by {number.name}{agent.stop_words}")
             return 128 + number
-    return 0
+        except (RendezvousError, torch.distributed.DistError) as error:
+            _tell(f"the hosts of {spec.endpoint} cannot be connected: {str(error).splitlines()[0]}")
+            return os.EX_TEMPFAIL
+        finally:
+            sys.stdout.flush()
+    if not result.is_failed():
+        return 0
+    if agent.hang:
+        _tell(f"{agent.hang}; all were stopped")
+        return HANG
+    return _told(result.failures)
 
 
-def command(spec: Spec, parent_pid: int) -> list[str]:
-    """Give the arguments of the Python that runs in each process; it ends with `parent_pid`."""
+class Agent(LocalElasticAgent):
+    """PyTorch's agent for one host, with a watch for hangs, and a grace that depends on why processes are ended.
+
+    Attributes:
+        hang: who hung, if that ended the job.
+        stop_words: what is to be said of how the processes ended when this one was stopped.
+    """
+
+    def __init__(self, spec: Spec, log_dir: str) -> None:
+        self._ltc_spec = spec
+        self._beats = os.path.join(log_dir, "beats")
+        self._watch: heartbeat.Watch | None = None
+        self._is_stopping = False
+        self.hang = ""
+        self.stop_words = ""
+        host, _, port = spec.endpoint.rpartition(":")
+        is_static = spec.nnodes > 1 and spec.backend == "static"
+        workers: Any = WorkerSpec(
+            role="default",
+            local_world_size=spec.nprocs,
+            entrypoint=sys.executable,
+            args=tuple(command(spec, os.getpid(), self._beats if spec.hang_timeout_s else "")),
+            rdzv_handler=rendezvous.handler(spec),
+            max_restarts=spec.max_restarts,
+            monitor_interval=_MONITOR_S,
+            master_addr=host if is_static else None,
+            master_port=int(port) if is_static else None,
+        )
+        goes: dict[str, Any] = {"tee": Std.ALL} if spec.prefix or spec.log_dir else {}
+        if spec.log_dir and not spec.tee:
+            goes = {"redirects": Std.ALL}
+        logs: Any = DefaultLogsSpecs(log_dir, **goes)
+        prefix = "[${rank}] " if spec.prefix else ""
+        super().__init__(workers, logs, log_line_prefix_template=prefix)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._ltc_spec.hang_timeout_s:
+            self._watch = heartbeat.Watch(self._beats, self._ltc_spec.hang_timeout_s)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        # When it finds a process that has failed, it ends the others by itself, after 30 s of patience.
+        close = self._pcontext.close  # type: ignore[union-attr]
+        self._pcontext.close = lambda sig=None, timeout=_STOP_S: close(sig, timeout)  # type: ignore
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY and self._watch is not None:
+            pids = {w.local_rank: (w.global_rank, w.id) for w in worker_group.workers}
+            self.hang = self._watch.hang(pids)
+            if self.hang:
+                if self._remaining_restarts:
+                    _tell(f"{self.hang}; all are started again")
+                return RunResult(state=WorkerState.FAILED)
+        return result
+
+    def _shutdown(self, death_sig: Any = None, timeout: Any = None, **more: Any) -> None:
+        """End the processes. The agent names a signal if it was sent one itself, and none if a process has failed."""
+        number, grace_s = signal.SIGTERM, _STOP_S
+        if self._is_stopping:  # told a second time
+            number, grace_s = signal.SIGKILL, 0.0
+        elif death_sig is not None:
+            self._is_stopping = True
+            number = signal.Signals(death_sig)
+            grace_s = self._ltc_spec.grace_s if number == signal.SIGTERM else _STOP_S
+        began = time.monotonic()
+        if self._pcontext is not None:
+            self._pcontext.close(number, grace_s)  # type: ignore[arg-type]  # seconds, whole or not
+        if death_sig is not None and grace_s and time.monotonic() - began > grace_s:
+            self.stop_words = f"; what still ran after {grace_s:g} s was killed"
+
+
+def command(spec: Spec, parent_pid: int, beats: str = "") -> list[str]:
+    """Give the arguments of the Python that runs in each process; it ends with `parent_pid`.
+
+    Args:
+        beats: the directory where it writes down its steps.
+    """
     flags = ["-m"] if spec.is_module else []
-    return ["-m", "ltc_launch.shim", str(parent_pid), *flags, spec.target, *spec.args]
+    return ["-m", "ltc_launch.shim", str(parent_pid), beats, *flags, spec.target, *spec.args]
 
 
 def variables(spec: Spec) -> dict[str, str]:
@@ -124,6 +166,8 @@ def variables(spec: Spec) -> dict[str, str]:
         found.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if spec.nprocs > 1:
         found.setdefault("LTC_NUM_DEVICES", "1")
+    if spec.devices:
+        found["LTC_DEVICES"] = spec.devices
     return found
 
 
@@ -133,38 +177,32 @@ def _log_dir(spec: Spec) -> Iterator[str]:
         os.makedirs(spec.log_dir, mode=0o700, exist_ok=True)
         yield spec.log_dir
         return
-    found = tempfile.mkdtemp(prefix="ltc-launch-")
+    _sweep()
+    found = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-")
     try:
         yield found
     finally:
         shutil.rmtree(found, ignore_errors=True)
 
 
-def _config(spec: Spec, log_dir: str) -> LaunchConfig:
-    logging.disable(logging.ERROR)  # of this process, the launcher: how it ended is told here, once
-    one_host = spec.nnodes == 1
-    options: dict[str, Any] = {
-        "min_nodes": spec.nnodes,
-        "max_nodes": spec.nnodes,
-        "nproc_per_node": spec.nprocs,
-        "logs_specs": DefaultLogsSpecs(
-            log_dir, tee=Std.ALL if spec.prefix or spec.log_dir else Std.NONE
-        ),
-        "log_line_prefix_template": "[${rank}] " if spec.prefix else "",
-        # The same on all hosts, and another one for each launch on one host.
-        "run_id": secrets.token_hex(16) if one_host else f"ltc-{spec.endpoint}",
-        "rdzv_backend": _BACKEND if one_host else spec.backend,
-        "rdzv_endpoint": "" if one_host else spec.endpoint,
-        "rdzv_configs": {} if one_host else {"rank": spec.node_rank, "timeout": 900},
-        "max_restarts": spec.max_restarts,
-        "monitor_interval": 0.1,
-    }
-    if any(f.name == "shutdown_timeout" for f in fields(LaunchConfig)):  # not in torch 2.9
-        options["shutdown_timeout"] = max(1, round(spec.grace_s))
-    return LaunchConfig(**options)
+def _sweep() -> None:
+    """Remove the temporary directories of launchers that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+        pid = path.name.removeprefix(_TEMPORARY).partition("-")[0]
+        if (
+            pid.isdecimal()
+            and not psutil.pid_exists(int(pid))
+            and path.stat().st_uid == os.getuid()
+        ):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 # -- how it ended ----------------------------------------------------------------------------------
+
+
+def _tell(text: str) -> None:
+    sys.stdout.flush()
+    print(f"ltc-launch: {text}", file=sys.stderr, flush=True)
 
 
 def _report(failure: ProcessFailure) -> dict[str, Any]:
@@ -189,9 +227,6 @@ def _told(failures: dict[int, ProcessFailure]) -> int:
         how += "; if nobody did that, the machine was out of memory"
     if report:
         print(report["py_callstack"], file=sys.stderr, end="")
-        how = "raised this"
-    print(
-        f"ltc-launch: rank {first.rank} (pid {failures[first.rank].pid}) {how}; the others were stopped",
-        file=sys.stderr,
-    )
+        how, code = "raised this", report["exit_code"]
+    _tell(f"rank {first.rank} (pid {failures[first.rank].pid}) {how}; the others were stopped")
     return code if code > 0 else 128 - code

@@ -1,4 +1,4 @@
-"""The first lines of a launched process: `python -m ltc_launch.shim PID train.py args`.
+"""The first lines of a launched process: `python -m ltc_launch.shim PID BEATS train.py args`.
 
 It dies with its launcher, the process PID, says where it hangs on SIGUSR1, then runs the script as `__main__`. A script
 that only defines `_mp_fn(index)` has it called with its rank. What is raised goes to the launcher, which tells it once.
@@ -17,27 +17,54 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from ltc_core.errors import (
+    CheckpointError,
+    CheckpointIOError,
+    CollectiveTimeoutError,
+    RankTimeoutError,
+)
+from ltc_core.runtime import give_up
 from ltc_dist import host, worker
 from ltc_dist.main_guard import is_guard
 from ltc_dist.ranks import ranks
 
+from . import heartbeat
+
 __all__ = ["main"]
+
+# What a scheduler may act upon; anything else that is raised is 1. The first that fits counts.
+_EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (CheckpointIOError, os.EX_IOERR),
+    (CheckpointError, os.EX_DATAERR),
+    (RankTimeoutError, os.EX_TEMPFAIL),
+    (CollectiveTimeoutError, 124),
+)
 
 
 def main(argv: list[str]) -> None:
-    worker.begin(int(argv[0]))
-    is_module = argv[1] == "-m"
-    sys.argv = argv[2:] if is_module else argv[1:]
+    parent_pid, beats, *argv = argv
+    worker.begin(int(parent_pid))
+    if beats:
+        heartbeat.start(beats, ranks().local_rank)
+    is_module = argv[0] == "-m"
+    sys.argv = argv[1:] if is_module else argv
     try:
         _run(sys.argv[0], is_module)
         host.leave()
     except KeyboardInterrupt:
+        host.abandon()
         sys.exit(128 + signal.SIGINT)
     except SystemExit:
         raise
     except BaseException as error:
         _report(error)
-        sys.exit(1)
+        give_up()  # what else failed with it is not worth a word
+        host.leave()
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: BaseException) -> int:
+    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1)
 
 
 def _run(target: str, is_module: bool) -> None:
@@ -67,6 +94,7 @@ def _report(error: BaseException) -> None:
         return
     now = time.time()
     info = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now}
+    info["exit_code"] = _exit_code(error)  # it may be ended before it can end
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
     Path(path).write_text(json.dumps({"message": message}), "utf-8")
 

@@ -10,6 +10,7 @@ the command line wins. Mistakes end with one line and exit code 2. Goes to `agen
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import tomllib
 from collections.abc import Sequence
@@ -32,7 +33,10 @@ class Spec:
         endpoint: host:port of the first host's store; empty for one host.
         log_dir: where each process's output is kept, empty for nowhere.
         prefix: whether lines on the console begin with their rank.
-        grace_s: seconds between SIGTERM and SIGKILL.
+        tee: whether output that is kept in files is shown too.
+        grace_s: seconds between SIGTERM and SIGKILL, when the launcher is told to end.
+        hang_timeout_s: seconds without a step after which the job is ended; 0 for never.
+        devices: the GPUs of this host's processes, with commas between them; empty for one each.
     """
 
     target: str
@@ -49,10 +53,18 @@ class Spec:
     prefix: bool = False
     grace_s: float = 30.0
     dry_run: bool = False
+    tee: bool = True
+    hang_timeout_s: float = 0.0
+    devices: str = ""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        words, _, unknown = message.partition("unrecognized arguments: ")
+        if not words and unknown.startswith("-"):
+            unknown = unknown.split()[0]
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1, cutoff=0.0)
+            message = f"there is no option {unknown}; did you mean {near[0]}?"
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -94,13 +106,15 @@ def _parser() -> _Parser:
     )
     add("--prefix", action=argparse.BooleanOptionalAction, default=None,
         help="begin each line with its rank; on for several processes")  # fmt: skip
-    add(
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds processes have to end by themselves",
-    )
+    add("--tee", action=argparse.BooleanOptionalAction, default=True,
+        help="with --log-dir: show the output too")  # fmt: skip
+    add("--devices", default="", metavar="K,K,...",
+        help="the GPU of each process, with LTC_DEVICE=cuda; 0, 1, ... by default")  # fmt: skip
+    add("--grace", type=float, default=30.0, metavar="S",
+        help="after SIGTERM: seconds processes have to save their work and end")  # fmt: skip
+    add("--hang-timeout", type=float, default=0.0, metavar="S",
+        help="end the job, with the stacks of its processes, when one makes no step for so long; "
+        "longer than its start and than its longest pause")  # fmt: skip
     add("--config", default="", metavar="FILE", help="a TOML file with these options")
     add(
         "--dry-run",
@@ -152,7 +166,7 @@ def _from_file(parser: _Parser, name: str) -> dict[str, Any]:
 
 
 def _checked(parser: _Parser, given: argparse.Namespace) -> Spec:
-    nprocs = _number_of_processes(parser, given.nprocs)
+    nprocs = _number_of_processes(parser, given.nprocs, given.devices)
     if given.nnodes < 1 or not 0 <= given.node_rank < given.nnodes:
         parser.error(
             f"--node-rank {given.node_rank} of --nnodes {given.nnodes}: ranks of hosts count from 0"
@@ -162,7 +176,7 @@ def _checked(parser: _Parser, given: argparse.Namespace) -> Spec:
     host, _, port = given.rdzv_endpoint.rpartition(":")
     if given.rdzv_endpoint and not (host and port.isdecimal() and 0 < int(port) < 65536):
         parser.error(f"--rdzv-endpoint must be HOST:PORT, not {given.rdzv_endpoint!r}")
-    for name in ("max_restarts", "grace"):
+    for name in ("max_restarts", "grace", "hang_timeout"):
         if getattr(given, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
     if not given.module:
@@ -182,15 +196,29 @@ def _checked(parser: _Parser, given: argparse.Namespace) -> Spec:
         given.nnodes * nprocs > 1 if given.prefix is None else given.prefix,
         given.grace,
         given.dry_run,
+        given.tee,
+        given.hang_timeout,
+        _devices(parser, given.devices, nprocs),
     )
 
 
-def _number_of_processes(parser: _Parser, text: str) -> int:
+def _number_of_processes(parser: _Parser, text: str, devices: str) -> int:
     if text == "auto":
-        return _one_each()
+        return devices.count(",") + 1 if devices else _one_each()
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_PROCS:
         parser.error(f"--nprocs must be a whole number, 1 or more, or 'auto', not {text!r}")
     return int(text)
+
+
+def _devices(parser: _Parser, text: str, nprocs: int) -> str:
+    if not text:
+        return ""
+    ordinals = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in ordinals):
+        parser.error(f"--devices must be whole numbers with commas between them, not {text!r}")
+    if len(ordinals) != nprocs:
+        parser.error(f"--devices names {len(ordinals)} devices for {nprocs} processes")
+    return ",".join(ordinals)
 
 
 def _one_each() -> int:

@@ -12,7 +12,9 @@
     |- DataFormatError (ValueError)             a data file is truncated or foreign
     |- LoaderError (RuntimeError)               a loader is misused, or delivers nothing
     |- RankError (RuntimeError)                 a process of a job failed, or cannot be started
+    |  `- RankTimeoutError (TimeoutError)       processes were waited for in vain
     `- CollectiveError (RuntimeError)           processes do not run the same collectives
+       `- CollectiveTimeoutError (TimeoutError) one of them did not come to its collective
 
 An error has four parts: what failed, what was got, where the user recorded it, what to do next.
 `op_error` makes an LtcError that is also the exception type which eager PyTorch raised.
@@ -131,8 +133,16 @@ class RankError(LtcError, RuntimeError):
     exitcode: int | None = None
 
 
+class RankTimeoutError(RankError, TimeoutError):
+    """Processes did not come in time; `exitcode` is None."""
+
+
 class CollectiveError(LtcError, RuntimeError):
     """Processes cannot be connected, or do not come to the same collectives."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A process did not come to its collective in time."""
 
 
 def listed(items: Iterable[object], limit: int = _MAX_QUOTED) -> str:
@@ -150,16 +160,21 @@ def op_error(
 
     A type that is neither Python's nor PyTorch's is replaced by its nearest base that is, so
     that the error can be rebuilt in another process. An interrupt becomes an ExecutionError.
-    `original` is the `__cause__` of what is returned.
+    `original` is the `__cause__` of what is returned, unless it is an LtcError, whose parts are taken over.
     """
+    cause: BaseException | None = original
     message = str(original)
+    if isinstance(original, LtcError):  # it has said already what was got, and what to do
+        message, got, next = original.what, original.got or got, original.next or next
+        cause = original.__cause__
     if message and message not in what:
         what = f"{what}: {message}" if what else message
     error = _class_for(original)(what, got=got, where=where, next=next)
     if isinstance(error, OSError) and isinstance(original, OSError):
         for name in _OS_FIELDS:
             setattr(error, name, getattr(original, name))
-    error.__cause__ = original.with_traceback(None)  # its frames would keep the op's operands alive
+    # Without its frames, which would keep the op's operands alive.
+    error.__cause__ = cause.with_traceback(None) if cause is not None else None
     return error
 
 

@@ -107,6 +107,11 @@ def _check_device_name(name: str) -> str:
     return f"a Python identifier that is no device of PyTorch ({', '.join(_TAKEN_DEVICE_NAMES)})"
 
 
+def _check_devices(text: str) -> str:
+    is_list = all(part.strip().isdecimal() for part in text.split(","))
+    return "" if is_list or not text else "whole numbers with commas between them, such as 0,2,3"
+
+
 def _default_cache_dir(environ: Mapping[str, str]) -> str:
     root = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "ltc")
@@ -130,7 +135,11 @@ def _translate_graph_format(name: str, text: str) -> str:
 def _default_device_ordinal(environ: Mapping[str, str]) -> int:
     """Processes of one host take one GPU each, in the order of their local ranks."""
     text = environ.get("LOCAL_RANK", "")
-    return int(text) if text.isdecimal() else 0
+    local_rank = int(text) if text.isdecimal() else 0
+    chosen = environ.get("LTC_DEVICES", "").split(",")
+    if local_rank < len(chosen) and chosen[local_rank].strip().isdecimal():
+        return int(chosen[local_rank])
+    return local_rank
 
 
 def _translate_hardware(name: str, text: str) -> str:
@@ -154,8 +163,11 @@ SETTINGS: tuple[Setting, ...] = (
             "What the graphs run on: the processor, or a GPU for each device.",
             choices=("cpu", "cuda"), translate=_translate_hardware),
     Setting("device_ordinal", "LTC_DEVICE_ORDINAL", (), int, 0,
-            "The GPU of this process's first device (default: LOCAL_RANK).", at_least=0,
-            default_of=_default_device_ordinal),
+            "The GPU of this process's first device (default: that of LTC_DEVICES, or LOCAL_RANK).",
+            at_least=0, default_of=_default_device_ordinal),
+    Setting("devices", "LTC_DEVICES", (), str, "",
+            "The GPUs of a host's processes in the order of their local ranks, such as 0,2,3.",
+            check=_check_devices),
     Setting("compile", "LTC_COMPILE", (), str, "async",
             "When graphs are compiled: in the background, before their first run, or never.",
             choices=("async", "sync", "off")),
@@ -237,6 +249,7 @@ class Settings:
     executor: str
     device: str
     device_ordinal: int
+    devices: str
     compile: str
     compile_after: int
     compile_priority: str

@@ -21,13 +21,14 @@ import torch
 import torch.distributed
 
 import ltc_core as ltc
-from ltc_core.errors import RankError, listed
-from ltc_core.runtime import contexts
+from ltc_core.errors import RankError, RankTimeoutError, listed
+from ltc_core.runtime import contexts, exit_patience_s, give_up
 from ltc_core.settings import settings
 from ltc_dist.ranks import ranks
 
 __all__ = [
     "LOOK_S",
+    "abandon",
     "before_leaving",
     "do_on_ordinals",
     "ended",
@@ -84,6 +85,13 @@ def before_leaving(call: Callable[[], None]) -> None:
     _last_calls.append(call)
 
 
+def abandon() -> None:
+    """Let this process end at once: the job is over, and nobody waits for it."""
+    global _has_left
+    _has_left = os.getpid()
+    give_up()
+
+
 def leave() -> None:
     """Tell the other processes that this one is at its end, once what it has recorded has run."""
     global _store, _has_left
@@ -96,7 +104,7 @@ def leave() -> None:
     if here.world_size == 1:
         return
     for ctx in contexts():
-        ctx.worker.drain(settings.exit_timeout_s)
+        ctx.worker.drain(exit_patience_s())
     # A launcher's store is there to the end. One that rank 0 serves may be gone, or never have been.
     if _store is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with contextlib.suppress(RuntimeError):
@@ -151,7 +159,8 @@ def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
     """Wait until the keys are in the job's store, each set by one of the processes `of`.
 
     Raises:
-        RankError: one of them has ended without it, or the time is up.
+        RankError: one of them has ended without it.
+        RankTimeoutError: the time is up.
     """
 
     wait_looking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up))
@@ -170,7 +179,7 @@ def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up
             next="let every process come to it as often as the others",
         )
     if missing and time_is_up:
-        raise RankError(
+        raise RankTimeoutError(
             f"{what} was not complete after {settings.collective_timeout_s:g} s",
             got=came,
             next="let every process come to it; LTC_COLLECTIVE_TIMEOUT_S sets how long one waits",
@@ -198,7 +207,8 @@ def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
     For threads in the background: a process has one connection to the store, and `wait_for` would keep it.
 
     Raises:
-        RankError: one of them has ended without it, or the time is up.
+        RankError: one of them has ended without it.
+        RankTimeoutError: the time is up.
     """
     store = job_store()
     deadline = time.monotonic() + settings.collective_timeout_s

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import cloudpickle
@@ -192,8 +193,10 @@ def _main(fn: _Function, args: tuple[Any, ...], place: _Place, pipe: Any) -> Non
         ltc.wait_device_ops()  # what fails in the background fails here, not unseen at the exit
         host.leave()  # a forked process has no exit handlers
     except KeyboardInterrupt:
+        host.abandon()
         sys.exit(128 + signal.SIGINT)
     except SystemExit:
+        host.leave()
         raise
     except BaseException as error:
         pipe.send(_report(error))
@@ -260,20 +263,26 @@ class SpawnContext:
 
         Raises:
             RankError, Exception: see `spawn`.
+
+        SIGTERM is handed on meanwhile, and ends this process when the others have ended: they may save their work.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            while None in (codes := [p.exitcode for p in self.processes]) and not any(codes):
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                pairs = zip(self.processes, codes, strict=True)
-                running = [process.sentinel for process, code in pairs if code is None]
-                if not mp.connection.wait(running, left):
-                    return False
-            self._raise_first_failure()
-        except BaseException:
-            self._end(signal.SIGTERM)
-            raise
-        self._release()
+        with _SigtermHandedOn(self.processes) as sigterm:
+            try:
+                while None in (codes := [p.exitcode for p in self.processes]):
+                    if any(codes) and not sigterm.has_come:
+                        break
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    pairs = zip(self.processes, codes, strict=True)
+                    running = [process.sentinel for process, code in pairs if code is None]
+                    if not mp.connection.wait(running, left):
+                        return False
+                if not sigterm.has_come:
+                    self._raise_first_failure()
+            except BaseException:
+                self._end(signal.SIGTERM)
+                raise
+            self._release()
         return True
 
     def _raise_first_failure(self) -> None:
@@ -318,6 +327,36 @@ class SpawnContext:
             pipe.close()
         self._pipes.clear()
         self._store = None
+
+
+class _SigtermHandedOn:
+    """Context: SIGTERM goes to the processes, and at the end to this one, unless it has a handler of its own."""
+
+    def __init__(self, processes: list[Any]) -> None:
+        self._processes = processes
+        self._is_ours = False
+        self.has_come = False
+
+    def __enter__(self) -> _SigtermHandedOn:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._is_ours = in_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if self._is_ours:
+            signal.signal(signal.SIGTERM, self._hand_on)
+        return self
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.has_come = True
+        for process in self._processes:
+            if process.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self.has_come:
+                sys.stdout.flush()
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _variables(of: Ranks, port: int) -> dict[str, str]:

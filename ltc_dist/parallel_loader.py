@@ -18,6 +18,7 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.errors import LoaderError
+from ltc_dist.data_workers import tied_to_this_process
 from ltc_dist.prefetch import Limits, Prefetch
 
 __all__ = ["MpDeviceLoader", "ParallelLoader", "PerDeviceLoader"]
@@ -113,7 +114,7 @@ class ParallelLoader:
         self.batches_per_execution = batches_per_execution
         self._position = _Position(cpu_loader, _resume)
         self._prefetch = Prefetch(
-            iter(cpu_loader) if _resume is None else _resumed(cpu_loader, _resume),
+            _begun(cpu_loader) if _resume is None else _resumed(cpu_loader, _resume),
             self._devices,
             Limits(loader_prefetch_size, device_prefetch_size, prefetch_bytes),
             host_to_device_transfer_threads,
@@ -206,12 +207,17 @@ def _keeps_state(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
+def _begun(loader: Iterable[Any]) -> Iterator[Any]:
+    with tied_to_this_process(loader):
+        return iter(loader)
+
+
 def _resumed(loader: Iterable[Any], resume: dict[str, Any]) -> Iterator[Any]:
     """Iterate as the interrupted pass did: with its random state, without the batches it had taken."""
     now = torch.get_rng_state()
     torch.set_rng_state(resume["rng_state"])
     try:
-        batches = iter(loader)
+        batches = _begun(loader)
         deque(itertools.islice(batches, resume["num_batches"]), maxlen=0)
         first = list(itertools.islice(batches, 1))
     finally:

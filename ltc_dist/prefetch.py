@@ -285,12 +285,13 @@ class Prefetch:
         return self._lanes[lane_number].is_ended
 
     def progress(self) -> tuple[int, Any] | None:
-        """Give how many batches all devices have taken, and the loader's state then; None for all there are."""
+        """Give how many batches all devices have taken, and the loader's state then; None past the end."""
         with self._changed:
             return None if self._is_done() else self._newest_state
 
     def _is_done(self) -> bool:
-        done = self._is_over() and not any(lane.items for lane in self._lanes)
+        # The last batch alone does not end an epoch: who resumes there is to come to its end, not to begin it anew.
+        done = all(lane.is_ended for lane in self._lanes)
         return self._was_done if self._is_closed else done
 
     @property

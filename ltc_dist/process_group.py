@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 
 from ltc_core import collective
-from ltc_core.errors import CollectiveError, listed
+from ltc_core.errors import CollectiveError, CollectiveTimeoutError, listed
 from ltc_core.settings import settings
 from ltc_dist.host import LOOK_S, ended, job_store, wait_looking
 from ltc_dist.loopback import LOOPBACK
@@ -230,7 +230,7 @@ class ProcessTransport:
                 self._differ(position, job_store().get(at).decode())
             self._look_for_ended()
             if time_is_up:
-                raise CollectiveError(
+                raise CollectiveTimeoutError(
                     f"rank {self._group.members[position]} did not come within {settings.collective_timeout_s:g} s",
                     got=f"rank {self._rank} is at {_short(self._plan)}",
                     next="let all processes of the group run the same collectives",
@@ -244,14 +244,10 @@ class ProcessTransport:
 
     def _wait(self, work: Any) -> None:
         """Wait for an op; look now and then at what those are doing who do not come."""
-        while True:
-            try:
-                work.wait(datetime.timedelta(seconds=LOOK_S))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    self._look_for_ended()
-                    raise
+        while (failure := _waited(work)) is not None:
+            if work.is_completed():
+                self._look_for_ended()
+                raise failure
             store, here = job_store(), self._group.position
             store.set(f"at/{self._group.name}/{here}", self._plan)
             for position in range(len(self._group.members)):
@@ -276,6 +272,15 @@ class ProcessTransport:
             f"       rank {self._group.members[position]}: {_short(other)}",
             next="let all processes of a group run the same collectives, on tensors of the same sizes",
         )
+
+
+def _waited(work: Any) -> RuntimeError | None:
+    """Wait a while for an op; give what was raised, None if it is done."""
+    try:
+        work.wait(datetime.timedelta(seconds=LOOK_S))
+    except RuntimeError as failure:
+        return failure
+    return None
 
 
 def _options() -> Any:

@@ -26,7 +26,9 @@ TREE = {
     "DataFormatError": ValueError,
     "LoaderError": RuntimeError,
     "RankError": RuntimeError,
+    "RankTimeoutError": TimeoutError,
     "CollectiveError": RuntimeError,
+    "CollectiveTimeoutError": TimeoutError,
 }
 
 

@@ -1,0 +1,118 @@
+"""Whether processes make steps: each writes down when it last handed work to its device, the launcher reads it.
+
+A process that is stopped, or whose Python is blocked, writes nothing; one that waits for ever writes the same. Both
+are found by the time of the last step. Used by `shim` in each process and by `agent`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from ltc_core import metrics
+
+__all__ = ["Watch", "start"]
+
+_FORM = struct.Struct(
+    "<qd"
+)  # steps, and when the last one was, on the clock all processes of a host share
+_BEAT_S = 0.2
+_STACKS_S = 1.0  # for processes to write down where they are
+
+
+def start(directory: str, local_rank: int) -> None:
+    """Write down the steps of this process, in a thread, as long as it lives."""
+    path = os.path.join(directory, str(local_rank))
+    threading.Thread(target=_beat, args=(path,), name="ltc-heartbeat", daemon=True).start()
+
+
+def _beat(path: str) -> None:
+    steps, last = -1, 0.0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    while True:
+        found = metrics.counter_value("ExecuteComputation") or 0
+        if found != steps:
+            steps, last = found, time.monotonic()
+        os.pwrite(file, _FORM.pack(steps, last), 0)
+        time.sleep(_BEAT_S)
+
+
+@dataclass(frozen=True)
+class _Beat:
+    """What is known of one process."""
+
+    rank: int
+    pid: int
+    steps: int
+    idle_s: float
+
+
+class Watch:
+    """Looks at the processes of a host, given by rank; made anew when they are started anew.
+
+    Args:
+        timeout_s: without a step, after which a process hangs.
+    """
+
+    def __init__(self, directory: str, timeout_s: float) -> None:
+        self._directory = directory
+        self._timeout_s = timeout_s
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        for name in os.listdir(directory):
+            os.unlink(os.path.join(directory, name))
+        self._started = time.monotonic()
+
+    def hang(self, pids: dict[int, tuple[int, int]]) -> str:
+        """Say who hangs, "" if nobody does. Those who do are made to say where, on stderr.
+
+        Args:
+            pids: local rank -> rank and process id.
+        """
+        beats = [self._beat(k, *who) for k, who in pids.items() if _runs(who[1])]
+        if not any(beat.idle_s > self._timeout_s for beat in beats):
+            return ""
+        fewest = min(beat.steps for beat in beats)
+        guilty = [beat for beat in beats if beat.steps == fewest]
+        for beat in beats:
+            if not _is_stopped(beat.pid):
+                os.kill(beat.pid, signal.SIGUSR1)
+        time.sleep(_STACKS_S)
+        names = ", ".join(f"{b.rank} (pid {b.pid}{_stopped_words(b.pid)})" for b in guilty)
+        counts = ", ".join(f"rank {b.rank}: {b.steps}" for b in beats)
+        return (
+            f"rank{'s' * (len(guilty) > 1)} {names} made no step for {guilty[0].idle_s:.0f} s; "
+            f"steps made: {counts}"
+        )
+
+    def _beat(self, local_rank: int, rank: int, pid: int) -> _Beat:
+        try:
+            with open(os.path.join(self._directory, str(local_rank)), "rb") as file:
+                data = file.read(_FORM.size)
+        except FileNotFoundError:
+            data = b""
+        steps, last = _FORM.unpack(data) if len(data) == _FORM.size else (0, self._started)
+        return _Beat(rank, pid, steps, time.monotonic() - last)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _stopped_words(pid: int) -> str:
+    return ", stopped by a signal" if _is_stopped(pid) else ""

@@ -1,0 +1,105 @@
+"""Faults of checkpoints in a job of two: what was saved before is never lost, and a job that goes on ends the same."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_processes import TRAINING, TWO, expected, final, launcher, undisturbed
+from tests.launching import Job
+
+pytestmark = pytest.mark.dist
+__all__ = ["expected", "undisturbed"]  # fixtures
+
+
+SITES = [  # the third call there, and the checkpoint that counts afterwards
+    (0, "write_part", 2),  # which rank 0 calls twice for each
+    (1, "write_part", 4),
+    (0, "write_manifest", 4),
+    (0, "publish", 4),
+    (0, "point_latest", 6),
+    (0, "prune", 6),
+]
+
+
+@pytest.mark.parametrize(("rank", "site", "newest"), SITES)
+def test_row_18_killed_while_it_saves(
+    rank: int, site: str, newest: int, tmp_path: Path, expected: str
+) -> None:
+    again = launcher("--nprocs", "2", "--max-restarts", "1")
+    options = ["runs", "--every", "2", "--fault", f"commit@{rank}:{site}"]
+    code, out, err = Job([*again, TRAINING, *options], tmp_path).end(is_killed=True)
+    assert code == 0, err
+    assert f"resumed at {newest}\n" in out
+    assert final(out) == expected
+    assert sorted(p.name for p in (tmp_path / "runs").glob("step_*")) == [
+        "step_000000008", "step_000000010", "step_000000012",
+    ]  # fmt: skip
+
+
+def saved(tmp_path: Path) -> Path:
+    """Checkpoints of steps 3, 6 and 9 by two processes."""
+    code, _, err = Job([*TWO, TRAINING, "runs", "--steps", "9"], tmp_path).end()
+    assert code == 0, err
+    return tmp_path / "runs"
+
+
+def test_rows_20_and_21_the_newest_is_damaged(tmp_path: Path, expected: str) -> None:
+    runs = saved(tmp_path)
+    os.truncate(runs / "step_000000009" / "shared" / "t_00002.safetensors", 30)
+    damaged = next((runs / "step_000000006" / "rank_00001").glob("t_00000*"))
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 4
+    damaged.write_bytes(data)
+    code, out, err = Job([*TWO, TRAINING, "runs"], tmp_path).end()
+    assert code == 0 and "resumed at 3" in out, err
+    told = err + out
+    assert re.search(
+        r"step_000000009: shared/t_00002.safetensors: 30 of \d+ bytes; using step_000000003", told
+    )
+    assert re.search(
+        r"step_000000006: rank_00001/t_00000.safetensors: .* not what was written; using", told
+    )
+    assert final(out) == expected
+
+
+def test_row_21_none_is_whole(tmp_path: Path) -> None:
+    runs = saved(tmp_path)
+    for manifest in runs.glob("*/manifest.json"):
+        manifest.unlink()
+    code, _, err = Job([*TWO, TRAINING, "runs"], tmp_path).end(20)
+    assert code == 65
+    assert "is whole" in err and "manifest.json is missing" in err
+
+
+def test_row_23_another_number_of_processes(tmp_path: Path, expected: str) -> None:
+    """One process goes on with the whole batch: the same parameters come of it, but for rounding."""
+    saved(tmp_path)
+    code, out, err = Job([*launcher(), TRAINING, "runs"], tmp_path).end()
+    assert code == 0 and "resumed at 9" in out, err
+    assert float(final(out).split()[-1]) == pytest.approx(float(expected.split()[-1]), rel=1e-5)
+
+
+def test_row_24_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    code, out, err = Job([*TWO, TRAINING, "/dev/null/runs", "--slow", "0.01"], tmp_path).end(20)
+    assert code == 74 and "step 1" not in out
+    assert re.search(r"rank 0: .*Not a directory.*, rank 1: .*Not a directory", err)
+
+
+def test_row_19_the_disk_is_full(tmp_path: Path) -> None:
+    """The disk is a file system of 300 kB in a namespace of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    probe = f"mount -t tmpfs -o size=300k none {disk}"
+    unshare = shutil.which("unshare")
+    if not unshare or subprocess.run([unshare, "-rm", "sh", "-c", probe]).returncode:
+        pytest.skip("no file systems can be mounted here")
+    command = f"{probe} && {' '.join([*TWO, TRAINING, str(disk / 'runs'), '--every', '1', '--fill'])}; code=$?; "
+    job = Job([unshare, "-rm", "sh", "-c", f"{command} ls {disk}/runs; exit $code"], tmp_path)
+    code, out, err = job.end(30)
+    assert code == 74, err
+    assert "No space left on device while writing" in err and "free " in err
+    assert "step_000000001\n" in out and ".tmp-" not in out

@@ -1,0 +1,243 @@
+"""Faults of processes: whoever is killed, stopped or fails, the job ends as one, says why, and leaves nothing."""
+
+import os
+import re
+import signal
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Job, launcher
+
+pytestmark = pytest.mark.dist
+TRAINING = str(Path(__file__).with_name("training.py"))
+TWO = launcher("--nprocs", "2")
+FINAL = re.compile(r"final (\w+ \S+)")
+
+
+def final(out: str) -> str:
+    found = FINAL.search(out)
+    assert found, out
+    return found[1]
+
+
+@cache
+def undisturbed(directory: Path) -> str:
+    """What two processes come to when nothing goes wrong."""
+    place = directory / "undisturbed"
+    place.mkdir(exist_ok=True)
+    code, out, err = Job([*TWO, TRAINING], place).end()
+    assert code == 0 and err == "", err
+    return final(out)
+
+
+@pytest.fixture
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return undisturbed(tmp_path_factory.getbasetemp())
+
+
+ENDS = [
+    ("kill9", 137, "was killed by SIGKILL"),
+    ("raise", 1, "LookupError: no such word"),
+    ("exit7", 7, "ended with exit code 7"),
+    ("segv", 139, "was killed by SIGSEGV"),
+]
+
+
+@pytest.mark.parametrize(("kind", "exit_code", "words"), ENDS)
+def test_rows_1_to_4_a_process_ends(kind: str, exit_code: int, words: str, tmp_path: Path) -> None:
+    code, out, err = Job([*TWO, TRAINING, "--fault", f"{kind}@1:5"], tmp_path).end(20)
+    assert code == exit_code and "fault at 5" in out and "final" not in out
+    assert words in err and "rank 1 (pid " in err.splitlines()[-1]
+    tracebacks = out.count("Traceback") + err.count("Traceback")
+    assert tracebacks == (kind == "raise")
+    if kind == "segv":
+        assert re.search(
+            r"\[1\] Fatal Python error: Segmentation fault(.|\n)*training.py", err + out
+        )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_row_1_a_job_that_is_started_again_ends_as_if_nothing_had_been(
+    rank: int, tmp_path: Path, expected: str
+) -> None:
+    again = launcher("--nprocs", "2", "--max-restarts", "1")
+    job = Job([*again, TRAINING, "runs", "--fault", f"kill9@{rank}:8"], tmp_path)
+    code, out, err = job.end()
+    assert code == 0, err
+    resumed = re.search(r"resumed at (\d+)", out)
+    assert resumed and int(resumed[1]) in (
+        3,
+        6,
+    )  # what was being written when it was killed does not count
+    assert final(out) == expected
+
+
+def test_row_6_the_launcher_is_killed(tmp_path: Path) -> None:
+    job = Job(
+        [
+            *TWO,
+            TRAINING,
+            "--num-workers",
+            "2",
+            "--slow",
+            "0.2",
+            "--steps",
+            "900",
+            "--items",
+            "9000",
+        ],
+        tmp_path,
+    )
+    job.wait_for("step 2", times=2)
+    assert len(job.processes()) >= 1 + 2 + 2 * 2
+    job.process.kill()
+    assert job.end(5, is_killed=True)[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_row_7_the_parent_of_spawn_is_killed(nohup: bool, tmp_path: Path) -> None:
+    """Its processes are in a collective that one of them never comes to."""
+    command = [sys.executable, TRAINING, "--spawn", "2", "--fault", "sleep@1:3"]
+    job = Job(command, tmp_path, ignores_interrupts=nohup)
+    job.wait_for("fault at 3")
+    time.sleep(0.5)
+    assert len(job.processes()) >= 3
+    job.process.kill()
+    assert job.end(5)[0] == -signal.SIGKILL
+
+
+COMMANDS = {
+    "launcher": [*TWO, TRAINING],
+    "spawn": [sys.executable, TRAINING, "--spawn", "2"],
+}
+
+
+@pytest.mark.parametrize("to", ["parent", "group"])
+@pytest.mark.parametrize("how", COMMANDS)
+def test_row_8_ctrl_c(how: str, to: str, tmp_path: Path) -> None:
+    job = Job([*COMMANDS[how], "--fault", "sleep@1:3"], tmp_path)
+    job.wait_for("fault at 3")
+    if to == "group":
+        os.killpg(job.process.pid, signal.SIGINT)
+    else:
+        job.process.send_signal(signal.SIGINT)
+    code, _, err = job.end(10)
+    assert code in (130, -signal.SIGINT)
+    if how == "launcher":
+        assert err == "ltc-launch: stopped by SIGINT\n"
+
+
+def test_row_8_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+    """The processes do not react to the first one: their Python is blocked."""
+    job = Job(
+        [*launcher("--nprocs", "2", "--grace", "40"), TRAINING, "runs", "--fault", "lock@1:3"],
+        tmp_path,
+    )
+    job.wait_for("fault at 3")
+    job.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    job.process.send_signal(signal.SIGINT)
+    assert job.end(10)[0] in (130, 143)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("stop", ", stopped by a signal) made no step"),
+        ("sleep", ") made no step"),
+        ("lock", ") made no step"),
+    ],
+)
+def test_row_15_a_process_hangs(kind: str, words: str, tmp_path: Path) -> None:
+    options = launcher("--nprocs", "2", "--hang-timeout", "8")
+    code, out, err = Job([*options, TRAINING, "--fault", f"{kind}@1:5"], tmp_path).end(40)
+    assert code == 124
+    last = err.splitlines()[-1]
+    assert re.search(r"ltc-launch: ranks? .*1 \(pid \d+", last) and words in last, last
+    assert re.search(r"steps made: rank 0: \d+, rank 1: \d+; all were stopped$", last), last
+    assert (
+        "[0] Thread 0x" in err + out or "[0] Current thread 0x" in err + out
+    )  # where the others wait
+    if kind == "sleep":
+        assert re.search(r"\[1\]   File .*training.py.* in train", err + out)
+
+
+def test_row_15_a_job_that_hung_is_started_again(tmp_path: Path, expected: str) -> None:
+    options = launcher("--nprocs", "2", "--hang-timeout", "8", "--max-restarts", "1")
+    code, out, err = Job([*options, TRAINING, "runs", "--fault", "sleep@1:8"], tmp_path).end()
+    assert code == 0 and "all are started again" in err
+    assert final(out) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_row_17_sigterm_becomes_a_checkpoint(workers: int, tmp_path: Path, expected: str) -> None:
+    options = ["--slow", "0.05", "--every", "100", "--num-workers", str(workers)]
+    job = Job([*TWO, TRAINING, "runs", *options], tmp_path)
+    job.wait_for("step 3")
+    job.process.terminate()
+    code, out, err = job.end(20)
+    assert code == 143 and "final" not in out, err
+    assert re.search(r"stopped by SIGTERM; step \d+ is in ", err + out)
+    assert err.splitlines()[-1] == "ltc-launch: stopped by SIGTERM"
+    assert "Traceback" not in err + out
+    code, out, err = Job([*TWO, TRAINING, "runs"], tmp_path).end()
+    assert code == 0 and "resumed at " in out
+    assert final(out) == expected
+
+
+def test_row_17_one_process_alone_is_told_to_end(tmp_path: Path, expected: str) -> None:
+    """All of them save after the same step, and are started again if that is allowed."""
+    options = launcher("--nprocs", "2", "--max-restarts", "1")
+    job = Job([*options, TRAINING, "runs", "--every", "100", "--fault", "term@1:2"], tmp_path)
+    code, out, err = job.end()
+    assert code == 0 and "resumed at " in out, err
+    assert final(out) == expected
+
+
+def test_row_17_who_takes_longer_than_the_grace_is_killed(tmp_path: Path) -> None:
+    options = launcher("--nprocs", "2", "--grace", "1")
+    job = Job([*options, TRAINING, "runs", "--fault", "sleep@1:3"], tmp_path)
+    job.wait_for("fault at 3")
+    job.process.terminate()
+    code, _, err = job.end(10)
+    assert code == 143
+    assert "stopped by SIGTERM; what still ran after 1 s was killed" in err
+
+
+def test_row_17_the_parent_of_spawn_hands_sigterm_on(tmp_path: Path) -> None:
+    command = [sys.executable, TRAINING, "runs", "--spawn", "2", "--slow", "0.05", "--every", "100"]
+    job = Job(command, tmp_path)
+    job.wait_for("step 3")
+    job.process.terminate()
+    code, _, err = job.end(20)
+    assert code == -signal.SIGTERM and re.search(r"step \d+ is in ", err), err
+    assert len(list((tmp_path / "runs").glob("step_*"))) == 1
+
+
+def test_row_29_everything_is_killed_at_once(tmp_path: Path) -> None:
+    job = Job(
+        [
+            *TWO,
+            TRAINING,
+            "--num-workers",
+            "1",
+            "--slow",
+            "0.2",
+            "--steps",
+            "900",
+            "--items",
+            "9000",
+        ],
+        tmp_path,
+    )
+    job.wait_for("step 2")
+    for process in job.processes():
+        process.kill()
+    job.end(5, is_killed=True)
+    code, _, err = Job([*TWO, TRAINING], tmp_path).end(is_killed=True)
+    assert code == 0, err
+    assert not list((tmp_path / "tmp").glob("ltc-launch-*"))  # the next one has cleared up

@@ -1,0 +1,112 @@
+"""Jobs as a user starts them: `Job` runs a command, and sees afterwards that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Job", "launcher"]
+
+ROOT = Path(__file__).parents[1]
+_MARK = "TEST_JOB"
+# PyTorch keeps its compile cache (torchinductor_USER) among the temporary files, one for all programs.
+_LEAVE_S = 2.0  # for what a killed launcher leaves
+
+
+def launcher(*options: str) -> list[str]:
+    """The command line of the launcher, up to the script."""
+    return [sys.executable, "-m", "ltc_launch", *options]
+
+
+class Job:
+    """A command that runs, and all processes that come from it.
+
+    Args:
+        directory: an empty one, where it runs; its temporary files go to `tmp` in it.
+        ignores_interrupts: as under `nohup ... &`.
+        environ: more variables.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: Path,
+        ignores_interrupts: bool = False,
+        **environ: str,
+    ) -> None:
+        self._mark = uuid.uuid4().hex
+        self._tmp = directory / "tmp"
+        self._tmp.mkdir(exist_ok=True)
+        self._shared_memory = set(os.listdir("/dev/shm"))
+        kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._tmp), _MARK: self._mark}
+        begin = (
+            (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignores_interrupts else None
+        )
+        self.process = subprocess.Popen(
+            command,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**kept, **places, **environ},
+            start_new_session=True,
+            preexec_fn=begin,
+        )
+
+    def wait_for(self, line: str, times: int = 1) -> None:
+        """Read the output up to lines that end so."""
+        assert self.process.stdout is not None
+        seen = []
+        while times:
+            read = self.process.stdout.readline().decode()
+            assert read, f"no {line!r} in {seen}, {self.process.stderr.read().decode()}"  # type: ignore[union-attr]
+            seen.append(read)
+            times -= read.rstrip("\n").endswith(line)
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of the job that run."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get(_MARK) == self._mark
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def end(self, within_s: float = 50.0, is_killed: bool = False) -> tuple[int, str, str]:
+        """Wait for the end; give exit code, output and errors. Nothing may be left of the job.
+
+        Args:
+            within_s: a bound many times what it takes; the test fails, and the job is killed, if it is passed.
+            is_killed: whether processes were killed that could not remove their temporary directories then. The
+                next launcher removes that of a launcher; those of Python's multiprocessing stay.
+        """
+        try:
+            out, err = self.process.communicate(timeout=within_s)
+        finally:
+            left = self._left(is_killed)
+        assert not left, left
+        return self.process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+
+    def _left(self, is_killed: bool) -> list[str]:
+        deadline = time.monotonic() + _LEAVE_S
+        while (processes := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in processes]
+        for process in processes:
+            process.kill()
+        left += [f"/dev/shm/{n}" for n in set(os.listdir("/dev/shm")) - self._shared_memory]
+        excused = ("torchinductor_", *(("ltc-launch-", "pymp-") if is_killed else ()))
+        names = [path.name for path in self._tmp.iterdir()]
+        left += [f"temporary {name}" for name in names if not name.startswith(excused)]
+        return left
