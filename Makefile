@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
-	@echo "make demo    train a CNN on handwritten digits on the lazy device"
+	@echo "make demo    train a CNN on handwritten digits, in two processes"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types"
 	@echo "make bench   measure recording speed, memory, and training beside its peers (an hour)"
@@ -46,7 +46,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/mnist.py --accuracy-over 97 $(ARGS)
+	$(BIN)/ltc-launch --nprocs 2 examples/mnist_processes.py --accuracy-over 96 $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

@@ -2,9 +2,11 @@
 
     python examples/mnist_processes.py                        two processes (--nprocs), made by spawn
     ltc-launch --nprocs 2 examples/mnist_processes.py         the same, made by the launcher
+    ltc-launch --nprocs 2 examples/mnist_processes.py --checkpoints runs/digits     go on from the newest there
     torchrun --nproc-per-node 2 examples/mnist_processes.py
 
-Beside a loop for one process there are the sampler, the loader, optimizer_step and the reduced accuracy.
+Beside a loop for one process there are the sampler, the loader, optimizer_step, the checkpoints and the reduced
+accuracy.
 """
 
 import argparse
@@ -54,13 +56,27 @@ def train(rank: int, args: argparse.Namespace) -> None:
     model(data[:1][0])  # LazyLinear learns its size
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    for epoch in range(args.epochs):
+    step = first_epoch = 0
+    saver = None
+    if args.checkpoints:
+        saver = ltd.Checkpointer(
+            args.checkpoints, every=20, model=model, optimizer=optimizer, loader=loader
+        )
+        found = saver.restore()
+        if found is not None:
+            step, first_epoch = found.step, found.values["epoch"]
+            ltd.master_print(f"going on after step {step}")
+    for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)
+        loss = torch.zeros(())
         for images, labels in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
             ltd.optimizer_step(optimizer)
+            step += 1
+            if saver is not None:
+                saver.step(step, epoch=epoch)  # SIGTERM ends the job here, in all processes
         mean = ltd.mesh_reduce("loss", loss.detach(), lambda all: sum(map(float, all)) / len(all))
         ltd.master_print(f"epoch {epoch + 1}: loss {mean:.4f}")
 
@@ -71,6 +87,8 @@ def train(rank: int, args: argparse.Namespace) -> None:
     percent = 100 * ltd.mesh_reduce("correct", correct, sum) / len(test)
     ltd.master_print(f"{ltd.world_size()} processes, test accuracy: {percent:.2f} %")
     ltd.save(model.state_dict(), args.save)
+    if percent < args.accuracy_over:
+        raise SystemExit(f"that is below {args.accuracy_over} %")
 
 
 def parse_args() -> argparse.Namespace:
@@ -80,6 +98,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--checkpoints", type=Path, help="save every 20 steps here, and go on from there"
+    )
+    parser.add_argument(
+        "--accuracy-over", type=float, default=0.0, help="fail if it is not reached"
+    )
     parser.add_argument("--save", type=Path, default=Path("mnist_processes.pt"))
     return parser.parse_args()
 

@@ -22,6 +22,11 @@ from ltc_core import *  # noqa: F403
 from ltc_core import __all__ as _core
 from ltc_core import source as _source
 from ltc_dist import c10d as _c10d
+from ltc_dist.bucketized import (
+    all_gather_bucketized,
+    all_reduce_bucketized_gradients,
+    reduce_scatter_bucketized,
+)
 from ltc_dist.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
 from ltc_dist.collectives import (
     all_gather,
@@ -42,6 +47,7 @@ from ltc_dist.ranks import (
     master_print,
     world_size,
 )
+from ltc_dist.rate import RateTracker
 from ltc_dist.saving import save as save  # type: ignore[assignment]
 from ltc_dist.step import clip_grad_norm_, optimizer_step, reduce_gradients
 
@@ -56,8 +62,11 @@ __all__ = [
     "MpModelWrapper",
     "MpSerialExecutor",
     "ParallelLoader",
+    "RateTracker",
     "all_gather",
+    "all_gather_bucketized",
     "all_reduce",
+    "all_reduce_bucketized_gradients",
     "all_to_all",
     "broadcast_master_param",
     "clip_grad_norm_",
@@ -73,6 +82,7 @@ __all__ = [
     "optimizer_step",
     "reduce_gradients",
     "reduce_scatter",
+    "reduce_scatter_bucketized",
     "rendezvous",
     "spawn",
     "world_size",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed
 from ltc_core import collective
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, listed
 from ltc_core.settings import settings
+from ltc_dist.buckets import deal
 from ltc_dist.host import LOOK_S, ended, job_store, wait_looking
 from ltc_dist.loopback import LOOPBACK
 from ltc_dist.ranks import Ranks, ranks
@@ -190,7 +191,7 @@ class ProcessTransport:
     ) -> list[torch.Tensor]:
         """Run an op on a few long vectors instead of many tensors; one is filled while others are under way."""
         started = []
-        for chosen in _buckets(values):
+        for chosen in deal(values, settings.bucket_mb):
             flat = torch.cat([values[k].reshape(-1) for k in chosen])
             started.append((chosen, flat, start(flat)))
         results = list(values)
@@ -297,21 +298,3 @@ def _options() -> Any:
 
 def _short(plan: str) -> str:
     return plan if len(plan) < 400 else f"{plan[:400]}... ({plan.count('[')} tensors)"
-
-
-def _buckets(values: list[torch.Tensor]) -> Iterator[list[int]]:
-    """Deal tensors into groups of one dtype and at most `settings.bucket_mb`, in order; one larger stands alone."""
-    limit = int(settings.bucket_mb * 2**20)
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for k, value in enumerate(values):
-        by_dtype.setdefault(value.dtype, []).append(k)
-    for positions in by_dtype.values():
-        chosen: list[int] = []
-        size = 0
-        for k in positions:
-            if chosen and size + values[k].nbytes > limit:
-                yield chosen
-                chosen, size = [], 0
-            chosen.append(k)
-            size += values[k].nbytes
-        yield chosen

@@ -14,7 +14,7 @@ TEXT = (ROOT / "README.md").read_text()
 
 def test_snippets_run(tmp_path: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
     (tmp_path / "snippets.py").write_text("\n".join(snippets))
     done = subprocess.run(
         [sys.executable, "-W", "error", "snippets.py"],

@@ -13,7 +13,7 @@ import ltc_core as ltc
 from ltc_dist.multiprocessing import MpSerialExecutor
 from ltc_dist.ranks import ranks
 
-__all__ = ["Odd", "end", "fail", "serial", "tell", "train", "wait_for_ever"]
+__all__ = ["Odd", "differentiate", "end", "fail", "serial", "tell", "train", "wait_for_ever"]
 
 
 class Odd(Exception):
@@ -286,3 +286,38 @@ def leave_unsaved(rank: int, directory: str) -> None:
     ltd.rendezvous("begin")
     if rank == 1:
         ltd.save({}, Path(directory, "never.pt"))
+
+
+def differentiate(rank: int, directory: str) -> None:
+    """Collectives that gradients flow through, and those on many tensors at once."""
+    import ltc_dist as ltd
+    from ltc_dist import functions
+
+    device = ltc.lazy_device()
+    start = torch.arange(8.0).reshape(2, 4) + 10 * rank
+    weight = torch.linspace(1, 2, 16).reshape(4, 4) * (rank + 1)
+    results = {}
+    for name, call in {
+        "all_reduce": lambda x: functions.all_reduce("sum", x, 0.5),
+        "all_gather": lambda x: functions.all_gather(x, 0),
+        "all_gather_1": lambda x: functions.all_gather(x, 1),
+        "reduce_scatter": lambda x: functions.reduce_scatter("sum", x, 2.0, 1, 2),
+        "all_to_all": lambda x: functions.all_to_all(x, 1, 0, 2),
+    }.items():
+        x = start.to(device).requires_grad_()
+        y = call(x)
+        w = weight.flatten()[: y.numel()].view(y.shape).to(device)
+        (y * w).sum().backward()
+        results[name] = y.detach().cpu(), x.grad.cpu()
+    many = [torch.full((2, 3), 1.0 + rank), torch.arange(4) + rank, torch.tensor(5.0 + rank)]
+    lazy = [value.to(device) for value in many]
+    cap = 20 / 2**20  # bytes: less than two of them
+    results["gathered"] = [v.cpu() for v in ltd.all_gather_bucketized(lazy, bucket_cap_mb=cap)]
+    into = [torch.zeros(2, 6, device=device)]
+    ltd.all_gather_bucketized(lazy[:1], 1, output=into)
+    results["into"] = into[0].cpu()
+    parts = ltd.reduce_scatter_bucketized("sum", lazy[:2], 1.0, 0, 2, bucket_cap_mb=cap)
+    results["scattered"] = [v.cpu() for v in parts]
+    ltd.all_reduce_bucketized_gradients(lazy[::2], 0.5, bucket_cap_mb=cap)
+    results["reduced"] = [v.cpu() for v in lazy[::2]]
+    torch.save(results, Path(directory, f"{rank}.pt"))

@@ -9,6 +9,7 @@ import torch
 import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core.errors import CollectiveError
+from ltc_dist import functions
 from tests.dist import spawned
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -40,6 +41,55 @@ def test_two_processes(tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyP
             "x": BOTH[rank],
         }
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.dist
+def test_gradients_flow_and_many_tensors_go_in_few_vectors(tmp_path: Path) -> None:
+    ltd.spawn(spawned.differentiate, (str(tmp_path),), nprocs=2)
+    found = [torch.load(tmp_path / f"{k}.pt") for k in range(2)]
+    # What the processes do together, as one program that PyTorch differentiates.
+    xs = [(torch.arange(8.0).reshape(2, 4) + 10 * k).requires_grad_() for k in range(2)]
+    weights = [torch.linspace(1, 2, 16).reshape(4, 4) * (k + 1) for k in range(2)]
+    together = {
+        "all_reduce": [(xs[0] + xs[1]) * 0.5] * 2,
+        "all_gather": [torch.cat(xs)] * 2,
+        "all_gather_1": [torch.cat(xs, 1)] * 2,
+        "reduce_scatter": list(((xs[0] + xs[1]) * 2.0).chunk(2, 1)),
+        "all_to_all": [torch.cat([x.chunk(2, 1)[k] for x in xs]) for k in range(2)],
+    }
+    for name, ys in together.items():
+        used = [w.flatten()[: y.numel()].view(y.shape) for y, w in zip(ys, weights, strict=True)]
+        whole = sum((y * w).sum() for y, w in zip(ys, used, strict=True))
+        grads = torch.autograd.grad(whole, xs, retain_graph=True)
+        for rank in range(2):
+            torch.testing.assert_close(found[rank][name], (ys[rank].detach(), grads[rank]))
+    for rank, got in enumerate(found):
+        expected = {
+            "gathered": [
+                torch.cat([torch.ones(2, 3), torch.full((2, 3), 2.0)]),
+                torch.tensor([0, 1, 2, 3, 1, 2, 3, 4]),
+                torch.tensor([5.0, 6.0]),
+            ],
+            "into": torch.cat([torch.ones(2, 3), torch.full((2, 3), 2.0)], 1),
+            "scattered": [torch.full((1, 3), 3.0), torch.tensor([[1, 3], [5, 7]][rank])],
+            "reduced": [torch.full((2, 3), 1.5), torch.tensor(5.5)],
+        }
+        torch.testing.assert_close({name: got[name] for name in expected}, expected)
+
+
+def test_only_sums_have_gradients() -> None:
+    x = torch.ones(2, device=ltc.lazy_device(), requires_grad=True)
+    with pytest.raises(CollectiveError, match="all_reduce has no gradient for the reduction 'max'"):
+        functions.all_reduce("max", x)
+    with pytest.raises(CollectiveError, match="reduce_scatter has no gradient"):
+        functions.reduce_scatter("min", x, 1.0, 0, 1)
+    (functions.all_gather(x.sum()) * 3).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
+
+
+def test_many_tensors_that_cannot_be_dealt_out() -> None:
+    with pytest.raises(CollectiveError, match=r"cannot be dealt out to the group\n  got: \[3\], 2 parts"):
+        ltd.reduce_scatter_bucketized("sum", [torch.ones(3, device=ltc.lazy_device())], 1.0, 0, 2)
 
 
 def test_one_process() -> None:

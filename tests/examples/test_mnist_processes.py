@@ -37,3 +37,25 @@ def test_it_learns(tmp_path: Path, command: list[str]) -> None:
     [(count, percent)] = re.findall(r"(\d) processes, test accuracy: ([\d.]+) %", done.stdout)
     assert count == "2" and float(percent) > 80
     assert (tmp_path / "mnist_processes.pt").exists()
+
+
+@pytest.mark.dist
+def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def run(*options: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "ltc_launch", "--nprocs", "2", SCRIPT, *options],
+            cwd=tmp_path,
+            env={**os.environ, **SETTINGS, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    whole = run("--epochs", "3")
+    run("--epochs", "2", "--checkpoints", "runs")
+    rest = run("--epochs", "3", "--checkpoints", "runs")
+    assert re.search(r"going on after step \d+", rest)
+    assert (
+        rest.splitlines()[-2:] == whole.splitlines()[-2:]
+    )  # the loss of the last epoch, the accuracy

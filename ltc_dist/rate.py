@@ -1,0 +1,45 @@
+"""How fast training goes: `RateTracker`."""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["RateTracker"]
+
+
+class RateTracker:
+    """Counts what was done, and gives its rate a second: lately, smoothed, and since the beginning.
+
+    Args:
+        smooth_factor: from 0 to below 1: how much of a rate is that of the time before.
+
+    Source: `torch_xla.core.xla_model.RateTracker`.
+    """
+
+    def __init__(self, smooth_factor: float = 0.4) -> None:
+        if not 0 <= smooth_factor < 1:
+            raise ValueError(f"smooth_factor must be from 0 to below 1, not {smooth_factor}")
+        self._smooth_factor = smooth_factor
+        self._began = self._asked = time.monotonic()
+        self._count = self._count_then = 0.0
+        self._rate: float | None = None
+
+    def add(self, count: float) -> None:
+        """Count what was done, such as the samples of a batch."""
+        self._count += count
+
+    def rate(self) -> float:
+        """Give the rate since this was asked last, smoothed with those before; 0 if no time has passed."""
+        now = time.monotonic()
+        if now <= self._asked:
+            return self._rate or 0.0
+        rate = (self._count - self._count_then) / (now - self._asked)
+        if self._rate is not None:
+            rate += self._smooth_factor * (self._rate - rate)
+        self._asked, self._count_then, self._rate = now, self._count, rate
+        return rate
+
+    def global_rate(self) -> float:
+        """Give the rate since the beginning; 0 if no time has passed."""
+        passed_s = time.monotonic() - self._began
+        return self._count / passed_s if passed_s > 0 else 0.0
