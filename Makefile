@@ -22,7 +22,7 @@ help:
 	@echo "make demo    train a CNN on handwritten digits, in two processes"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types"
-	@echo "make bench   measure recording speed, memory, and training beside its peers (an hour)"
+	@echo "make bench   measure recording speed, memory, and training beside its peers (over an hour)"
 
 setup: $(STAMP)
 
@@ -59,6 +59,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.record $(ARGS)
 	$(BIN)/python -m benchmarks.memory $(ARGS)
+	$(BIN)/python -m benchmarks.distributed $(ARGS)
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 clean:

@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from ltc_dist import worker
 from ltc_dist.failures import Failure, first_failure, how_it_ended
 
-from . import heartbeat, rendezvous
+from . import heartbeat, rendezvous, status
 from .spec import Spec
 
 __all__ = ["HANG", "command", "run", "variables"]
@@ -55,10 +57,16 @@ def run(spec: Spec) -> int:
     """
     logging.disable(logging.ERROR)  # of this process, the launcher: how it ended is told here, once
     os.environ.update(variables(spec))
+    is_watched = status.is_worth_it() and spec.nprocs > 1
     with _log_dir(spec) as log_dir:
-        agent = Agent(spec, log_dir)
+        beats = os.path.join(log_dir, "beats") if is_watched or spec.hang_timeout_s else ""
+        if beats:
+            os.makedirs(beats, mode=0o700, exist_ok=True)
+        agent = Agent(spec, log_dir, beats)
+        line = status.shown(partial(heartbeat.steps, beats)) if is_watched else nullcontext()
         try:
-            result = agent.run()
+            with line:
+                result = agent.run()
         except (SignalException, KeyboardInterrupt) as stopped:
             number = signal.Signals(int(getattr(stopped, "sigval", signal.SIGINT)))
             _tell(f"stopped by {number.name}{agent.stop_words}")
@@ -79,14 +87,17 @@ def run(spec: Spec) -> int:
 class Agent(LocalElasticAgent):
     """PyTorch's agent for one host, with a watch for hangs, and a grace that depends on why processes are ended.
 
+    Args:
+        beats: the directory where processes write down their steps; empty if nobody reads it.
+
     Attributes:
         hang: who hung, if that ended the job.
         stop_words: what is to be said of how the processes ended when this one was stopped.
     """
 
-    def __init__(self, spec: Spec, log_dir: str) -> None:
+    def __init__(self, spec: Spec, log_dir: str, beats: str) -> None:
         self._ltc_spec = spec
-        self._beats = os.path.join(log_dir, "beats")
+        self._beats = beats
         self._watch: heartbeat.Watch | None = None
         self._is_stopping = False
         self.hang = ""
@@ -97,7 +108,7 @@ class Agent(LocalElasticAgent):
             role="default",
             local_world_size=spec.nprocs,
             entrypoint=sys.executable,
-            args=tuple(command(spec, os.getpid(), self._beats if spec.hang_timeout_s else "")),
+            args=tuple(command(spec, os.getpid(), beats)),
             rdzv_handler=rendezvous.handler(spec),
             max_restarts=spec.max_restarts,
             monitor_interval=_MONITOR_S,

@@ -17,7 +17,7 @@ import psutil
 
 from ltc_core import metrics
 
-__all__ = ["Watch", "start"]
+__all__ = ["Watch", "start", "steps"]
 
 _FORM = struct.Struct(
     "<qd"
@@ -63,7 +63,6 @@ class Watch:
     def __init__(self, directory: str, timeout_s: float) -> None:
         self._directory = directory
         self._timeout_s = timeout_s
-        os.makedirs(directory, mode=0o700, exist_ok=True)
         for name in os.listdir(directory):
             os.unlink(os.path.join(directory, name))
         self._started = time.monotonic()
@@ -91,13 +90,25 @@ class Watch:
         )
 
     def _beat(self, local_rank: int, rank: int, pid: int) -> _Beat:
-        try:
-            with open(os.path.join(self._directory, str(local_rank)), "rb") as file:
-                data = file.read(_FORM.size)
-        except FileNotFoundError:
-            data = b""
-        steps, last = _FORM.unpack(data) if len(data) == _FORM.size else (0, self._started)
-        return _Beat(rank, pid, steps, time.monotonic() - last)
+        found = _read(os.path.join(self._directory, str(local_rank)))
+        made, last = found if found is not None else (0, self._started)
+        return _Beat(rank, pid, made, time.monotonic() - last)
+
+
+def steps(directory: str) -> int:
+    """Give the steps that every process has made; 0 as long as one of them has made none."""
+    found = [_read(entry.path) for entry in os.scandir(directory)]
+    return min((beat[0] if beat is not None else 0 for beat in found), default=0)
+
+
+def _read(path: str) -> tuple[int, float] | None:
+    """Give the steps of a process and when its last one was; None if it has not begun."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_FORM.size)
+    except FileNotFoundError:
+        return None
+    return _FORM.unpack(data) if len(data) == _FORM.size else None
 
 
 def _runs(pid: int) -> bool:

@@ -13,7 +13,7 @@ import ltc_core as ltc
 from ltc_dist.multiprocessing import MpSerialExecutor
 from ltc_dist.ranks import ranks
 
-__all__ = ["Odd", "differentiate", "end", "fail", "serial", "tell", "train", "wait_for_ever"]
+__all__ = ["Odd", "differentiate", "distributed_checkpoint", "end", "fail", "serial", "tell", "train", "wait_for_ever"]
 
 
 class Odd(Exception):
@@ -321,3 +321,23 @@ def differentiate(rank: int, directory: str) -> None:
     ltd.all_reduce_bucketized_gradients(lazy[::2], 0.5, bucket_cap_mb=cap)
     results["reduced"] = [v.cpu() for v in lazy[::2]]
     torch.save(results, Path(directory, f"{rank}.pt"))
+
+
+def distributed_checkpoint(rank: int, directory: str) -> None:
+    """torch.distributed.checkpoint, on tensors of the device."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    dist.init_process_group()
+    device = ltc.lazy_device()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3).to(device)
+    dcp.save({"model": model.state_dict(), "step": 7}, checkpoint_id=directory)
+    other = torch.nn.Linear(4, 3).to(device)
+    state = {"model": other.state_dict(), "step": 0}
+    dcp.load(state, checkpoint_id=directory)
+    other.load_state_dict(state["model"])
+    assert state["step"] == 7
+    for name, value in model.state_dict().items():
+        assert value.cpu().equal(other.state_dict()[name].cpu()), name
+    dist.destroy_process_group()

@@ -33,3 +33,9 @@ def test_two_processes(tmp_path: Path) -> None:
     for first, second, alone in zip(found[0]["params"], found[1]["params"], net.parameters(), strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, alone.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.dist
+def test_distributed_checkpoints(tmp_path: Path) -> None:
+    ltd.spawn(spawned.distributed_checkpoint, (str(tmp_path / "checkpoint"),), nprocs=2)
+    assert (tmp_path / "checkpoint" / ".metadata").exists()

@@ -1,6 +1,7 @@
 """`ltc-launch`: what processes find, how their ends are told, that nobody is left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,3 +158,28 @@ def test_several_hosts(tmp_path: Path) -> None:
     for rank, (code, out, err) in enumerate([h.end() for h in hosts]):
         assert code == 0, err
         assert f"['{rank}', '2', '0', '1', '127.0.0.1'" in out and "[2.0, 2.0]" in out
+
+
+LOOPBACK_UP = """
+import fcntl, os, socket, struct, sys
+with socket.socket() as found:
+    fcntl.ioctl(found, 0x8914, struct.pack("16sh", b"lo", 0x41))  # SIOCSIFFLAGS: up, running
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_no_network_is_needed(tmp_path: Path) -> None:
+    """In a namespace that has a loopback interface and nothing else."""
+    alone = ["unshare", "-rn", sys.executable, "-c", LOOPBACK_UP]
+    if not shutil.which("unshare") or subprocess.run([*alone, "-c", "pass"]).returncode:
+        pytest.skip("no network namespaces can be made here")
+    (tmp_path / "train.py").write_text(TELL)
+    done = subprocess.run(
+        [*alone, "-m", "ltc_launch", "--nprocs", "2", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[2.0, 2.0]") == 2
