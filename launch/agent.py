@@ -62,14 +62,15 @@ def run(spec: Spec) -> int:
         beats = os.path.join(log_dir, "beats") if is_watched or spec.hang_timeout_s else ""
         if beats:
             os.makedirs(beats, mode=0o700, exist_ok=True)
-        agent = Agent(spec, log_dir, beats)
         line = status.shown(partial(heartbeat.steps, beats)) if is_watched else nullcontext()
+        agent = None
         try:
+            agent = Agent(spec, log_dir, beats)
             with line:
                 result = agent.run()
         except (SignalException, KeyboardInterrupt) as stopped:
             number = signal.Signals(int(getattr(stopped, "sigval", signal.SIGINT)))
-            _tell(f"stopped by {number.name}{agent.stop_words}")
+            _tell(f"stopped by {number.name}{agent.stop_words if agent is not None else ''}")
             return 128 + number
         except (RendezvousError, torch.distributed.DistError) as error:
             _tell(f"the hosts of {spec.endpoint} cannot be connected: {str(error).splitlines()[0]}")
