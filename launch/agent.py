@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,11 @@ def run(spec: Spec) -> int:
         beats = os.path.join(log_dir, "beats") if is_watched or spec.hang_timeout_s else ""
         if beats:
             os.makedirs(beats, mode=0o700, exist_ok=True)
-        line = status.shown(partial(heartbeat.steps, beats)) if is_watched else nullcontext()
+        line = (
+            status.shown(partial(heartbeat.steps, beats))
+            if is_watched
+            else contextlib.nullcontext()
+        )
         agent = None
         try:
             agent = Agent(spec, log_dir, beats)

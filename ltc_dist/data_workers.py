@@ -8,9 +8,7 @@ each leaves its parent's group, and asks the kernel to end it with its parent. U
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +17,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-__all__ = ["tied_to_this_process"]
+from ltc_dist.worker import die_with_thread
 
-_PR_SET_PDEATHSIG = 1
+__all__ = ["tied_to_this_process"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class _Begin:
     def __call__(self, worker_id: int) -> None:
         os.setpgid(0, 0)
         if self.dies_with_thread and sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_thread()
             if os.getppid() != self.parent_pid:
                 os._exit(1)
         if self.then is not None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from ltc_dist.loopback import LOOPBACK
 from ltc_dist.ranks import Ranks
 
-__all__ = ["begin", "num_threads", "variables"]
+__all__ = ["begin", "die_with_thread", "num_threads", "variables"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
@@ -64,7 +64,7 @@ def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
             death signal follows the thread; without it the parent is looked at twice a second.
     """
     if dies_with_thread and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_thread()
     else:
         threading.Thread(
             target=_end_with, args=(parent_pid,), name="ltc-parent-watch", daemon=True
@@ -73,6 +73,11 @@ def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
         os._exit(1)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def die_with_thread() -> None:
+    """Have the kernel kill this process when the thread ends that started it. On Linux."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with(parent_pid: int) -> None:

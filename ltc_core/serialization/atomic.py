@@ -76,7 +76,7 @@ def replace_file(path: str) -> Iterator[BinaryIO]:
             os.fsync(descriptor)
             os.replace(temporary, path)
     except BaseException:
-        _discard(temporary)
+        discard(temporary)
         raise
     fsync(os.path.dirname(path))
 
@@ -114,9 +114,9 @@ def replace_directory(path: str, check: Callable[[str], None]) -> Iterator[str]:
             check(path)
             _swap(temporary, path)
             os.fsync(parent)
-            _discard(old_name(path))
+            discard(old_name(path))
     except BaseException:
-        _discard(temporary)
+        discard(temporary)
         raise
     finally:
         os.close(descriptor)
@@ -141,7 +141,7 @@ def _recover(path: str) -> None:
     if not os.path.lexists(aside):
         return
     if os.path.lexists(path):
-        _discard(aside)
+        discard(aside)
     else:
         os.rename(aside, path)
 
@@ -199,14 +199,14 @@ def _remove_stale(path: str) -> None:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _discard(entry.path)
+            discard(entry.path)
         except OSError as error:
             _log.debug("%s is being written: %s", entry.path, error)
         finally:
             os.close(descriptor)
 
 
-def _discard(path: str) -> None:
+def discard(path: str) -> None:
     """Remove a file or a directory of ours; what cannot be removed is reported, not raised."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):

@@ -20,6 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -282,12 +283,12 @@ class Checkpointer:
 
     def _chosen(self, step: int | None) -> Contents | None:
         """Rank 0 looks for one that is whole, the others take the same."""
-        contents, answer = None, ["", None]
+        contents: Contents | None = None
+        answer: list[Any] = ["", None]
         if self._here.rank == 0:
             try:
-                found = reading.find(self.directory, self._read, step)
-                if found is not None:
-                    contents = found[0]
+                contents = reading.find(self.directory, partial(reading.read, self.directory), step)
+                if contents is not None:
                     answer = ["", contents.checkpoint.step]
             except CheckpointError as error:
                 answer = [error.what, error.got]
@@ -300,11 +301,7 @@ class Checkpointer:
             raise CheckpointError(problem, got=chosen)
         if chosen is None or contents is not None:
             return contents
-        return self._read(chosen)
-
-    def _read(self, step: int) -> Contents:
-        # Own parts are small, and rank 0 is to see that all of them are whole.
-        return reading.read(self.directory, step, None)
+        return reading.read(self.directory, chosen)
 
     def _load(self, contents: Contents, skip: set[str]) -> None:
         states = {name: contents.objects.get(name) for name in self._shared if name not in skip}

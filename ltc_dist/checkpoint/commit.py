@@ -9,17 +9,15 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import shutil
 import socket
 
 from ltc_core.errors import CheckpointIOError
-from ltc_core.serialization.atomic import fsync, replace_file
+from ltc_core.serialization.atomic import discard, fsync, replace_file
 from ltc_core.serialization.directory import Plan
 from ltc_dist.checkpoint.layout import LATEST, LOCK, Manifest, step_name, steps_in
 
 __all__ = [
     "claim",
-    "discard",
     "point_latest",
     "probe",
     "prune",
@@ -84,7 +82,7 @@ def sweep(root: str) -> None:
                 continue
         elif _TEMPORARY not in name:
             continue
-        _remove(path)
+        discard(path)
 
 
 def temporary_name(root: str, step: int, token: str) -> str:
@@ -119,7 +117,7 @@ def publish(temporary: str, root: str, step: int) -> None:
     os.rename(temporary, final)
     fsync(root)
     if replaces:
-        _remove(aside)
+        discard(aside)
 
 
 def point_latest(root: str, step: int) -> None:
@@ -139,19 +137,4 @@ def prune(root: str, step: int, keep: int | None) -> None:
     kept = [s for s in found if s <= step][-keep:]
     for old in found:
         if old not in kept:
-            _remove(os.path.join(root, step_name(old)))
-
-
-def discard(temporary: str) -> None:
-    """Remove what was written of a checkpoint that will not be one."""
-    _remove(temporary)
-
-
-def _remove(path: str) -> None:
-    """Remove a directory of ours; what cannot be removed is reported, not raised."""
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        _log.warning("%s is left over and could not be removed: %s", path, error)
+            discard(os.path.join(root, step_name(old)))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ltc_core.errors import CheckpointError, CheckpointFormatError, LtcError, listed
 from ltc_core.serialization.directory import check_directory, open_directory, read_directory
@@ -18,6 +18,7 @@ from ltc_dist.checkpoint.layout import SHARED, Manifest, own_part, step_name, st
 __all__ = ["Checkpoint", "Contents", "find", "latest_checkpoint", "read"]
 
 _log = logging.getLogger("ltc")
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,14 @@ def latest_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> 
         values = _part(path, manifest, SHARED)["values"]
         return Checkpoint(step, path, manifest.world_size, values)
 
-    found = find(directory, look, step)
-    return found[0] if found is not None else None
+    return find(directory, look, step)
 
 
-def find(root: str, attempt: Any, step: int | None = None) -> tuple[Any, list[str]] | None:
+def find(root: str, attempt: Callable[[int], _Found], step: int | None = None) -> _Found | None:
     """Call `attempt(step)` for the newest step, then for older ones, until one does not raise a CheckpointError.
 
     Returns:
-        What it returned, and why newer ones were skipped; None if there is no checkpoint at all.
+        What it returned; None if there is no checkpoint at all. Why newer ones were skipped is said in warnings.
 
     Raises:
         CheckpointError: there are some, and none would do.
@@ -105,7 +105,7 @@ def find(root: str, attempt: Any, step: int | None = None) -> tuple[Any, list[st
             continue
         for reason in skipped:
             _log.warning("checkpoint %s; using %s", reason, step_name(candidate))
-        return found, skipped
+        return found
     if not skipped:
         return None
     raise CheckpointError(
@@ -123,11 +123,8 @@ def _why(error: CheckpointError | OSError) -> str:
     return str(error)
 
 
-def read(root: str, step: int, ranks: Iterable[int] | None) -> Contents:
+def read(root: str, step: int) -> Contents:
     """Read a checkpoint, its tensors on the CPU.
-
-    Args:
-        ranks: whose own parts are read too; None for all.
 
     Raises:
         CheckpointError: it is incomplete or damaged; names the file.
@@ -137,10 +134,8 @@ def read(root: str, step: int, ranks: Iterable[int] | None) -> Contents:
     manifest = Manifest.read(path)
     if manifest.step != step:
         raise CheckpointFormatError(f"its manifest says that it is of step {manifest.step}")
-    wanted: Sequence[int] = range(manifest.world_size)
-    if ranks is not None:
-        wanted = [rank for rank in ranks if rank < manifest.world_size]
-    own = {rank: _part(path, manifest, own_part(rank)) for rank in wanted}
+    # All own parts, small as they are: who chooses a checkpoint for all is to see that they are whole.
+    own = {rank: _part(path, manifest, own_part(rank)) for rank in range(manifest.world_size)}
     shared = _part(path, manifest, SHARED)
     checkpoint = Checkpoint(step, path, manifest.world_size, shared["values"])
     return Contents(checkpoint, shared["objects"], own)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ltc_core.errors import CheckpointError, CheckpointIOError, LtcError
-from ltc_core.serialization.atomic import io_errors
+from ltc_core.serialization.atomic import discard, io_errors
 from ltc_core.serialization.directory import Plan
 from ltc_dist import host
 from ltc_dist.checkpoint import commit
@@ -116,7 +116,7 @@ class Transaction:
             reports = [mine, *self._reports()]
             outcome = next((r for r in reports if r.what), _Report())
             if outcome.what:
-                commit.discard(self._temporary)
+                discard(self._temporary)
             else:
                 self._publish(reports)
         except Exception as error:
