@@ -42,7 +42,7 @@ class Pace:
     """
 
     __slots__ = (
-        "_cost_ns", "_count", "_last_ns", "_medians", "_place", "_samples", "_settled", "_size",
+        "_cost_ns", "_count", "_last_ns", "_medians", "_place", "_runs", "_samples", "_settled", "_size",
     )  # fmt: skip
 
     def __init__(self, size: int) -> None:
@@ -55,13 +55,16 @@ class Pace:
         self._settled = False
         self._count = 0
         self._last_ns = 0
-        self._samples: list[int] = []
+        self._samples: list[int] = []  # from launch to launch
+        self._runs: list[int] = []
         self._medians: dict[Place, float] = {}
 
-    def note_run(self, elapsed_ns: int) -> None:
-        """Learn from the processor time of a run."""
+    def note_run(self, cost_ns: int, elapsed_ns: int) -> None:
+        """Learn from the processor time of a run, and from how long it took."""
         known = self._cost_ns
-        self._cost_ns = 0.75 * known + 0.25 * elapsed_ns if known else elapsed_ns
+        self._cost_ns = 0.75 * known + 0.25 * cost_ns if known else cost_ns
+        if not self._settled:
+            self._runs.append(elapsed_ns)
 
     @property
     def is_small(self) -> bool:
@@ -80,11 +83,22 @@ class Pace:
         if count > _UNSETTLED:
             self._samples.append(now_ns - last)
         if len(self._samples) == _MEASURED:
-            self._medians[self._place] = statistics.median(self._samples)
+            self._medians[self._place] = self._step_ns()
             self._samples.clear()
+            self._runs.clear()
             self._count = 0
             self._place = self._next(num_threads)
         return self._place
+
+    def _step_ns(self) -> float:
+        """Give what a step takes in this place.
+
+        In the worker that is at least a run: launches come quicker only as long as its queue fills.
+        """
+        launches = statistics.median(self._samples)
+        if self._place is Place.HERE or not self._runs:
+            return launches
+        return max(launches, statistics.median(self._runs))
 
     def _next(self, num_threads: int) -> Place:
         """Give the next place to measure, or the best one once all are."""

@@ -8,35 +8,39 @@ WORKER, SPARING, HERE = Place
 def test_a_program_is_small_when_its_ops_are_short() -> None:
     pace = Pace(10)
     assert not pace.is_small  # nothing is known of it yet
-    pace.note_run(10 * 5_000)
+    pace.note_run(10 * 5_000, 1)
     assert pace.is_small
-    pace.note_run(10 * 500_000)
+    pace.note_run(10 * 500_000, 1)
     assert not pace.is_small
 
 
 def test_a_long_program_is_not_small_however_short_its_ops() -> None:
     pace = Pace(400)
-    pace.note_run(6_000_000)
+    pace.note_run(6_000_000, 1)
     assert not pace.is_small
 
 
 def test_one_slow_run_is_forgiven_in_time() -> None:
     pace = Pace(10)
     for cost in (10 * 100_000, *([10 * 1_000] * 12)):
-        pace.note_run(cost)
+        pace.note_run(cost, 1)
     assert pace.is_small
 
 
 class Loop:
     """A loop whose steps take `here_ns` if they run where they are cut and `there_ns` in the worker.
 
-    With a thread less there, they take `sparing_ns`; the program alone takes `run_ns`.
+    With a thread less there, they take `sparing_ns`; the program alone takes `run_ns` of a processor. `elapsed_ns`
+    is what a run takes in the worker.
     """
 
-    def __init__(self, here_ns: int, there_ns: int, sparing_ns: int = 1, run_ns: int = 0) -> None:
+    def __init__(
+        self, here_ns: int, there_ns: int, sparing_ns: int = 1, run_ns: int = 0, elapsed_ns: int = 1
+    ) -> None:
         self.pace = Pace(10)
         self.lengths = {HERE: here_ns, WORKER: there_ns, SPARING: sparing_ns}
         self.run_ns = run_ns or here_ns
+        self.elapsed_ns = elapsed_ns
         self.now_ns = 0
 
     def steps(self, n: int, num_threads: int = 2) -> list[Place]:
@@ -44,7 +48,7 @@ class Loop:
         for _ in range(n):
             places.append(self.pace.place(self.now_ns, num_threads))
             self.now_ns += self.lengths[places[-1]]
-            self.pace.note_run(self.run_ns)
+            self.pace.note_run(self.run_ns, self.elapsed_ns)
         return places
 
 
@@ -57,6 +61,11 @@ def test_both_places_are_tried_and_the_quicker_one_is_kept() -> None:
 
 def test_where_it_makes_no_difference_the_caller_is_not_kept_waiting() -> None:
     assert set(Loop(99, 100).steps(60)[30:]) == {WORKER}
+
+
+def test_launches_that_come_quickly_while_the_queue_fills_do_not_count() -> None:
+    assert set(Loop(here_ns=8, there_ns=5, elapsed_ns=10).steps(60)[30:]) == {HERE}
+    assert set(Loop(here_ns=8, there_ns=5, elapsed_ns=7).steps(60)[30:]) == {WORKER}
 
 
 class TestAThreadLess:
