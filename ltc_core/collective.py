@@ -3,16 +3,37 @@
 Each takes a token of its group and writes it. So one waits for the one before, on whatever tier the graph runs, and
 none is dropped because nobody looks at its result: the other processes wait for it. Which processes a group has, and
 how they are reached, is handed in as a `Transport`. Recorded by `ltc_dist.collectives`, run by the executors op by op.
+
+A reduction of many tensors goes round in a few long vectors. Where the transport is `Overlapping`, an executor may
+write it as ops of its own, `all_reduce.start` for each vector and one `all_reduce.finish`, and compute between them.
+What goes over the wire is the same: one process may compute op by op while another runs compiled code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["OPS", "TRANSPORTS", "Transport", "ops", "plan_text"]
+from ltc_core.buckets import deal_backwards
+from ltc_core.settings import settings
+
+__all__ = [
+    "FINISHES",
+    "OPS",
+    "STARTS",
+    "TRANSPORTS",
+    "Overlapping",
+    "Transport",
+    "all_reduce_in_vectors",
+    "ops",
+    "plan_text",
+    "reduction_plan",
+    "rows_to_ints",
+    "scaled",
+]
 
 
 class Transport(Protocol):
@@ -35,9 +56,79 @@ class Transport(Protocol):
     def broadcast(self, values: list[torch.Tensor], root: int) -> list[torch.Tensor]: ...
 
 
+@runtime_checkable
+class Overlapping(Transport, Protocol):
+    """A transport whose reductions go on while the process computes."""
+
+    def start_all_reduce(self, flat: torch.Tensor, kind: str, plan: str) -> None:
+        """Start to reduce a vector in place. All members start the same ones in the same order.
+
+        Args:
+            plan: says what it is part of, in all members the same.
+        """
+
+    def finish_all_reduce(self, flat: torch.Tensor) -> None:
+        """Wait for a vector that was started."""
+
+
 def plan_text(what: str, values: Sequence[torch.Tensor]) -> str:
     """Say what an op does and on what: in all members of a group the same."""
     return f"{what} {', '.join(f'{str(v.dtype)[6:]}{list(v.shape)}' for v in values)}"
+
+
+def reduction_plan(kind: str, label: str, values: Sequence[torch.Tensor]) -> str:
+    """Say what a reduction is of, and how it is dealt out to vectors."""
+    text = plan_text(f"all_reduce {kind} of {label}:", values)
+    return f"{text}; LTC_BUCKET_MB={settings.bucket_mb:g}"
+
+
+def all_reduce_in_vectors(
+    to: Overlapping, values: list[torch.Tensor], kind: str, scale: float, label: str
+) -> list[torch.Tensor]:
+    """Reduce tensors: one vector is filled while others are under way."""
+    plan = reduction_plan(kind, label, values)
+    buckets = list(deal_backwards(values, settings.bucket_mb))
+    flats = []
+    for chosen in buckets:
+        flats.append(torch.cat([values[k].reshape(-1) for k in chosen]))
+        to.start_all_reduce(flats[-1], kind, plan)
+    return _finished(to, flats, buckets, [v.shape for v in values], scale)
+
+
+def _finished(
+    to: Overlapping,
+    flats: Sequence[torch.Tensor],
+    buckets: Iterable[Sequence[int]],
+    shapes: Sequence[Sequence[int]],
+    scale: float,
+) -> list[torch.Tensor]:
+    """Wait for the vectors, scale them, and give the tensors in them."""
+    results = [flats[0]] * len(shapes)
+    for flat, chosen in zip(flats, buckets, strict=True):
+        to.finish_all_reduce(flat)
+        parts = scaled(flat, scale).split_with_sizes([math.prod(shapes[k]) for k in chosen])
+        for k, part in zip(chosen, parts, strict=True):
+            results[k] = part.view(shapes[k])
+    return results
+
+
+def scaled(value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Multiply a tensor, of whole numbers too; its memory may be reused."""
+    if scale == 1.0:
+        return value
+    return value.mul_(scale) if value.is_floating_point() else (value * scale).to(value.dtype)
+
+
+def rows_to_ints(rows: Iterable[Sequence[int]]) -> list[int]:
+    """Write rows of whole numbers as an op takes them: of each its length, then its items."""
+    return [n for row in rows for n in (len(row), *row)]
+
+
+def _rows(ints: Sequence[int]) -> Iterator[Sequence[int]]:
+    at = 0
+    while at < len(ints):
+        yield ints[at + 1 : at + 1 + ints[at]]
+        at += 1 + ints[at]
 
 
 # name of a group -> how it is reached. Ops name the group.
@@ -47,7 +138,7 @@ ops = torch.ops.ltc_collective
 _library: Any = torch.library.Library("ltc_collective", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _define(schema: str, meta: Callable[..., Any], call: Callable[..., Any]) -> None:
+def _define(schema: str, meta: Callable[..., Any] | None, call: Callable[..., Any]) -> None:
     """Define an op; `call` is its transport's method for it, given all but token and group."""
     name = schema.partition("(")[0]
 
@@ -56,7 +147,8 @@ def _define(schema: str, meta: Callable[..., Any], call: Callable[..., Any]) -> 
         return call(TRANSPORTS[group], value, *rest)
 
     _library.define(schema)
-    _library.impl(name, meta, "Meta")
+    if meta is not None:
+        _library.impl(name, meta, "Meta")
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
 
@@ -78,10 +170,42 @@ def _resized(
     return value.new_empty(size)
 
 
+def _reduce_one(
+    to: Transport, value: torch.Tensor, kind: str, scale: float, label: str
+) -> torch.Tensor:
+    return to.all_reduce([value], kind, scale, label)[0]
+
+
+def _reduce_all(
+    to: Transport, values: list[torch.Tensor], kind: str, scale: float, label: str
+) -> None:
+    for value, result in zip(values, to.all_reduce(values, kind, scale, label), strict=True):
+        value.copy_(result)
+
+
 _define(
-    "all_reduce(Tensor[] values, Tensor(a!) token, str kind, float scale, str label, str group) -> Tensor[]",
-    _all_like,
-    lambda to, values, kind, scale, label: to.all_reduce(values, kind, scale, label),
+    "all_reduce(Tensor value, Tensor(a!) token, str kind, float scale, str label, str group) -> Tensor",
+    _like,
+    _reduce_one,
+)
+_define(
+    "all_reduce_(Tensor(a!)[] values, Tensor(b!) token, str kind, float scale, str label, str group) -> ()",
+    lambda *args: None,
+    _reduce_all,
+)
+# These two are written by executors, never recorded.
+_define(
+    "all_reduce.start(Tensor(a!) flat, Tensor(b!) token, str kind, str plan, str group) -> ()",
+    None,
+    lambda to, flat, kind, plan: to.start_all_reduce(flat, kind, plan),
+)
+_define(
+    "all_reduce.finish(Tensor[] flats, Tensor(a!) token, int[] buckets, int[] shapes, float scale, str group)"
+    " -> Tensor[]",
+    None,
+    lambda to, flats, buckets, shapes, scale: _finished(
+        to, flats, _rows(buckets), list(_rows(shapes)), scale
+    ),
 )
 _define(
     "all_gather(Tensor value, Tensor(a!) token, int dim, int count, str group) -> Tensor",
@@ -113,7 +237,17 @@ _define(
     lambda to, values, root: to.broadcast(values, root),
 )
 
+STARTS = frozenset({ops.all_reduce.start})
+FINISHES = frozenset({ops.all_reduce.finish})
 OPS = frozenset(
     getattr(ops, name).default
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast")
-)
+    for name in (
+        "all_reduce",
+        "all_reduce_",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "permute",
+        "broadcast",
+    )
+).union(STARTS, FINISHES)

@@ -8,6 +8,7 @@ the op that failed. Comes from `recorder` and `runtime`, goes to `compiler` and 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -118,12 +119,16 @@ class Context:
         place = self._place(compiled, num_threads)
         if place is Place.SPARING:
             num_threads -= 1
-        job = Job(lambda: self._run(compiled, inputs, scalars, outputs, num_threads))
+        run = self._run(compiled, inputs, scalars, outputs, num_threads)
+        job = Job(lambda: _end(run))
         if place is Place.HERE:
             self._take_the_cores()
             with torch.no_grad():
+                is_done = next(run, True)
+            if is_done:
                 job.execute()
-            return job
+                return job
+            # It waits for other processes: so does the worker from here on, beside the recording of the next step.
         for buffer in outputs:
             buffer.made_by(job)
         release_team()
@@ -158,11 +163,13 @@ class Context:
         scalars: list[Any],
         outputs: list[Buffer],
         num_threads: int,
-    ) -> None:
-        """Run a program; called by the worker. The buffers' old contents are dropped as early as possible."""
-        if num_threads != torch.get_num_threads():
-            use_threads(num_threads)  # what the user asked for, in another thread
-        started, started_cpu = time.perf_counter_ns(), time.thread_time_ns()
+    ) -> Iterator[None]:
+        """Run a program. The buffers' old contents are dropped as early as possible.
+
+        Yields where it waits for other processes. Another thread may go on then, and none raises.
+        """
+        _use_threads(num_threads)
+        started, cost_ns = time.perf_counter_ns(), 0
         data = [buffer.data for buffer in inputs]
         lost = next((error for buffer in inputs if (error := buffer.error) is not None), None)
         inputs.clear()
@@ -170,22 +177,33 @@ class Context:
             self._settle(lost, compiled.program.salvage(data, scalars), compiled, outputs)
             return
         self.memory.note_peak(compiled.program.peak_bytes)
-        try:
-            results = compiled.program.run(data, scalars)
-        except NodeFailure as failure:
-            self._fail(failure, compiled, outputs)
-            return
-        except BaseException as fault:  # an op that exits, or a fault of the executor
-            failed = errors.op_error(
-                fault, what=f"a program was left half done on {self.device}", next="report this"
-            )
-            self.failures.append(failed)
-            self._settle(failed, {}, compiled, outputs)
-            return
+        steps = compiled.program.run_in_steps(data, scalars)
+        results: list[Any] | None = None
+        while results is None:
+            started_cpu = time.thread_time_ns()
+            try:
+                next(steps)
+            except StopIteration as end:
+                results = end.value
+            except NodeFailure as failure:
+                self._fail(failure, compiled, outputs)
+                return
+            except BaseException as fault:  # an op that exits, or a fault of the executor
+                failed = errors.op_error(
+                    fault, what=f"a program was left half done on {self.device}", next="report this"
+                )
+                self.failures.append(failed)
+                self._settle(failed, {}, compiled, outputs)
+                return
+            cost_ns += time.thread_time_ns() - started_cpu
+            if results is None:
+                yield
+                _use_threads(num_threads)
         for buffer, result in zip(outputs, results, strict=True):
             buffer.set(result)
-        compiled.pace.note_run(time.thread_time_ns() - started_cpu)
-        metrics.observe("ExecuteTime", time.perf_counter_ns() - started)
+        elapsed = time.perf_counter_ns() - started
+        compiled.pace.note_run(cost_ns, elapsed)
+        metrics.observe("ExecuteTime", elapsed)
 
     def _fail(self, failure: NodeFailure, compiled: Compiled, outputs: list[Buffer]) -> None:
         original = failure.__cause__
@@ -258,6 +276,17 @@ class Context:
         return Value.of(
             Buffer.ready(self.memory, data, self.executor.nbytes(TensorMeta.like(tensor)))
         )
+
+
+def _use_threads(count: int) -> None:
+    """Compute with as many threads as the user asked for in another thread."""
+    if count != torch.get_num_threads():
+        use_threads(count)
+
+
+def _end(run: Iterator[None]) -> None:
+    for _ in run:
+        pass
 
 
 def _what_failed(failure: NodeFailure) -> str:

@@ -59,7 +59,7 @@ def _checked(value: Any, name: str) -> torch.Tensor:
             got=where,
             next="move it first, or use torch.distributed for tensors of the CPU",
         )
-    return value.detach()  # type: ignore[no-any-return]
+    return value.detach() if value.requires_grad else value  # type: ignore[no-any-return]
 
 
 @overload
@@ -123,11 +123,10 @@ def all_reduce(
         return inputs
     token = _token(group, values[0].device)
     label = label or ("a tensor" if single else f"{len(values)} tensors")
-    reduced = ops.all_reduce(values, token, reduce_type, float(scale), label, group.name)
+    rest = (token, reduce_type, float(scale), label, group.name)
     if single:
-        return reduced[0]
-    for value, result in zip(values, reduced, strict=True):
-        value.copy_(result)
+        return ops.all_reduce(values[0], *rest)
+    ops.all_reduce_(values, *rest)
     return inputs
 
 

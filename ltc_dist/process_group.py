@@ -18,9 +18,10 @@ import torch
 import torch.distributed
 
 from ltc_core import collective
+from ltc_core.buckets import deal
+from ltc_core.collective import all_reduce_in_vectors, plan_text, scaled
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, listed
 from ltc_core.settings import settings
-from ltc_dist.buckets import deal
 from ltc_dist.host import LOOK_S, ended, job_store, wait_looking
 from ltc_dist.loopback import LOOPBACK
 from ltc_dist.ranks import Ranks, ranks
@@ -112,17 +113,23 @@ def reduction(kind: str) -> Any:
         raise CollectiveError(
             f"there is no reduction {kind!r}", got=f"legal are {', '.join(_KINDS)}"
         )
+    if _nccl_is_used() and kind in ("and", "or") and not ranks().threads:
+        raise CollectiveError(
+            f"GPUs have no reduction {kind!r}",
+            got="NCCL has sum, mul, min and max",
+            next="for flags of 0 and 1, 'min' is and, 'max' is or",
+        )
     return _KINDS[kind]
 
 
 class ProcessTransport:
-    """A group of processes, reached through gloo."""
+    """A group of processes, reached through gloo, or NCCL where LTC_DEVICE is cuda."""
 
     def __init__(self, group: Group) -> None:
         store = dist.PrefixStore(f"group/{group.name}", job_store())
-        size = len(group.members)
+        connect = _nccl() if _nccl_is_used() else _gloo
         try:
-            self._gloo = dist.ProcessGroupGloo(store, group.position, size, _options())
+            self._backend = connect(store, group.position, len(group.members))
         except RuntimeError as error:
             raise CollectiveError(
                 f"the processes of group {group.name} could not be connected",
@@ -133,90 +140,87 @@ class ProcessTransport:
         self._rank = group.members[group.position]
         self._known: set[str] = set()
         self._plan = ""
+        # address of a vector -> its reduction, and what that is part of
+        self._under_way: dict[int, tuple[Any, str]] = {}
 
     # -- ops -----------------------------------------------------------------------------------
 
     def all_reduce(
         self, values: list[torch.Tensor], kind: str, scale: float, label: str
     ) -> list[torch.Tensor]:
-        self._agree(f"all_reduce {kind} of {label}:", values)
+        return all_reduce_in_vectors(self, values, kind, scale, label)
+
+    def start_all_reduce(self, flat: torch.Tensor, kind: str, plan: str) -> None:
+        self._agree(plan)
         options = dist.AllreduceOptions()
         options.reduceOp = reduction(kind)
-        return self._in_buckets(values, lambda flat: self._gloo.allreduce([flat], options), scale)
+        self._under_way[flat.data_ptr()] = self._backend.allreduce([flat], options), plan
+
+    def finish_all_reduce(self, flat: torch.Tensor) -> None:
+        work, self._plan = self._under_way.pop(flat.data_ptr())
+        self._wait(work)
 
     def broadcast(self, values: list[torch.Tensor], root: int) -> list[torch.Tensor]:
-        self._agree(f"broadcast from {root} of", values)
+        self._agree(plan_text(f"broadcast from {root} of", values))
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._in_buckets(values, lambda flat: self._gloo.broadcast([flat], options))
-
-    def all_gather(self, value: torch.Tensor, dim: int) -> torch.Tensor:
-        self._agree(f"all_gather along dim {dim} of", [value])
-        sent = value.contiguous()
-        received = [torch.empty_like(sent) for _ in self._group.members]
-        self._wait(self._gloo.allgather([received], [sent]))
-        return torch.cat(received, dim)
-
-    def reduce_scatter(
-        self, value: torch.Tensor, kind: str, scale: float, dim: int
-    ) -> torch.Tensor:
-        whole = self.all_reduce([value], kind, scale, "a tensor")[0]  # gloo has no better way
-        return whole.chunk(len(self._group.members), dim)[self._group.position].contiguous()
-
-    def all_to_all(self, value: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
-        self._agree(f"all_to_all from dim {split_dim} to dim {concat_dim} of", [value])
-        sent = torch.stack(value.chunk(len(self._group.members), split_dim))
-        received = torch.empty_like(sent)
-        self._wait(self._gloo.alltoall_base(received, sent, [], []))
-        return torch.cat(received.unbind(), concat_dim)
-
-    def permute(self, value: torch.Tensor, pairs: list[int]) -> torch.Tensor:
-        self._agree(f"collective_permute {pairs} of", [value])
-        result = torch.zeros_like(value, memory_format=torch.contiguous_format)
-        sent, here = value.contiguous(), self._group.position
-        works = []
-        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
-            if source == target == here:
-                result.copy_(sent)
-            elif target == here:
-                works.append(self._gloo.recv([result], source, 0))
-            elif source == here:
-                works.append(self._gloo.send([sent], target, 0))
-        for work in works:
-            work.wait()
-        return result
-
-    def _in_buckets(
-        self, values: list[torch.Tensor], start: Callable[[torch.Tensor], Any], scale: float = 1.0
-    ) -> list[torch.Tensor]:
-        """Run an op on a few long vectors instead of many tensors; one is filled while others are under way."""
-        started = []
+        results = list(values)
         for chosen in deal(values, settings.bucket_mb):
             flat = torch.cat([values[k].reshape(-1) for k in chosen])
-            started.append((chosen, flat, start(flat)))
-        results = list(values)
-        for chosen, flat, work in started:
-            self._wait(work)
-            if scale != 1.0:
-                flat = (
-                    flat.mul_(scale) if flat.is_floating_point() else (flat * scale).to(flat.dtype)
-                )
+            self._wait(self._backend.broadcast([flat], options))
             parts = flat.split_with_sizes([values[k].numel() for k in chosen])
             for k, part in zip(chosen, parts, strict=True):
                 results[k] = part.view(values[k].shape)
         return results
 
+    def all_gather(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+        self._agree(plan_text(f"all_gather along dim {dim} of", [value]))
+        sent = value.contiguous()
+        received = [torch.empty_like(sent) for _ in self._group.members]
+        self._wait(self._backend.allgather([received], [sent]))
+        return torch.cat(received, dim)
+
+    def reduce_scatter(
+        self, value: torch.Tensor, kind: str, scale: float, dim: int
+    ) -> torch.Tensor:
+        self._agree(plan_text(f"reduce_scatter {kind} along dim {dim} of", [value]))
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = reduction(kind)
+        parts = value.chunk(len(self._group.members), dim)
+        result = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        self._wait(self._backend._reduce_scatter_base(result, torch.cat(parts), options))
+        return scaled(result, scale)
+
+    def all_to_all(self, value: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
+        self._agree(plan_text(f"all_to_all from dim {split_dim} to dim {concat_dim} of", [value]))
+        sent = torch.stack(value.chunk(len(self._group.members), split_dim))
+        received = torch.empty_like(sent)
+        self._wait(self._backend.alltoall_base(received, sent, [], []))
+        return torch.cat(received.unbind(), concat_dim)
+
+    def permute(self, value: torch.Tensor, pairs: list[int]) -> torch.Tensor:
+        self._agree(plan_text(f"collective_permute {pairs} of", [value]))
+        here, size = self._group.position, value.numel()
+        routes = list(zip(pairs[::2], pairs[1::2], strict=True))
+        members = range(len(self._group.members))
+        to = [size * ((here, member) in routes) for member in members]
+        come = [size * ((member, here) in routes) for member in members]
+        sent = value.reshape(-1).repeat(sum(map(bool, to)))
+        received = value.new_zeros(max(size, sum(come)))
+        self._wait(self._backend.alltoall_base(received[: sum(come)], sent, come, to))
+        return received.view(value.shape)
+
     # -- waiting, and agreeing -----------------------------------------------------------------
 
-    def _agree(self, what: str, values: list[torch.Tensor]) -> None:
+    def _agree(self, plan: str) -> None:
         """See, before an op runs with such operands for the first time, that all processes are at the same.
 
         gloo does not look: with other sizes elsewhere it may give wrong numbers without an error.
         """
-        self._plan = collective.plan_text(what, values)
-        if self._plan in self._known:
+        self._plan = plan
+        if plan in self._known:
             return
-        self._known.add(self._plan)
+        self._known.add(plan)
         job_store().set(self._plan_key(self._group.position), self._plan)
         for position in range(len(self._group.members)):
             self._await_plan(position)
@@ -284,8 +288,25 @@ def _waited(work: Any) -> RuntimeError | None:
     return None
 
 
-def _options() -> Any:
-    """On one host gloo listens on the loopback interface only, unless GLOO_SOCKET_IFNAME says otherwise."""
+def _nccl_is_used() -> bool:
+    return settings.device == "cuda"
+
+
+def _nccl() -> Callable[[Any, int, int], Any]:
+    """Give what connects GPUs. An op that hangs there is ended by NCCL's own watchdog, when its time is up."""
+    if not dist.is_nccl_available():
+        raise CollectiveError(
+            "GPUs reduce through NCCL, which this PyTorch lacks",
+            got=f"torch {torch.__version__}",
+            next="install PyTorch's CUDA build, or unset LTC_DEVICE",
+        )
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
+    return lambda store, position, size: dist.ProcessGroupNCCL(store, position, size, options)
+
+
+def _gloo(store: Any, position: int, size: int) -> Any:
+    """Connect processes. On one host they listen on the loopback interface only, unless GLOO_SOCKET_IFNAME is set."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
     here = ranks()
@@ -293,7 +314,7 @@ def _options() -> Any:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     else:
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
-    return options
+    return dist.ProcessGroupGloo(store, position, size, options)
 
 
 def _short(plan: str) -> str:

@@ -7,7 +7,7 @@ program runs. Programs run in the device's worker, one after the other.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import psutil
@@ -57,6 +57,13 @@ class Program(abc.ABC):
         Raises:
             NodeFailure: chained to what the op raised.
         """
+
+    def run_in_steps(
+        self, inputs: Sequence[Any], scalars: Sequence[Any]
+    ) -> Generator[None, None, list[Any]]:
+        """Run as `run` does, but yield where the program waits for other processes: the rest may run elsewhere."""
+        return self.run(inputs, scalars)
+        yield
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
         """Give the outputs that exist in some version without a run, for inputs some of which (None) are lost."""

@@ -12,6 +12,7 @@ from ltc_core.executors.inductor.chain import Chain
 from ltc_core.executors.inductor.indices import Bound, find_bounds, hold
 from ltc_core.executors.inductor.part import partition
 from ltc_core.graph import Graph, Node, Ref, TensorMeta, Write
+from tests.core.stand_ins import ended
 
 aten = torch.ops.aten
 FLOAT, LONG = torch.float32, torch.int64
@@ -143,12 +144,15 @@ class TestInAProgram:
     def test_in_range(self) -> None:
         launched: list[int] = []
         table = torch.arange(36.0).view(9, 4)
-        (rows,) = self.chain(launched).run([table, torch.tensor([0, 8, 1])], [])
+        steps = self.chain(launched).run_in_steps([table, torch.tensor([0, 8, 1])], [])
+        (rows,), _ = ended(steps)
         assert torch.equal(rows, table[[0, 8, 1]]) and launched == [8]
 
     def test_out_of_range(self) -> None:
         launched: list[int] = []
         with pytest.raises(NodeFailure) as failure:
-            self.chain(launched).run([torch.ones(9, 4), torch.tensor([0, 9, 1])], [])
+            ended(
+                self.chain(launched).run_in_steps([torch.ones(9, 4), torch.tensor([0, 9, 1])], [])
+            )
         assert isinstance(failure.value.__cause__, IndexError) and launched == []
         assert failure.value.node is not None and failure.value.node.op is aten.embedding.default

@@ -4,7 +4,6 @@ The lowered FX graphs are run as they are, without the compiler: this finds what
 the chain of parts do wrong, in milliseconds a graph.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,17 +13,7 @@ from ltc_core.executors.inductor.chain import Chain
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.part import partition
 from tests.core.random_graphs import RandomGraph, random_graph
-
-
-class Interpreted:
-    """A part's FX graph in the place of its library."""
-
-    def __init__(self, module: torch.fx.GraphModule) -> None:
-        self.module = module
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.no_grad():
-            return list(self.module(*tensors))
+from tests.core.stand_ins import Interpreted, ended
 
 
 def chain_of(
@@ -49,6 +38,6 @@ def test_random_graphs_give_what_eager_gives(num_ops: int) -> None:
         for varied in (frozenset(), everything):
             chain = chain_of(found, varied)
             assert chain.fits(found.scalars)
-            got = chain.run(found.fresh_inputs(), found.scalars)
+            got, _ = ended(chain.run_in_steps(found.fresh_inputs(), found.scalars))
             for a, b, value in zip(got, found.expected, found.graph.outputs, strict=True):
                 assert torch.equal(a, b), (seed, value)

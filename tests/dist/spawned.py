@@ -13,7 +13,7 @@ import ltc_core as ltc
 from ltc_dist.multiprocessing import MpSerialExecutor
 from ltc_dist.ranks import ranks
 
-__all__ = ["Odd", "differentiate", "distributed_checkpoint", "end", "fail", "serial", "tell", "train", "wait_for_ever"]
+__all__ = ["Odd", "differentiate", "distributed_checkpoint", "end", "fail", "learn_unlike", "serial", "tell", "train", "wait_for_ever"]
 
 
 class Odd(Exception):
@@ -142,7 +142,11 @@ def collect(rank: int, directory: str) -> None:
         "number": ltd.all_gather(x.sum()),
         "scattered": ltd.reduce_scatter("sum", x, 1.0, 0, 2),
         "exchanged": ltd.all_to_all(x, 0, 1, 2),
+        "scattered_max": ltd.reduce_scatter("max", n, 3.0, 0, 2),
         "permuted": ltd.collective_permute(x, [[0, 1]]),
+        "swapped": ltd.collective_permute(n, [[0, 1], [1, 0]]),
+        "kept": ltd.collective_permute(x.t(), [[1, 1]]),
+        "dealt": ltd.collective_permute(x.sum(), [[1, 0], [1, 1]]),
         "broadcast": copied,
         "x": x,
     }
@@ -171,6 +175,16 @@ def differ(rank: int, how: str) -> None:
         two[rank].sum().backward()
         ltd.optimizer_step(torch.optim.SGD(two, lr=0.1))
     ltd.wait_device_ops()
+
+
+def learn_unlike(rank: int, directory: str, optimizer: str) -> None:
+    """Train, rank 0 op by op, the others in compiled code."""
+    with ltc.settings.override(compile="sync" if rank else "off"):
+        learn(rank, directory, optimizer)
+        if rank:
+            from ltc_core import metrics
+
+            assert metrics.counter_value("CompiledProgram")
 
 
 def learn(rank: int, directory: str, optimizer: str) -> None:

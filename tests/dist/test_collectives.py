@@ -9,7 +9,7 @@ import torch
 import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core.errors import CollectiveError
-from ltc_dist import functions
+from ltc_dist import functions, process_group
 from tests.dist import spawned
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -36,6 +36,10 @@ def test_two_processes(tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyP
             "number": torch.stack([b.sum() for b in BOTH]),
             "scattered": (BOTH[0] + BOTH[1])[rank : rank + 1],
             "exchanged": torch.cat([b[rank : rank + 1] for b in BOTH], 1),
+            "scattered_max": torch.tensor([[6], [21]][rank]),
+            "swapped": torch.tensor([2 >> rank, 7]),
+            "kept": torch.zeros(3, 2) if rank == 0 else BOTH[1].t(),
+            "dealt": BOTH[1].sum(),
             "permuted": BOTH[0] if rank == 1 else torch.zeros(2, 3),
             "broadcast": [BOTH[1], torch.tensor([2, 7])],
             "x": BOTH[rank],
@@ -88,7 +92,9 @@ def test_only_sums_have_gradients() -> None:
 
 
 def test_many_tensors_that_cannot_be_dealt_out() -> None:
-    with pytest.raises(CollectiveError, match=r"cannot be dealt out to the group\n  got: \[3\], 2 parts"):
+    with pytest.raises(
+        CollectiveError, match=r"cannot be dealt out to the group\n  got: \[3\], 2 parts"
+    ):
         ltd.reduce_scatter_bucketized("sum", [torch.ones(3, device=ltc.lazy_device())], 1.0, 0, 2)
 
 
@@ -141,3 +147,51 @@ def test_misuse_is_told_at_the_call(call: Any, text: str) -> None:
 def test_collectives_that_do_not_fit(how: str, text: str) -> None:
     with pytest.raises(CollectiveError, match=text):
         ltd.spawn(spawned.differ, (how,), nprocs=2)
+
+
+class TestGpus:
+    """What reduces between GPUs. The transport itself is the one that gloo runs under."""
+
+    def test_without_nccl_one_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+        with pytest.raises(
+            CollectiveError, match="GPUs reduce through NCCL, which this PyTorch lacks"
+        ):
+            process_group._nccl()
+
+    def test_nccl_gives_up_when_the_time_is_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Fake:
+            class Options:
+                _timeout: Any = None
+
+            def __init__(self, *args: Any) -> None:
+                self.args = args
+
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Fake, raising=False)
+        with ltc.settings.override(collective_timeout_s=7.0):
+            made = process_group._nccl()("store", 1, 4)
+        *where, options = made.args
+        assert where == ["store", 1, 4] and options._timeout.total_seconds() == 7
+
+    def test_what_nccl_cannot_reduce_is_refused_when_it_is_recorded(self) -> None:
+        with (
+            ltc.settings.override(device="cuda"),
+            pytest.raises(CollectiveError, match="GPUs have no reduction 'and'"),
+        ):
+            process_group.reduction("and")
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_learn_what_the_processor_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned.learn(0, str(tmp_path), "adamw")
+    expected = torch.load(tmp_path / "0.pt")
+    monkeypatch.setenv("LTC_DEVICE", "cuda")
+    ltd.spawn(spawned.learn, (str(tmp_path), "adamw"), nprocs=2)
+    for k in range(2):
+        found = torch.load(tmp_path / f"{k}.pt")
+        torch.testing.assert_close(found["losses"], expected["losses"], rtol=2e-3, atol=1e-4)

@@ -33,6 +33,25 @@ def test_several_processes_learn_what_one_does(
     assert expected["losses"][-1] < 0.8 * expected["losses"][0]
 
 
+@pytest.mark.dist
+@pytest.mark.timeout(300)  # the compiler runs
+def test_what_is_sent_does_not_depend_on_how_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process runs op by op, the other compiled code that reduces while it computes; in several vectors."""
+    unlike, one = tmp_path / "unlike", tmp_path / "one"
+    unlike.mkdir()
+    one.mkdir()
+    monkeypatch.setenv("LTC_BUCKET_MB", "0.02")
+    ltd.spawn(spawned.learn_unlike, (str(unlike), "adamw"), nprocs=2)
+    spawned.learn(0, str(one), "adamw")
+    expected = torch.load(one / "0.pt")
+    found = [torch.load(unlike / f"{k}.pt") for k in range(2)]
+    for got in found:
+        torch.testing.assert_close(got["losses"], expected["losses"], rtol=2e-4, atol=1e-5)
+        torch.testing.assert_close(got["state"], expected["state"], rtol=1e-3, atol=2e-4)
+
+
 def test_one_process_just_steps() -> None:
     w = torch.ones(3, device=ltc.lazy_device(), requires_grad=True)
     optimizer = torch.optim.SGD([w], lr=0.5)

@@ -6,11 +6,12 @@ reference executor. Made by `tiers` when all its libraries are there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ltc_core import collective
 from ltc_core.executors.base import NodeFailure
 from ltc_core.executors.inductor.indices import find_bounds, hold
 from ltc_core.executors.inductor.launcher import Model
@@ -55,9 +56,14 @@ class Chain:
         """Tell whether this run has the numbers that the program was compiled for."""
         return all(_same(scalars[k], v) for k, v in self._constants.items())
 
-    def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    def run_in_steps(
+        self, inputs: Sequence[Any], scalars: Sequence[Any]
+    ) -> Generator[None, None, list[Any]]:
+        """Run; yield before each part that waits for other processes."""
         values = dict(zip(self._inputs, inputs, strict=True))
         for link, frees in zip(self._links, self._frees, strict=True):
+            if link.waits:
+                yield
             try:
                 link.run(values, scalars)
             except NodeFailure as failure:
@@ -99,8 +105,11 @@ def _same(a: Any, b: Any) -> bool:
 class _Eager:
     """A part on the reference executor."""
 
+    waits: bool
+
     def __init__(self, part: Part, hardware: torch.device) -> None:
         self.part = part
+        self.waits = any(node.op in collective.FINISHES for node in part.nodes)
         self._program = ReferenceProgram(part.graph, plan(part.graph), None, hardware)
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
@@ -121,6 +130,8 @@ class _Eager:
 
 class _Compiled(_Eager):
     """A part as a library."""
+
+    waits = False
 
     def __init__(
         self, part: Part, hardware: torch.device, model: Model, returned: Sequence[int]

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from ltc_core import collective
-from ltc_core.executors.inductor.indices import find_bounds
 from ltc_core.executors.inductor.number_rules import takes_number
-from ltc_core.graph import Graph, Lens, Node, Ref, Scalar, TensorMeta, Write, references
+from ltc_core.executors.inductor.spread import spread
+from ltc_core.executors.inductor.stages import Kind, stages
+from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, references
 from ltc_core.passes import prune
-from ltc_core.views import open_lens
 
 __all__ = ["Part", "partition"]
 
@@ -62,12 +61,13 @@ def partition(
         varied: positions of numbers seen with another value before.
         refused: names of ops the compiler cannot take.
     """
+    graph = spread(graph)
     graph = dataclasses.replace(graph, nodes=tuple(_without_operand(node) for node in graph.nodes))
-    stages = _stages(graph, refused)
-    order = sorted(range(len(stages)), key=stages.__getitem__)
+    stage_of = stages(graph, refused)
+    order = sorted(range(len(stage_of)), key=stage_of.__getitem__)
     groups = [
-        (compiled, [graph.nodes[at] for at in chosen])
-        for (_, compiled), chosen in itertools.groupby(order, key=stages.__getitem__)
+        (kind is Kind.COMPILED, [graph.nodes[at] for at in chosen])
+        for (_, kind), chosen in itertools.groupby(order, key=stage_of.__getitem__)
     ]
     return _parts(graph, groups, scalars, varied)
 
@@ -96,72 +96,6 @@ def _without_operand(node: Node) -> Node:
     return dataclasses.replace(node, op=aten.full.default, args=args, kwargs=kwargs)
 
 
-def _eager_nodes(graph: Graph, refused: frozenset[str]) -> set[int]:
-    """Find the nodes that run op by op, with those of their operands that need nothing compiled."""
-    metas = graph.metas()
-    _, unchecked = find_bounds(graph)
-    maker = {
-        node.first + i: at for at, node in enumerate(graph.nodes) for i in range(len(node.outs))
-    }
-    eager = {
-        at
-        for at, node in enumerate(graph.nodes)
-        if at in unchecked or _runs_eagerly(node, metas, refused)
-    }
-    free = set(eager)  # nodes that could run eagerly at the very beginning
-    for at, node in enumerate(graph.nodes):
-        if all(v in maker and maker[v] in free - eager for v in references(node)):
-            free.add(at)
-    stack = list(eager)
-    while stack:
-        for value in references(graph.nodes[stack.pop()]):
-            at = maker.get(value, -1)
-            if at in free and at not in eager:
-                eager.add(at)
-                stack.append(at)
-    return eager
-
-
-def _stages(graph: Graph, refused: frozenset[str]) -> list[tuple[int, bool]]:
-    """Give each node its level and whether it is compiled: a level's eager nodes run before its compiled ones."""
-    level_of: dict[int, tuple[int, bool]] = {}
-    eager = _eager_nodes(graph, refused)
-    stages = []
-    for at, node in enumerate(graph.nodes):
-        compiled = at not in eager
-        level = 0
-        for value in references(node):
-            before = level_of.get(value)
-            if before is not None:
-                # What a compiled node made is there for eager nodes of the next level only.
-                level = max(level, before[0] + (before[1] and not compiled))
-        for i in range(len(node.outs)):
-            level_of[node.first + i] = (level, compiled)
-        stages.append((level, compiled))
-    return stages
-
-
-def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozenset[str]) -> bool:
-    if str(node.op) in refused or "generator" in node.kwargs or node.op in collective.OPS:
-        return True
-    stack: list[Any] = [*node.args, *node.kwargs.values()]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Write):
-            if not _is_plain_view(item.lens, metas[node.writes[item.base]]):
-                return True
-        elif type(item) in (list, tuple):
-            stack.extend(item)
-    return False
-
-
-def _is_plain_view(lens: Lens, meta: TensorMeta) -> bool:
-    """Tell whether a lens leads to memory as eager's views do: without copies, and not by strides of strides."""
-    if len(lens) > 1 and any(step.op is aten.as_strided.default for step in lens):
-        return False  # PyTorch cannot make such a write functional
-    return not lens or not open_lens(meta.meta_tensor(), lens)[1]
-
-
 def _parts(
     graph: Graph,
     groups: list[tuple[bool, list[Node]]],
@@ -169,24 +103,47 @@ def _parts(
     varied: frozenset[int],
 ) -> list[Part]:
     metas = graph.metas()
+    maker = {node.first + i: node for node in graph.nodes for i in range(len(node.outs))}
+    views = [_views_of_others(nodes, maker) for _, nodes in groups]
     needed_later = set(graph.outputs)
     wanted: list[set[int]] = []
-    for _, nodes in reversed(groups):
+    for (_, nodes), more in zip(reversed(groups), reversed(views), strict=True):
         wanted.append(set(needed_later))
-        needed_later.update(value for node in nodes for value in references(node))
+        needed_later.update(_read([*more, *nodes]))
     wanted.reverse()
     parts = []
     unseen = set(graph.outputs)
-    for (compiled, nodes), later in zip(groups, wanted, strict=True):
+    for (compiled, nodes), more, later in zip(groups, views, wanted, strict=True):
         made = {node.first + i for node in nodes for i, m in enumerate(node.outs) if m is not None}
         outputs = sorted(made & later)
         unseen -= set(outputs)
-        part = _Canonical(graph, metas, later, varied, scalars).part(compiled, nodes, outputs)
+        canonical = _Canonical(graph, metas, later, varied, scalars)
+        part = canonical.part(compiled, [*more, *nodes], outputs)
         if part is not None:
             parts.append(part)
     if unseen:  # outputs that are inputs as they are
         parts.append(_Canonical(graph, metas, set(), varied, scalars).passing(sorted(unseen)))
     return parts
+
+
+def _views_of_others(nodes: Sequence[Node], maker: Mapping[int, Node]) -> list[Node]:
+    """Find the views that `nodes` read and others make: a part takes its views itself, of what is there anyway."""
+    here = {node.first for node in nodes}
+    found: dict[int, Node] = {}
+    stack = list(nodes)
+    while stack:
+        for value in references(stack.pop()):
+            node = maker.get(value)
+            if node is not None and node.view and node.first not in here | found.keys():
+                found[node.first] = node
+                stack.append(node)
+    return [node for node in dict.fromkeys(maker.values()) if node.first in found]
+
+
+def _read(nodes: Sequence[Node]) -> set[int]:
+    """Give the values that nodes read and do not make."""
+    made = {node.first + i for node in nodes for i in range(len(node.outs))}
+    return {value for node in nodes for value in references(node)} - made
 
 
 class _Canonical:

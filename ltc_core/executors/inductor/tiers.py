@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,15 +75,23 @@ class TieredProgram(Program):
         return not self._chains
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        for chain in self._chains:
-            if chain.fits(scalars):
-                return chain.run(inputs, scalars)
-        if settings.compile != "off" and not self._given_up:
+        steps = self.run_in_steps(inputs, scalars)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+    def run_in_steps(
+        self, inputs: Sequence[Any], scalars: Sequence[Any]
+    ) -> Generator[None, None, list[Any]]:
+        chain = next((chain for chain in self._chains if chain.fits(scalars)), None)
+        if chain is None and settings.compile != "off" and not self._given_up:
             self._note_numbers(scalars)
-            chain_now = self._compiled(scalars)
-            if chain_now is not None:
-                return chain_now.run(inputs, scalars)
-        return self._reference.run(inputs, scalars)
+            chain = self._compiled(scalars)
+        if chain is None:
+            return self._reference.run(inputs, scalars)
+        return (yield from chain.run_in_steps(inputs, scalars))
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
         return self._reference.salvage(inputs, scalars)
