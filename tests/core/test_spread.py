@@ -180,3 +180,27 @@ def test_gradients_are_dealt_out_last_first() -> None:
     halves = [torch.empty(2, dtype=torch.half), torch.empty(2), torch.empty(2, dtype=torch.half)]
     assert list(deal_backwards(halves, 4)) == [[2, 0], [1]]
     assert list(deal(mib(1, 2, 4, 1), 3)) == [[0, 1], [2], [3]]
+
+
+def test_images_go_from_part_to_part_as_convolutions_want_them(twin: Twin) -> None:
+    image = TensorMeta.packed((2, 3, 4, 4), torch.float32)
+    kernel = TensorMeta.packed((3, 3, 1, 1), torch.float32)
+    conv = (None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    reduced = reduce_all(6, [(5, image), (4, image)], 2)
+    nodes = (
+        node(aten.convolution.default, 3, Ref(0), Ref(1), *conv, meta=image),
+        node(aten.convolution.default, 4, Ref(3), Ref(1), *conv, meta=image),  # reduced first
+        node(aten.convolution.default, 5, Ref(3), Ref(1), *conv, meta=image),
+        reduced,
+    )
+    graph = Graph(nodes, {0: image, 1: kernel, 2: TOKEN}, (6, 7), frozenset({2}))
+    inputs = [torch.randn(2, 3, 4, 4), torch.randn(3, 3, 1, 1), torch.zeros(1, dtype=torch.uint8)]
+    first, second = [part for part in parts_of(graph) if part.compiled]
+    assert 3 in first.outputs and 3 in second.inputs and 4 in first.outputs
+    handed_over = second.graph.inputs[second.inputs.index(3)]
+    assert handed_over.stride == first.graph.metas()[first.graph.outputs[0]].stride
+    assert handed_over.stride == (48, 1, 12, 3)
+    assert first.graph.metas()[first.graph.outputs[1]].contiguous  # it goes into a vector
+    expected = ReferenceExecutor().interpret(graph).run([t.clone() for t in inputs], [])
+    got, _ = ended(chain_of(graph).run_in_steps(inputs, []))
+    torch.testing.assert_close(got, expected)

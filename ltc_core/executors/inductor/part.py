@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.executors.inductor.layout import keep_channels_last
 from ltc_core.executors.inductor.number_rules import takes_number
 from ltc_core.executors.inductor.spread import spread
 from ltc_core.executors.inductor.stages import Kind, stages
@@ -64,6 +65,7 @@ def partition(
     graph = spread(graph)
     graph = dataclasses.replace(graph, nodes=tuple(_without_operand(node) for node in graph.nodes))
     stage_of = stages(graph, refused)
+    graph = keep_channels_last(graph, stage_of)
     order = sorted(range(len(stage_of)), key=stage_of.__getitem__)
     groups = [
         (kind is Kind.COMPILED, [graph.nodes[at] for at in chosen])
