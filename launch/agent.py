@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ltc_dist import worker
+from ltc_dist.expected_name import expected_by
 from ltc_dist.failures import Failure, first_failure, how_it_ended
 
 from . import heartbeat, rendezvous, status
@@ -183,6 +184,10 @@ def variables(spec: Spec) -> dict[str, str]:
         found.setdefault("LTC_NUM_DEVICES", "1")
     if spec.devices:
         found["LTC_DEVICES"] = spec.devices
+    if spec.compat:
+        found["LTC_COMPAT"] = "1"
+        if "LTC_DEVICE_NAME" not in os.environ:
+            found.setdefault("LTC_DEVICE_NAME", expected_by(spec.target))
     return found
 
 

@@ -37,6 +37,7 @@ class Spec:
         grace_s: seconds between SIGTERM and SIGKILL, when the launcher is told to end.
         hang_timeout_s: seconds without a step after which the job is ended; 0 for never.
         devices: the GPUs of this host's processes, with commas between them; empty for one each.
+        compat: whether old modules such as torch_xla are served to the script.
     """
 
     target: str
@@ -56,6 +57,7 @@ class Spec:
     tee: bool = True
     hang_timeout_s: float = 0.0
     devices: str = ""
+    compat: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,6 +117,8 @@ def _parser() -> _Parser:
     add("--hang-timeout", type=float, default=0.0, metavar="S",
         help="end the job, with the stacks of its processes, when one makes no step for so long; "
         "longer than its start and than its longest pause")  # fmt: skip
+    add("--compat", action="store_true",
+        help="serve torch_xla, torch._lazy and lazy_tensor_core to the script, under their device's name")  # fmt: skip
     add("--config", default="", metavar="FILE", help="a TOML file with these options")
     add(
         "--dry-run",
@@ -199,6 +203,7 @@ def _checked(parser: _Parser, given: argparse.Namespace) -> Spec:
         given.tee,
         given.hang_timeout,
         _devices(parser, given.devices, nprocs),
+        given.compat,
     )
 
 

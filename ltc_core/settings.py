@@ -224,6 +224,8 @@ SETTINGS: tuple[Setting, ...] = (
             default_of=_default_cache_dir),
     Setting("autoload", "LTC_AUTOLOAD", (), bool, False,
             "Register the device when torch is imported."),
+    Setting("compat", "LTC_COMPAT", (), bool, False,
+            "Serve torch_xla, torch._lazy and lazy_tensor_core to old scripts when ltc_dist is imported."),
     Setting("collective_timeout_s", "LTC_COLLECTIVE_TIMEOUT_S", (), float, 600.0,
             "Seconds processes wait for each other.", at_least=0.1),
     Setting("bucket_mb", "LTC_BUCKET_MB", ("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB",), float, 32.0,
@@ -275,6 +277,7 @@ class Settings:
     compilation_cache_size: int
     cache_dir: str
     autoload: bool
+    compat: bool
     collective_timeout_s: float
     bucket_mb: float
     data_warning_s: float

@@ -18,6 +18,9 @@ It offers the names of `ltc_core` too.
 
 import os as _os
 
+import ltc_dist.expected_name  # for `compat`, before ltc_core registers the device
+
+# isort: split
 from ltc_core import *  # noqa: F403
 from ltc_core import __all__ as _core
 from ltc_core import source as _source
@@ -53,6 +56,8 @@ from ltc_dist.step import clip_grad_norm_, optimizer_step, reduce_gradients
 
 _source.skip_frames_of(_os.path.dirname(__file__))
 _c10d.register()
+if settings.compat:  # noqa: F405
+    import ltc_dist.compat  # noqa: F401
 
 __all__ = [
     *_core,

@@ -116,6 +116,21 @@ def _check(fn: Any, nprocs: Any, start_method: str) -> None:
         )
 
 
+class _Name(str):
+    """The name of a process that runs an old script.
+
+    It is the first thing that such a process reads, and brings `ltc_dist` along, which serves the modules that the
+    script imports.
+    """
+
+    def __reduce__(self) -> Any:
+        return _named, (str(self),)
+
+
+def _named(name: str) -> str:
+    return name
+
+
 class _Function:
     """The function, sent by name if the other process can import it, else by value."""
 
@@ -234,10 +249,11 @@ class SpawnContext:
                 of = Ranks(rank, nprocs, rank, nprocs)
                 place = _Place(of, _variables(of, port), os.getpid(), in_main_thread, start_method)
                 receiving, sending = context.Pipe(duplex=False)
+                name = f"rank {rank}"
                 process = context.Process(
                     target=_main,
                     args=(fn, args, place, sending),
-                    name=f"rank {rank}",
+                    name=_Name(name) if settings.compat else name,
                     daemon=daemon,
                 )
                 with _environment(place.variables):  # PyTorch reads some while it is imported

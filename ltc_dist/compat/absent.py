@@ -1,0 +1,42 @@
+"""A name that can be imported and says, once it is used, why there is nothing behind it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ltc_core.errors import LtcError
+
+__all__ = ["Absent", "NotHereError"]
+
+
+class NotHereError(LtcError, NotImplementedError):
+    """What a script uses has no counterpart here."""
+
+
+class Absent:
+    """Stands for a function, a class or a namespace.
+
+    Args:
+        name: under which it was imported.
+        why: it is not here, and what to use instead.
+    """
+
+    def __init__(self, name: str, why: str) -> None:
+        self._name, self._why = name, why
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        what, _, instead = self._why.partition("; ")
+        raise NotHereError(f"{self._name} is not here: {what}", next=instead)
+
+    __call__ = __enter__ = __iter__ = __getitem__ = __mro_entries__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self._name}.{name}", self._why)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, which is not here>"

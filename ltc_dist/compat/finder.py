@@ -1,0 +1,125 @@
+"""Serves the old modules: `import torch_xla.core.xla_model` gives what `compat.xla_model` has.
+
+`table` says which module stands for which. Each old name is a module of its own, filled with the names of ours, so
+that a script may assign to it. Processes that this one starts serve them too (LTC_COMPAT).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from ltc_core.errors import LtcError
+from ltc_core.settings import settings
+from ltc_dist.compat.absent import Absent
+from ltc_dist.compat.table import ABSENT, ROOTS, SERVED
+
+__all__ = ["ImportOrderError", "activate"]
+
+_OURS = __name__.rpartition(".")[0]
+
+
+class ImportOrderError(LtcError, ImportError):
+    """`ltc_dist.compat` came too late."""
+
+
+def activate() -> None:
+    """Serve the old names from now on.
+
+    Raises:
+        ImportOrderError: one of them was imported before, from elsewhere, or the device has its name already.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    wanted = os.environ.get("LTC_DEVICE_NAME", settings.device_name)
+    if wanted != settings.device_name:
+        raise ImportOrderError(
+            f"ltc_core was imported before ltc_dist.compat: the device is called {settings.device_name}, not {wanted}",
+            next="import ltc_dist.compat first, or start the script with ltc-launch --compat",
+        )
+    before = [name for name in ROOTS if name in sys.modules]
+    if before:
+        raise ImportOrderError(
+            f"{before[0]} was imported before ltc_dist.compat",
+            got=getattr(sys.modules[before[0]], "__file__", None) or "a module without a file",
+            next="import ltc_dist.compat first, or start the script with ltc-launch --compat",
+        )
+    sys.meta_path.insert(0, _Finder())
+    settings.compat = True
+    os.environ["LTC_COMPAT"] = "1"
+    os.environ["LTC_DEVICE_NAME"] = settings.device_name
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not _is_old(name):
+            return None
+        if name in SERVED:
+            loader: Any = _Served(f"{_OURS}.{SERVED[name]}" if SERVED[name] else "")
+        elif name in ABSENT:
+            loader = _AbsentModule(ABSENT[name])
+        else:
+            raise ModuleNotFoundError(
+                f"No module named {name!r}: ltc_dist.compat serves {name.partition('.')[0]}, but not this part of it",
+                name=name,
+            )
+        is_package = any(other.startswith(f"{name}.") for other in (*SERVED, *ABSENT))
+        return importlib.machinery.ModuleSpec(name, loader, is_package=is_package)
+
+
+def _is_old(name: str) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in ROOTS)
+
+
+class _Served(importlib.abc.Loader):
+    """Fills a module with the names of one of ours."""
+
+    def __init__(self, ours: str) -> None:
+        self._ours = ours
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = partial(_part_of, module.__name__)  # type: ignore[method-assign]
+        if not self._ours:
+            return
+        source = importlib.import_module(self._ours)
+        module.__doc__ = source.__doc__
+        for name in source.__all__:
+            setattr(module, name, getattr(source, name))
+
+
+def _part_of(package: str, name: str) -> ModuleType:
+    """Give a module of a package that was not imported yet; the old packages import some of theirs themselves."""
+    full_name = f"{package}.{name}"
+    if full_name in SERVED or full_name in ABSENT:
+        return importlib.import_module(full_name)
+    raise AttributeError(f"module {package!r} has no attribute {name!r} that ltc_dist.compat knows")
+
+
+class _AbsentModule(importlib.abc.Loader):
+    """A module of things that cannot exist here: all can be imported, none used."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def absent(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return Absent(f"{module.__name__}.{name}", self._why)
+
+        module.__getattr__ = absent  # type: ignore[method-assign]

@@ -1,0 +1,94 @@
+"""Which name old scripts expect the device to have, found out before it is registered.
+
+The device gets its name when `ltc_core` is imported, and `import ltc_dist.compat` imports that first of all. So
+`ltc_dist` asks here whether it is imported for `compat`; then the name is the one that the main script's imports go
+with. LTC_DEVICE_NAME wins. Importing this file does it; it imports nothing that registers the device.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["COMPAT", "expected_by", "name_the_device"]
+
+COMPAT = "ltc_dist.compat"
+_NAMES = {
+    "torch_xla": "xla",
+    "torch_xla_py": "xla",
+    "lazy_tensor_core": "lazy",
+    "torch._lazy": "lazy",
+}
+_DEFAULT = "xla"
+_TRUE = ("1", "true", "yes", "on")
+
+
+def name_the_device() -> None:
+    """Set LTC_DEVICE_NAME if this import is for `compat` and nobody has chosen a name."""
+    if "LTC_DEVICE_NAME" not in os.environ and _is_for_compat():
+        os.environ["LTC_DEVICE_NAME"] = expected_by(_main_script())
+
+
+def expected_by(script: str) -> str:
+    """Give the name that goes with what a script imports; 'xla' if it does not say.
+
+    Args:
+        script: its path; a file that cannot be read says nothing.
+    """
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return _DEFAULT
+    found = [name for module in _imported(tree) if (name := _name_of(module))]
+    return found[0] if found else _DEFAULT
+
+
+def _imported(tree: ast.AST) -> list[str]:
+    modules = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return modules
+
+
+def _name_of(module: str) -> str:
+    for known, name in _NAMES.items():
+        if module == known or module.startswith(f"{known}."):
+            return name
+    return ""
+
+
+def _is_for_compat() -> bool:
+    asked = os.environ.get("LTC_COMPAT", "").strip().lower() in _TRUE
+    return asked or COMPAT in _run_as_module() or _is_imported(COMPAT)
+
+
+def _run_as_module() -> list[str]:
+    """Give the command line from `-m` on, without it, if Python was started so."""
+    given = sys.orig_argv
+    return given[given.index("-m") + 1 :][:1] if "-m" in given else []
+
+
+def _is_imported(name: str) -> bool:
+    """Tell whether the import that is under way is of `name`: its package comes before it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_find_and_load" and frame.f_locals.get("name") == name:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _main_script() -> str:
+    if COMPAT in _run_as_module():
+        given = sys.orig_argv[sys.orig_argv.index(COMPAT) + 1 :]
+        return next((word for word in given if not word.startswith("-")), "")
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return main or (sys.argv[0] if sys.argv else "")
+
+
+name_the_device()

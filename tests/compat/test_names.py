@@ -1,0 +1,238 @@
+"""The old modules: what they have, what they say of what they do not have, and the faults of theirs that ours lack."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ltc_dist.expected_name import expected_by
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(directory: Path, code: str, *command: str, **environ: str) -> str:
+    """Run a script in a fresh interpreter; give what it prints."""
+    script = directory / "script.py"
+    script.write_text(code)
+    places = {"PYTHONPATH": os.fspath(ROOT), "LTC_COMPILE": "off", "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [sys.executable, *(command or ("-m", "ltc_dist.compat")), os.fspath(script)],
+        cwd=directory, env={**os.environ, **places, **environ}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# What scripts use, most used first: shared by all versions.
+FREQUENT = """
+xm.xla_device xm.optimizer_step xm.xrt_world_size xr.world_size xm.get_ordinal xr.global_ordinal xm.is_master_ordinal
+xm.master_print xm.rendezvous xm.mesh_reduce xm.save xm.mark_step xmp.spawn pl.ParallelLoader pl.MpDeviceLoader
+xm.add_step_closure xm.all_reduce xm.RateTracker met.metrics_report xu.SampleGenerator xm.reduce_gradients
+xm.all_gather xser.save xser.load xmp.MpModelWrapper xmp.MpSerialExecutor xm.send_cpu_data_to_device
+xm.get_xla_supported_devices xm.get_local_ordinal dp.DataParallel xm.wait_device_ops xm._fetch_gradients
+xm.collective_broadcast xm.broadcast_master_param xf.all_gather torch_xla.version.__xla_gitrev__
+torch_xla._XLAC._xla_get_default_device torch_xla._XLAC._xla_metrics_report
+"""
+IMPORTS = """
+import torch, torch_xla
+import torch_xla.core.functions as xf
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.data_parallel as dp
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.xla_multiprocessing as xmp
+import torch_xla.runtime as xr
+import torch_xla.utils.serialization as xser
+import torch_xla.utils.utils as xu
+import pytest
+"""
+
+
+def test_what_scripts_use_is_there(tmp_path: Path) -> None:
+    run(tmp_path, f"{IMPORTS}\nfor name in {FREQUENT.split()!r}: eval(name)")
+
+
+def test_every_module_can_be_imported(tmp_path: Path) -> None:
+    code = """
+import importlib
+from ltc_dist.compat.table import ABSENT, SERVED
+for name in (*SERVED, *ABSENT):
+    module = importlib.import_module(name)
+    assert module.__name__ == name, name
+print(len(SERVED))
+"""
+    assert int(run(tmp_path, code)) >= 40
+
+
+def test_both_generations_of_signatures(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+assert xm.get_xla_supported_devices() == ["xla:0", "xla:1"]
+assert xm.get_xla_supported_devices("CPU", 1) == xm.get_xla_supported_devices(1) == ["xla:0"]
+assert xm.get_xla_supported_devices(devkind="CPU", max_devices=1) == ["xla:0"]
+assert xm.get_xla_supported_devices(None) == xm.get_xla_supported_devices(devkind=None) == ["xla:0", "xla:1"]
+assert xm.xla_real_devices() == ["CPU:0", "CPU:1"] and xm.xla_real_devices(["xla:1"]) == ["CPU:1"]
+assert xm.parse_xla_device("xla:1") == ("CPU", 1) and xm.parse_xla_device("cpu") is None
+assert xm.get_local_ordinal(0) == xm.get_ordinal(defval=0) == 0 and xm.xrt_world_size(defval=5) == 5
+assert xm.xla_device_hw("xla:0") == xm.xla_device_kind() == xr.device_type() == "CPU"
+t = torch.arange(4.0, device="xla:0")
+assert t.device.type == "xla" and xm.is_xla_tensor(t) and torch.device("xla:1") == xm.xla_device(1)
+assert xm.all_reduce("sum", t, 2.0, None, None, True).tolist() == [0, 2, 4, 6]
+assert [v.tolist() for v in xm.all_gather([t, t[:1]])] == [[0, 1, 2, 3], [0]]
+assert xm.reduce_scatter("sum", t, 1.0, 0, 1, channel_id=1).tolist() == t.tolist()
+assert xm.all_to_all(t, 0, 0, 1, None, pin_layout=False).tolist() == t.tolist()
+assert xm.rendezvous("x", b"1") == xm.xla_rendezvous(b"1") == [b"1"]
+assert xm.get_memory_info("xla:0").keys() >= {{"kb_free", "bytes_used"}}
+xm.set_rng_state(7)
+assert xm.get_rng_state() == 7 and isinstance(xm.get_rng_state("xla:1"), int)
+arena = xm.ToXlaTensorArena(lambda found: [v + 1 for v in found], lambda v: isinstance(v, int))
+assert arena.transform(({{"a": 1}}, (2, "b"))) == ({{"a": 2}}, (3, "b"))
+assert torch_xla.device_count() == xr.addressable_device_count() == 2 and torch_xla.devices()[1].index == 1
+
+@torch_xla.compile(full_graph=True)
+def twice(v):
+    return v * 2
+
+assert twice(t).tolist() == [0, 2, 4, 6]
+with pytest.raises(RuntimeError, match="Unexpected execution happens inside"), torch_xla.compile(full_graph=True):
+    (t + 5).tolist()
+grow = torch_xla.compile(lambda n: torch.ones(n, device="xla") + 1, max_different_graphs=2)
+with pytest.raises(RuntimeError, match="Maximum number of different graphs allowed per function exceeded: 2"):
+    for n in range(1, 5):
+        made = grow(n)
+"""
+    run(tmp_path, code, LTC_NUM_DEVICES="2")
+
+
+def test_faults_of_theirs_that_ours_lack(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+import numpy as np
+assert xm.mesh_reduce("t", np.array([1.0]), np.mean) == 1
+with pytest.raises(RuntimeError, match="no device|there is no"):
+    torch_xla.device(torch_xla.device_count())
+assert xm.do_on_ordinals(lambda: 3, (), 0) == 3
+net = torch.nn.Linear(2, 1)
+assert dp.DataParallel(net, [])(lambda model, loader, device, context: list(loader), [1, 2]) == [[1, 2]]
+saved = {{"pair": (torch.ones(1, device="xla"), 2)}}
+xm.save(saved, "saved.pt")
+assert isinstance(torch.load("saved.pt")["pair"], tuple)
+
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+    def __getitem__(self, k):
+        if k == 4:
+            raise ValueError("sample 4 is broken")
+        return torch.ones(2)
+
+seen = []
+with pytest.raises(ValueError, match="sample 4 is broken"):
+    for batch in pl.MpDeviceLoader(torch.utils.data.DataLoader(Broken()), xm.xla_device()):
+        seen.append(batch)
+assert len(seen) == 4
+embed, head = torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4, bias=False)
+head.weight = embed.weight
+both = torch.nn.ModuleList([embed, head]).to("xla")
+assert both[0].weight is both[1].weight
+"""
+    run(tmp_path, code, XLA_MAX_ASYNC_QUEUE="10")
+
+
+def test_loops_get_what_they_are_written_for(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+data = [(torch.full((2,), float(k)), torch.tensor(k)) for k in range(3)]
+def documents(model, loader, device, context):
+    found = []
+    for k, (x, y) in loader:
+        found.append((k, int(y)))
+    return found
+def later(model, loader, device, context):
+    found = []
+    for k, (x, y) in enumerate(loader):
+        found.append((k, int(y)))
+    return found
+def plain(model, loader, device, context):
+    found = []
+    for x, y in loader:
+        found.append(int(y))
+    return found
+parallel = dp.DataParallel(torch.nn.Linear(2, 1), ["xla:0"])
+assert parallel(documents, data) == parallel(later, data) == [[(0, 0), (1, 1), (2, 2)]]
+assert parallel(plain, data) == [[0, 1, 2]]
+"""
+    run(tmp_path, code)
+
+
+def test_what_cannot_exist_is_imported_and_refused_when_used(tmp_path: Path) -> None:
+    code = """
+import pytest
+import torch_xla.distributed.spmd as xs
+from torch_xla.distributed.spmd import Mesh, mark_sharding
+from torch_xla.experimental.custom_kernel import flash_attention
+import torch_xla.runtime as xr
+
+assert not xr.is_spmd()
+for use in (lambda: Mesh([0], (1,)), lambda: xs.a.b(), lambda: flash_attention(1), xr.use_spmd):
+    with pytest.raises(NotImplementedError, match="(?s)Next: "):
+        use()
+with pytest.raises(ModuleNotFoundError, match="ltc_dist.compat serves torch_xla, but not this part"):
+    import torch_xla.no_such_part
+with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+    import torch_xla
+    torch_xla.nothing
+"""
+    run(tmp_path, code)
+
+
+def test_nothing_is_served_unless_asked(tmp_path: Path) -> None:
+    code = """
+import importlib.util
+import ltc_dist
+print(importlib.util.find_spec("torch_xla"), ltc_dist.lazy_device())
+import torch._lazy
+assert "site-packages" in torch._lazy.__file__ or "torch" in torch._lazy.__file__
+"""
+    assert run(tmp_path, code, "-W", "ignore").split() == ["None", "ltc:0"]
+
+
+def test_what_was_imported_before_is_not_replaced(tmp_path: Path) -> None:
+    code = """
+import torch._lazy
+import pytest
+with pytest.raises(ImportError, match="torch._lazy was imported before"):
+    import ltc_dist.compat
+"""
+    run(tmp_path, code, "-W", "ignore")
+
+
+def test_a_device_that_has_its_name_keeps_it(tmp_path: Path) -> None:
+    code = """
+import ltc_core
+import pytest
+with pytest.raises(ImportError, match="the device is called ltc, not xla"):
+    import ltc_dist.compat
+"""
+    run(tmp_path, code, "-W", "ignore")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import torch_xla.core.xla_model as xm", "xla"),
+        ("from torch_xla import runtime", "xla"),
+        ("import torch_xla_py.xla_model", "xla"),
+        ("def f():\n    import torch._lazy.ts_backend", "lazy"),
+        ("from torch import _lazy", "lazy"),
+        ("import lazy_tensor_core.core.lazy_model as ltm", "lazy"),
+        ("import torch", "xla"),
+        ("not a script", "xla"),
+    ],
+)
+def test_the_name_of_the_device_is_that_of_the_scripts_world(
+    tmp_path: Path, text: str, name: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert expected_by(os.fspath(script)) == name
+    assert expected_by(os.fspath(tmp_path / "none.py")) == "xla"
