@@ -38,11 +38,11 @@ def activate() -> None:
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    wanted = os.environ.get("LTC_DEVICE_NAME", settings.device_name)
-    if wanted != settings.device_name:
+    if os.environ.get("LTC_DEVICE_NAME") != settings.device_name:  # it was not chosen for this
         raise ImportOrderError(
-            f"ltc_core was imported before ltc_dist.compat: the device is called {settings.device_name}, not {wanted}",
-            next="import ltc_dist.compat first, or start the script with ltc-launch --compat",
+            f"the device is called {settings.device_name} already: something was imported before ltc_dist.compat",
+            got="an import of ltc_core or ltc_dist",
+            next="begin the script with import ltc_dist.compat, or start it with ltc-launch --compat",
         )
     before = [name for name in ROOTS if name in sys.modules]
     if before:
