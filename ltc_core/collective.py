@@ -29,10 +29,12 @@ __all__ = [
     "Transport",
     "all_reduce_in_vectors",
     "ops",
+    "packed",
     "plan_text",
     "reduction_plan",
     "rows_to_ints",
     "scaled",
+    "unpacked",
 ]
 
 
@@ -90,7 +92,7 @@ def all_reduce_in_vectors(
     buckets = list(deal_backwards(values, settings.bucket_mb))
     flats = []
     for chosen in buckets:
-        flats.append(torch.cat([values[k].reshape(-1) for k in chosen]))
+        flats.append(packed(values, chosen))
         to.start_all_reduce(flats[-1], kind, plan)
     return _finished(to, flats, buckets, [v.shape for v in values], scale)
 
@@ -103,10 +105,27 @@ def _finished(
     scale: float,
 ) -> list[torch.Tensor]:
     """Wait for the vectors, scale them, and give the tensors in them."""
+    results = []
+    for flat in flats:
+        to.finish_all_reduce(flat)
+        results.append(scaled(flat, scale))
+    return unpacked(results, buckets, shapes)
+
+
+def packed(values: Sequence[torch.Tensor], chosen: Sequence[int]) -> torch.Tensor:
+    """Make a vector of some of the tensors."""
+    return torch.cat([values[k].reshape(-1) for k in chosen])
+
+
+def unpacked(
+    flats: Sequence[torch.Tensor],
+    buckets: Iterable[Sequence[int]],
+    shapes: Sequence[Sequence[int]],
+) -> list[torch.Tensor]:
+    """Give the tensors that lie in vectors, as views of them."""
     results = [flats[0]] * len(shapes)
     for flat, chosen in zip(flats, buckets, strict=True):
-        to.finish_all_reduce(flat)
-        parts = scaled(flat, scale).split_with_sizes([math.prod(shapes[k]) for k in chosen])
+        parts = flat.split_with_sizes([math.prod(shapes[k]) for k in chosen])
         for k, part in zip(chosen, parts, strict=True):
             results[k] = part.view(shapes[k])
     return results

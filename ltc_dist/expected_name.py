@@ -12,10 +12,10 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["COMPAT", "expected_by", "name_the_device"]
+__all__ = ["COMPAT", "NAMES", "expected_by", "name_the_device", "root_of"]
 
 COMPAT = "ltc_dist.compat"
-_NAMES = {
+NAMES = {  # an old package -> what its device is called
     "torch_xla": "xla",
     "torch_xla_py": "xla",
     "lazy_tensor_core": "lazy",
@@ -41,8 +41,8 @@ def expected_by(script: str) -> str:
         tree = ast.parse(Path(script).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return _DEFAULT
-    found = [name for module in _imported(tree) if (name := _name_of(module))]
-    return found[0] if found else _DEFAULT
+    roots = (root_of(module) for module in _imported(tree))
+    return next((NAMES[root] for root in roots if root), _DEFAULT)
 
 
 def _imported(tree: ast.AST) -> list[str]:
@@ -55,11 +55,9 @@ def _imported(tree: ast.AST) -> list[str]:
     return modules
 
 
-def _name_of(module: str) -> str:
-    for known, name in _NAMES.items():
-        if module == known or module.startswith(f"{known}."):
-            return name
-    return ""
+def root_of(module: str) -> str:
+    """Give the old package that a module belongs to; '' if to none."""
+    return next((root for root in NAMES if f"{module}.".startswith(f"{root}.")), "")
 
 
 def _is_for_compat() -> bool:

@@ -19,7 +19,7 @@ import torch.distributed
 
 from ltc_core import collective
 from ltc_core.buckets import deal
-from ltc_core.collective import all_reduce_in_vectors, plan_text, scaled
+from ltc_core.collective import all_reduce_in_vectors, packed, plan_text, scaled, unpacked
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, listed
 from ltc_core.settings import settings
 from ltc_dist.host import LOOK_S, ended, job_store, wait_looking
@@ -164,14 +164,11 @@ class ProcessTransport:
         self._agree(plan_text(f"broadcast from {root} of", values))
         options = dist.BroadcastOptions()
         options.rootRank = root
-        results = list(values)
-        for chosen in deal(values, settings.bucket_mb):
-            flat = torch.cat([values[k].reshape(-1) for k in chosen])
-            self._wait(self._backend.broadcast([flat], options))
-            parts = flat.split_with_sizes([values[k].numel() for k in chosen])
-            for k, part in zip(chosen, parts, strict=True):
-                results[k] = part.view(values[k].shape)
-        return results
+        buckets = list(deal(values, settings.bucket_mb))
+        flats = [packed(values, chosen) for chosen in buckets]
+        for work in [self._backend.broadcast([flat], options) for flat in flats]:
+            self._wait(work)
+        return unpacked(flats, buckets, [v.shape for v in values])
 
     def all_gather(self, value: torch.Tensor, dim: int) -> torch.Tensor:
         self._agree(plan_text(f"all_gather along dim {dim} of", [value]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import ltc_dist.data_parallel
@@ -21,21 +21,11 @@ __all__ = ["Context", "DataParallel"]
 class DataParallel(ltc_dist.data_parallel.DataParallel):
     """Replicas of a model, one for each device; loops get batches, or pairs (number, batch) if they unpack pairs."""
 
-    def __call__(
-        self,
-        loop_fn: Callable[..., Any],
-        loader: Iterable[Any],
-        batchdim: int = 0,
-        *,
-        enumerate_batches: bool | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
+    def __call__(self, loop_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run the loop for each device; see `ltc_dist.data_parallel`."""
-        if enumerate_batches is None:
-            enumerate_batches = unpacks_pairs(loop_fn)
-        return super().__call__(
-            loop_fn, loader, batchdim, enumerate_batches=enumerate_batches, **kwargs
-        )
+        if kwargs.get("enumerate_batches") is None:
+            kwargs["enumerate_batches"] = unpacks_pairs(loop_fn)
+        return super().__call__(loop_fn, *args, **kwargs)
 
 
 def unpacks_pairs(loop_fn: Callable[..., Any]) -> bool:

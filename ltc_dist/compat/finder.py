@@ -19,7 +19,8 @@ from typing import Any
 from ltc_core.errors import LtcError
 from ltc_core.settings import settings
 from ltc_dist.compat.absent import Absent
-from ltc_dist.compat.table import ABSENT, ROOTS, SERVED
+from ltc_dist.compat.table import ABSENT, SERVED
+from ltc_dist.expected_name import NAMES, root_of
 
 __all__ = ["ImportOrderError", "activate"]
 
@@ -44,7 +45,7 @@ def activate() -> None:
             got="an import of ltc_core or ltc_dist",
             next="begin the script with import ltc_dist.compat, or start it with ltc-launch --compat",
         )
-    before = [name for name in ROOTS if name in sys.modules]
+    before = [name for name in NAMES if name in sys.modules]
     if before:
         raise ImportOrderError(
             f"{before[0]} was imported before ltc_dist.compat",
@@ -61,7 +62,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not _is_old(name):
+        if not root_of(name):
             return None
         if name in SERVED:
             loader: Any = _Served(f"{_OURS}.{SERVED[name]}" if SERVED[name] else "")
@@ -69,15 +70,11 @@ class _Finder(importlib.abc.MetaPathFinder):
             loader = _AbsentModule(ABSENT[name])
         else:
             raise ModuleNotFoundError(
-                f"No module named {name!r}: ltc_dist.compat serves {name.partition('.')[0]}, but not this part of it",
+                f"No module named {name!r}: ltc_dist.compat serves {root_of(name)}, but not this part of it",
                 name=name,
             )
         is_package = any(other.startswith(f"{name}.") for other in (*SERVED, *ABSENT))
         return importlib.machinery.ModuleSpec(name, loader, is_package=is_package)
-
-
-def _is_old(name: str) -> bool:
-    return any(name == root or name.startswith(f"{root}.") for root in ROOTS)
 
 
 class _Served(importlib.abc.Loader):

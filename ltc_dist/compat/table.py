@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "ROOTS", "SERVED"]
-
-ROOTS = ("torch_xla", "torch_xla_py", "lazy_tensor_core", "torch._lazy")
+__all__ = ["ABSENT", "SERVED"]
 
 SERVED: dict[str, str] = {
     # torch_xla

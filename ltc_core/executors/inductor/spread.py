@@ -28,8 +28,7 @@ _REDUCTIONS = (_all_reduce.default, collective.ops.all_reduce_.default)
 
 def spread(graph: Graph) -> Graph:
     """Write reductions over transports that can overlap as vectors, starts and a finish."""
-    reductions = [node for node in graph.nodes if node.op in _REDUCTIONS]
-    if not reductions:
+    if not any(node.op in _REDUCTIONS for node in graph.nodes):
         return graph
     metas = graph.metas()
     fresh = itertools.count(max(metas) + 1)
@@ -79,10 +78,9 @@ def _written_out(
             meta = TensorMeta.packed((seen[k].numel(),), seen[k].dtype)
             rows.append(Ref(next(fresh)))
             yield _made(node, aten.reshape.default, (values[k], (-1,)), rows[-1], meta, view=True)
-        flat, meta = (
-            rows[0],
-            TensorMeta.packed((sum(seen[k].numel() for k in chosen),), seen[chosen[0]].dtype),
-        )
+        size, dtype = sum(seen[k].numel() for k in chosen), seen[chosen[0]].dtype
+        meta = TensorMeta.packed((size,), dtype)
+        flat = rows[0]
         if len(rows) > 1:
             flat = Ref(next(fresh))
             yield _made(node, aten.cat.default, (rows,), flat, meta)

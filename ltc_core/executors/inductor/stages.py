@@ -109,7 +109,7 @@ def _batches(nodes: Sequence[Node]) -> Iterator[list[int]]:
 
     The last batch has what no start needs. Each is in the order of `nodes`.
     """
-    maker = {node.first + i: at for at, node in enumerate(nodes) for i in range(len(node.outs))}
+    maker = _makers(nodes)
     seen: set[int] = set()
     for at, node in enumerate(nodes):
         if node.op in collective.STARTS:
@@ -117,6 +117,11 @@ def _batches(nodes: Sequence[Node]) -> Iterator[list[int]]:
             seen.update(batch)
             yield batch
     yield [at for at in range(len(nodes)) if at not in seen]
+
+
+def _makers(nodes: Sequence[Node]) -> dict[int, int]:
+    """Map each value to the position of the node that makes it."""
+    return {node.first + i: at for at, node in enumerate(nodes) for i in range(len(node.outs))}
 
 
 def _needed(start: int, nodes: Sequence[Node], maker: dict[int, int], seen: set[int]) -> list[int]:
@@ -135,9 +140,7 @@ def _eager_nodes(graph: Graph, refused: frozenset[str]) -> set[int]:
     """Find the nodes that run op by op, with those of their operands that need nothing compiled."""
     metas = graph.metas()
     _, unchecked = find_bounds(graph)
-    maker = {
-        node.first + i: at for at, node in enumerate(graph.nodes) for i in range(len(node.outs))
-    }
+    maker = _makers(graph.nodes)
     eager = {
         at
         for at, node in enumerate(graph.nodes)
