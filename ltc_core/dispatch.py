@@ -15,7 +15,7 @@ import torch
 from ltc_core import errors, source
 from ltc_core.branch import OutResized
 from ltc_core.fallback import run_real
-from ltc_core.follow import follow_op
+from ltc_core.follow import follow_op, turn
 from ltc_core.infer import Unknown
 from ltc_core.recorder import recorder
 from ltc_core.rules import RULES
@@ -24,7 +24,7 @@ from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
 from ltc_core.signature import NotRecordable, find_trace
 from ltc_core.special import SPECIAL, on_other_device, share
-from ltc_core.tensor import LazyTensor, use_handlers
+from ltc_core.tensor import HANDLERS, LazyTensor, use_handlers
 
 __all__ = ["handler_of"]
 
@@ -58,6 +58,12 @@ def handler_of(op: torch._ops.OpOverload) -> Handler:
     schema = OpSchema.of(op)
     handler = _choose(op, schema)
     return _run_at_once(handler) if settings.eager else handler
+
+
+def choose_anew() -> None:
+    """Choose every op's handler again at its next use: a setting that decides about it has changed."""
+    turn(not settings.eager and not settings.force_fallback)
+    HANDLERS.clear()
 
 
 def _run_at_once(handler: Handler) -> Handler:

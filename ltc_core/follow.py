@@ -31,8 +31,9 @@ extension = Extension("_ltc_follow", Path(__file__).parent / "csrc" / "ltc_follo
 
 _native: Any = None
 _lock = threading.Lock()
-# The ops to follow; those named before the C++ part is there wait for it.
-_ops: list[tuple[Any, ...]] = []
+# The ops to follow, by name and overload; those named before the C++ part is there wait for it.
+_ops: dict[tuple[str, str], tuple[Any, ...]] = {}
+_is_on = not settings.eager  # there each op is cut where it is called
 
 
 def install() -> bool:
@@ -49,28 +50,34 @@ def install() -> bool:
             dispatch = LazyTensor.__torch_dispatch__
             native.setup(detach, dispatch, make_empty, empty, rng.stream, *types)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
-            for op in _ops:
-                native.add(*op)
+            for names, op in _ops.items():
+                native.add(*names, *op)
+            native.turn(_is_on)
             _native = native
     return True
 
 
 def follow_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) -> None:
     """Let calls of an op be followed; `shares` says that its result is its first operand."""
-    if settings.eager:  # each op is cut where it is called
-        return
     kind = "share" if shares else "view" if schema.view else "recorded"
     writes = tuple(name in schema.writes for name in schema.names)
     names = op._schema.name, op._schema.overload_name
     with _lock:
-        _ops.append((*names, kind, schema.draws, schema.args, writes))
+        if names in _ops:  # its handler was chosen anew
+            return
+        _ops[names] = kind, schema.draws, schema.args, writes
         if _native is not None:
-            _native.add(*_ops[-1])
+            _native.add(*names, *_ops[names])
 
 
 def turn(on: bool) -> bool:
     """Follow calls, or leave all of them to Python; gives whether they were followed before."""
-    return _native is not None and bool(_native.turn(on))
+    global _is_on
+    with _lock:
+        was_on, _is_on = _is_on, on
+        if _native is not None:
+            _native.turn(on)
+    return was_on
 
 
 def num_followed() -> int:

@@ -112,20 +112,24 @@ def _check_devices(text: str) -> str:
     return "" if is_list or not text else "whole numbers with commas between them, such as 0,2,3"
 
 
+def _check_share(value: float) -> str:
+    return "" if value < 1 else "a number from 0 to below 1"
+
+
 def _default_cache_dir(environ: Mapping[str, str]) -> str:
     root = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "ltc")
 
 
 def _translate_debug(name: str, text: str) -> str:
-    """In torch_xla PT_XLA_DEBUG=1 means everything, and levels go up to 100."""
+    """In torch_xla PT_XLA_DEBUG=1 means all that is reported, and levels go up to 100; graphs are never shown."""
     if not name.startswith("PT_"):
         return text
     if name == "PT_XLA_DEBUG" and text.lower() in _TRUE:
-        return "3"
+        return "2"
     if name == "PT_XLA_DEBUG" and text.lower() in _FALSE:
         return "0"
-    return str(min(int(text), 3)) if text.isdecimal() else text
+    return str(min(int(text), 2)) if text.isdecimal() else text
 
 
 def _translate_graph_format(name: str, text: str) -> str:
@@ -143,10 +147,12 @@ def _default_device_ordinal(environ: Mapping[str, str]) -> int:
 
 
 def _translate_hardware(name: str, text: str) -> str:
-    """torch._lazy has LTC_TS_CUDA=1 for the GPU."""
-    if name != "LTC_TS_CUDA":
-        return text
-    return "cuda" if text.lower() in _TRUE else "cpu"
+    """torch._lazy has LTC_TS_CUDA=1 for the GPU, torch_xla PJRT_DEVICE=CPU, CUDA, GPU, TPU, NEURON."""
+    if name == "LTC_TS_CUDA":
+        return "cuda" if text.lower() in _TRUE else "cpu"
+    if name == "PJRT_DEVICE":
+        return "cuda" if text.upper() in ("CUDA", "GPU") else "cpu"
+    return text
 
 
 # fmt: off
@@ -154,12 +160,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("device_name", "LTC_DEVICE_NAME", (), str, "ltc",
             "Name of the device; fixed at the first import.",
             fixed=True, check=_check_device_name),
-    Setting("num_devices", "LTC_NUM_DEVICES", ("CPU_NUM_DEVICES",), int, 1,
-            "Devices of this process.", at_least=1),
+    Setting("num_devices", "LTC_NUM_DEVICES",
+            ("CPU_NUM_DEVICES", "TPU_NUM_DEVICES", "GPU_NUM_DEVICES"), int, 1,
+            "Devices of this process, and the processes of spawn where it is not told.", at_least=1),
     Setting("executor", "LTC_EXECUTOR", (), str, "inductor",
             "What runs the graphs; reference runs op by op, null does no maths.",
             choices=("inductor", "reference", "null")),
-    Setting("device", "LTC_DEVICE", ("LTC_TS_CUDA",), str, "cpu",
+    Setting("device", "LTC_DEVICE", ("LTC_TS_CUDA", "PJRT_DEVICE"), str, "cpu",
             "What the graphs run on: the processor, or a GPU for each device.",
             choices=("cpu", "cuda"), translate=_translate_hardware),
     Setting("device_ordinal", "LTC_DEVICE_ORDINAL", (), int, 0,
@@ -180,6 +187,11 @@ SETTINGS: tuple[Setting, ...] = (
             "Seconds one compile may take before it is given up.", at_least=1),
     Setting("compiled_cache_bytes", "LTC_COMPILED_CACHE_BYTES", (), int, 4 << 30,
             "Compiled programs kept on disk; the longest unused go first.", at_least=0),
+    Setting("compiled_cache_dir", "LTC_COMPILED_CACHE_DIR", ("XLA_PERSISTENT_CACHE_PATH",), str, "",
+            "Where compiled programs are kept (default: compiled in LTC_CACHE_DIR)."),
+    Setting("compiled_cache_read_only", "LTC_COMPILED_CACHE_READ_ONLY",
+            ("XLA_PERSISTENT_CACHE_READ_ONLY",), bool, False,
+            "Load compiled programs from there, and keep new ones for this process only."),
     Setting("keep_memory", "LTC_KEEP_MEMORY", (), bool, True,
             "Keep memory that a step frees for the next one."),
     Setting("fallback", "LTC_FALLBACK", (), str, "allow",
@@ -201,8 +213,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("ir_debug", "LTC_IR_DEBUG", ("XLA_IR_DEBUG",), bool, False,
             "Show the user's line of each node in graphs."),
     Setting("debug", "LTC_DEBUG", ("LTC_DEBUG_LEVEL", "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG"), int, 0,
-            "0 to 3: show more and more of what each sync does.",
+            "Report 1: each graph that is built, and a summary at exit; 2: each run as well; 3: the graphs too.",
             choices=("0", "1", "2", "3"), translate=_translate_debug),
+    Setting("debug_file", "LTC_DEBUG_FILE", ("PT_XLA_DEBUG_FILE",), str, None,
+            "Append these reports to this file instead of writing them to stderr."),
+    Setting("debug_frames", "LTC_DEBUG_FRAMES", ("PT_XLA_DEBUG_MAX_FRAME",), int, 8,
+            "Frames of yours that a report shows at most.", at_least=0),
+    Setting("emit_steplog", "LTC_EMIT_STEPLOG", ("XLA_EMIT_STEPLOG",), bool, False,
+            "Write the hash of each graph that is run to stderr."),
     Setting("explain", "LTC_EXPLAIN", (), bool, False,
             "Say why each graph is built: what differs from the nearest known one, and where."),
     Setting("sync_wait", "LTC_SYNC_WAIT", ("XLA_SYNC_WAIT",), bool, False,
@@ -225,11 +243,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("autoload", "LTC_AUTOLOAD", (), bool, False,
             "Register the device when torch is imported."),
     Setting("compat", "LTC_COMPAT", (), bool, False,
-            "Serve torch_xla, torch._lazy and lazy_tensor_core to old scripts when ltc_dist is imported."),
+            "Serve torch_xla, torch._lazy and lazy_tensor_core to old scripts once torch is imported."),
     Setting("collective_timeout_s", "LTC_COLLECTIVE_TIMEOUT_S", (), float, 600.0,
             "Seconds processes wait for each other.", at_least=0.1),
     Setting("bucket_mb", "LTC_BUCKET_MB", ("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB",), float, 32.0,
             "MiB of the vectors that tensors are reduced in.", at_least=0),
+    Setting("rate_smoothing", "LTC_RATE_SMOOTHING", ("RATE_TRACKER_SMOOTHING",), float, 0.4,
+            "How much of RateTracker's rate is that of the time before, from 0 to below 1.", at_least=0,
+            check=_check_share),
     Setting("data_warning_s", "LTC_DATA_WARNING_S", (), float, 60.0,
             "Seconds a training loop waits for a batch before it is told what the loader does.",
             at_least=0.1),
@@ -257,6 +278,8 @@ class Settings:
     compile_priority: str
     compile_timeout_s: float
     compiled_cache_bytes: int
+    compiled_cache_dir: str
+    compiled_cache_read_only: bool
     keep_memory: bool
     fallback: str
     force_fallback: frozenset[str]
@@ -267,6 +290,9 @@ class Settings:
     save_tensors_fmt: str
     ir_debug: bool
     debug: int
+    debug_file: str | None
+    debug_frames: int
+    emit_steplog: bool
     explain: bool
     sync_wait: bool
     eager: bool
@@ -280,6 +306,7 @@ class Settings:
     compat: bool
     collective_timeout_s: float
     bucket_mb: float
+    rate_smoothing: float
     data_warning_s: float
     data_timeout_s: float
     exit_timeout_s: float
@@ -414,5 +441,18 @@ def warn_unknown(environ: Mapping[str, str]) -> None:
     )
 
 
+def warn_not_here(environ: Mapping[str, str]) -> None:
+    """Warn once of hardware that a script asks for under a peer's name, and that there is no executor for."""
+    wanted = environ.get("PJRT_DEVICE", "").upper()
+    is_chosen = environ.get("LTC_DEVICE") or environ.get("LTC_TS_CUDA")
+    if wanted not in ("", "CPU", "CUDA", "GPU") and not is_chosen:
+        warnings.warn(
+            f"PJRT_DEVICE={environ['PJRT_DEVICE']}: there is no executor for it, graphs run on the CPU; LTC_DEVICE=cpu "
+            "says that this is meant, LTC_DEVICE=cuda takes a GPU.",
+            stacklevel=2,
+        )
+
+
 settings = Settings.from_environ()
 warn_unknown(os.environ)
+warn_not_here(os.environ)

@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-__all__ = ["skip_frames_of", "user_line"]
+__all__ = ["called_module", "skip_frames_of", "user_frames", "user_line"]
 
 _libraries = [
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__)
@@ -74,3 +74,26 @@ def user_line() -> str:
             called = ", in backward"
         frame = frame.f_back
     return _describe(frame) + called if frame is not None else ""
+
+
+def user_frames(most: int) -> list[str]:
+    """Give 'train_step (train.py:41)' for the user's frames of this thread, innermost first, at most `most`."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[str] = []
+    while frame is not None and len(found) < most:
+        if _of_user(frame.f_code):
+            place, _, _ = _describe(frame).partition(" in ")
+            found.append(f"{frame.f_code.co_name} ({place})")
+        frame = frame.f_back
+    return found
+
+
+def called_module() -> str:
+    """Give the module of the function that the user's innermost frame called, '' if there is no such frame."""
+    frame: FrameType | None = sys._getframe(1)
+    name = ""
+    while frame is not None and not _of_user(frame.f_code):
+        if frame.f_code.co_filename != contextlib.__file__:
+            name = frame.f_globals.get("__name__", "")
+        frame = frame.f_back
+    return name if frame is not None else ""

@@ -53,6 +53,7 @@ from ltc_dist.ranks import (
 from ltc_dist.rate import RateTracker
 from ltc_dist.saving import save as save  # type: ignore[assignment]
 from ltc_dist.step import clip_grad_norm_, optimizer_step, reduce_gradients
+from ltc_dist.sync_batch_norm import SyncBatchNorm
 
 _source.skip_frames_of(_os.path.dirname(__file__))
 _c10d.register()
@@ -68,6 +69,7 @@ __all__ = [
     "MpSerialExecutor",
     "ParallelLoader",
     "RateTracker",
+    "SyncBatchNorm",
     "all_gather",
     "all_gather_bucketized",
     "all_reduce",

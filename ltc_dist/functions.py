@@ -24,7 +24,7 @@ def all_reduce(
     Raises:
         CollectiveError: a reduction other than 'sum', which has no such gradient.
 
-    Source: `torch_xla.core.functions.all_reduce`.
+    Source: `torch.distributed.nn.functional.all_reduce`; a loss is taken to be a sum over the processes.
     """
     _check_sum("all_reduce", reduce_type)
     return _AllReduce.apply(value, scale, groups)  # type: ignore[no-any-return, no-untyped-call]
@@ -33,7 +33,7 @@ def all_reduce(
 def all_gather(value: torch.Tensor, dim: int = 0, groups: Groups = None) -> torch.Tensor:
     """Concatenate the values of all processes; the gradient is this process's part of the sum of theirs.
 
-    Source: `torch_xla.core.functions.all_gather`.
+    Source: `torch.distributed.nn.functional.all_gather`; a loss is taken to be a sum over the processes.
     """
     return _AllGather.apply(value, dim, groups)  # type: ignore[no-any-return, no-untyped-call]
 

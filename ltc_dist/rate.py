@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from ltc_core.settings import settings
+
 __all__ = ["RateTracker"]
 
 
@@ -11,12 +13,13 @@ class RateTracker:
     """Counts what was done, and gives its rate a second: lately, smoothed, and since the beginning.
 
     Args:
-        smooth_factor: from 0 to below 1: how much of a rate is that of the time before.
+        smooth_factor: from 0 to below 1: how much of a rate is that of the time before; LTC_RATE_SMOOTHING by default.
 
     Source: `torch_xla.core.xla_model.RateTracker`.
     """
 
-    def __init__(self, smooth_factor: float = 0.4) -> None:
+    def __init__(self, smooth_factor: float | None = None) -> None:
+        smooth_factor = settings.rate_smoothing if smooth_factor is None else smooth_factor
         if not 0 <= smooth_factor < 1:
             raise ValueError(f"smooth_factor must be from 0 to below 1, not {smooth_factor}")
         self._smooth_factor = smooth_factor

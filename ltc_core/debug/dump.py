@@ -1,10 +1,13 @@
-"""A graph as text or as a drawing in the DOT language."""
+"""A graph as text or as a drawing in the DOT language; the trie of all that was recorded as a drawing."""
 
 from __future__ import annotations
 
-from ltc_core.graph import Graph, references
+from collections.abc import Iterable
 
-__all__ = ["FORMATS", "graph_text"]
+from ltc_core.graph import Graph, references
+from ltc_core.trace import Step
+
+__all__ = ["FORMATS", "graph_text", "trie_text"]
 
 FORMATS = ("text", "backend", "dot")
 
@@ -41,6 +44,23 @@ def _dot(graph: Graph, lines: bool) -> str:
         rows.append(f"  {maker[i]} -> out{i};")
     rows.append("}")
     return "\n".join(rows)
+
+
+def trie_text(roots: Iterable[Step]) -> str:
+    """Draw what was recorded from each root on: an op a node, with a second line round it where programs end."""
+    rows = ["digraph recorded {"]
+    numbers: dict[int, int] = {}
+    waiting = list(roots)
+    while waiting:
+        step = waiting.pop()
+        number = numbers[id(step)] = len(numbers)
+        label = "start" if step.node is None else _escape(str(step.node.op))
+        rows.append(f'  step{number} [label="{label}", peripheries={1 + bool(step.programs)}];')
+        if step.parent is not None:
+            rows.append(f"  step{numbers[id(step.parent)]} -> step{number};")
+        waiting += (step.children or {}).values()
+        waiting += [step.next] if step.next is not None else []
+    return "\n".join([*rows, "}"])
 
 
 def _escape(text: str) -> str:

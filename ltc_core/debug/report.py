@@ -1,47 +1,131 @@
-"""One place is told of every cut: it prints, saves graphs, and does nothing if nobody asked."""
+"""One place is told of every cut: it reports, saves graphs, and does nothing if nobody asked.
+
+The reports have the form that users of torch_xla's PT_XLA_DEBUG know: a block for each graph that is built and, at
+level 2, for each run of one, with the user's frames. `summary` says at the end what was too frequent.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from ltc_core import errors, source
 from ltc_core.debug.dump import graph_text
+from ltc_core.graph import Graph
+from ltc_core.metrics_report import bytes_text
 from ltc_core.settings import settings
 
 if TYPE_CHECKING:
     from ltc_core.compiler import Compiled
 
-__all__ = ["on_cut"]
+__all__ = ["graph_hash", "on_cut", "say"]
+
+_WIDTH = 80
+
+# Why a graph was cut, by the reason that `Context.cut` is given; any other reason is the op that needed a value.
+_CAUSES = {
+    "MarkStep": "user mark_step",
+    "SyncMulti": "user sync of some tensors",
+    "Wait": "user wait for the device",
+    "GraphLimit": "the loop was cut at its head: there was no mark_step for LTC_TRIM_GRAPH_SIZE ops",
+    "Eager": "LTC_EAGER=1, a graph for each op",
+}
+_LOOKING = "most likely user code trying to access tensor value before mark_step"
+
+# The same for a mark_step by a part of ours, by its module.
+_CALLERS = {
+    "ltc_dist.parallel_loader": "mark_step in parallel loader at step end",
+    "ltc_core.profiler": "mark_step when exiting a profiler StepTrace region",
+}
 
 
 def on_cut(device: torch.device, reason: str, compiled: Compiled, elapsed_ns: int) -> None:
-    """Report a cut as `settings.debug` and `settings.save_tensors_file` ask.
-
-    Level 1: cuts that built a program; level 2: every cut, with the line that caused it; level 3: the graph.
-    """
+    """Report a cut as `settings.debug`, `settings.emit_steplog` and `settings.save_tensors_file` ask."""
     if settings.save_tensors_file is not None:
         _save(device, reason, compiled)
+    if settings.emit_steplog:
+        print(
+            f"[ltc] {device}: {reason}, graph {graph_hash(compiled.graph)}",
+            file=sys.stderr,
+            flush=True,
+        )
     if settings.debug:
-        _print(device, reason, compiled, elapsed_ns)
+        _report(device, reason, compiled, elapsed_ns)
 
 
-def _print(device: torch.device, reason: str, compiled: Compiled, elapsed_ns: int) -> None:
-    is_new = compiled.runs == 1
-    if settings.debug == 1 and not is_new:
+def graph_hash(graph: Graph) -> str:
+    """Give 32 digits that are the same for the same graph, in every process."""
+    return hashlib.sha256(graph.text().encode()).hexdigest()[:32]
+
+
+def say(title: str, lines: Iterable[str]) -> None:
+    """Write a block of a report to stderr, or to `settings.debug_file`; each line bears the title."""
+    text = "".join(f"{title}: {line}\n" for line in ("=" * _WIDTH, *lines, "=" * _WIDTH))
+    if settings.debug_file is None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
         return
-    graph = compiled.graph
-    line = source.user_line() or "(no line of yours)"
-    print(
-        f"[ltc] {device}: {reason} at {line}: {len(graph.nodes)} ops, {len(graph.inputs)} inputs, "
-        f"{len(graph.outputs)} outputs, {'program built' if is_new else f'program reused ({compiled.runs} runs)'}, "
-        f"handed over in {elapsed_ns / 1e6:.2f} ms",
-        file=sys.stderr,
-    )
+    try:
+        with open(settings.debug_file, "a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        path, settings.debug_file = settings.debug_file, None
+        raise errors.SettingsError(
+            f"the reports cannot be written to {path}: {error.strerror}",
+            where="LTC_DEBUG_FILE",
+            next="name a file that can be written; this run goes on with stderr",
+        ) from None
+
+
+def _report(device: torch.device, reason: str, compiled: Compiled, elapsed_ns: int) -> None:
+    is_new = compiled.runs == 1
+    cause = _cause(reason)
+    if is_new:
+        why = [f"  {compiled.cause.sentence}"] if compiled.cause is not None else []
+        say("Compilation Analysis", ["Compilation Cause", f"  {cause}", *why, *_facts(compiled)])
+        say("Post Compilation Analysis", _sizes(compiled))
+    if settings.debug >= 2:
+        took = f"  Handed over in {elapsed_ns / 1e6:.2f} ms to {device}, run {compiled.runs} of this graph"
+        say("Execution Analysis", ["Execution Cause", f"  {cause}", *_facts(compiled), took])
     if settings.debug >= 3:
-        print(graph.text(lines=True), file=sys.stderr)
+        say("Graph", compiled.graph.text(lines=True).splitlines())
+
+
+def _cause(reason: str) -> str:
+    if reason == "MarkStep":
+        return _CALLERS.get(source.called_module(), _CAUSES[reason])
+    return _CAUSES.get(reason) or f"{_LOOKING} ({reason})"
+
+
+def _facts(compiled: Compiled) -> list[str]:
+    graph = compiled.graph
+    frames = source.user_frames(settings.debug_frames)
+    return [
+        "Graph Info:",
+        f"  Graph Hash: {graph_hash(graph)}",
+        f"  Number of Graph Inputs: {len(graph.inputs)}",
+        f"  Number of Graph Outputs: {len(graph.outputs)}",
+        f"  Number of Graph Ops: {len(graph.nodes)}",
+        "Python Frame Triggered Execution:",
+        *(f"  {frame}" for frame in frames or ["(none of yours)"]),
+    ]
+
+
+def _sizes(compiled: Compiled) -> list[str]:
+    graph, program = compiled.graph, compiled.program
+    metas = graph.metas()
+    aliased = set(program.reuses.values())
+    sizes = {
+        "Graph input size": sum(meta.nbytes for meta in graph.inputs.values()),
+        "Graph output size": sum(metas[number].nbytes for number in graph.outputs),
+        "Aliased Input size": sum(graph.inputs[number].nbytes for number in aliased),
+        "Intermediate tensor size": program.peak_bytes,
+    }
+    return [f"{name}: {bytes_text(size)}" for name, size in sizes.items()]
 
 
 def _save(device: torch.device, reason: str, compiled: Compiled) -> None:

@@ -1,6 +1,6 @@
 """Run an old script: `python -m ltc_dist.compat train.py --lr 0.1`, or `-m package.train`.
 
-`ltc-launch --compat` does it in several processes.
+`ltc-launch --compat` does it in several processes. `--names` prints the tables of what is served.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ import os
 import runpy
 import sys
 
-_USAGE = "usage: python -m ltc_dist.compat SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS]"
+from ltc_dist.compat.names import table, variables
+
+_USAGE = "usage: python -m ltc_dist.compat SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS], or --names"
 
 
 def main(argv: list[str]) -> None:
+    if argv[:1] == ["--names"]:
+        print(table(), variables(), sep="\n\n")
+        return
     is_module = argv[:1] == ["-m"]
     rest = argv[is_module:]
     if not rest or rest[0].startswith("-"):

@@ -22,9 +22,9 @@ from ltc_dist.compat.absent import Absent
 from ltc_dist.compat.table import ABSENT, SERVED
 from ltc_dist.expected_name import NAMES, root_of
 
-__all__ = ["ImportOrderError", "activate"]
+__all__ = ["OURS", "ImportOrderError", "activate"]
 
-_OURS = __name__.rpartition(".")[0]
+OURS = __name__.rpartition(".")[0]
 
 
 class ImportOrderError(LtcError, ImportError):
@@ -65,7 +65,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not root_of(name):
             return None
         if name in SERVED:
-            loader: Any = _Served(f"{_OURS}.{SERVED[name]}" if SERVED[name] else "")
+            loader: Any = _Served(f"{OURS}.{SERVED[name]}" if SERVED[name] else "")
         elif name in ABSENT:
             loader = _AbsentModule(ABSENT[name])
         else:

@@ -1,6 +1,7 @@
 """`torch._lazy.config`."""
 
 import ltc_core as ltc
+from ltc_core.dispatch import choose_anew
 
 __all__ = ["get_force_fallback", "set_force_fallback", "set_reuse_ir"]
 
@@ -14,6 +15,7 @@ def set_force_fallback(configval: str) -> None:
     """Let ops always run on the CPU: 'aten::add,aten::mul'."""
     names = (name.strip() for name in configval.split(","))
     ltc.settings.force_fallback = frozenset(name for name in names if name)
+    choose_anew()
 
 
 def set_reuse_ir(val: bool) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed
 
 import ltc_core as ltc
 from ltc_core import is_lazy_tensor, lazy_device, lazy_device_hw
@@ -17,7 +20,9 @@ from ltc_dist.compat.xla_model import xla_replication_devices as lazy_replicatio
 
 __all__ = [
     *(name for name in xla_model.__all__ if "xla" not in name.lower() and name != "mark_step"),
+    "LazyProcessGroup",
     "ToLazyTensorArena",
+    "create_lazy_process_group",
     "get_lazy_supported_devices",
     "is_lazy_tensor",
     "lazy_device",
@@ -28,6 +33,13 @@ __all__ = [
     "parse_lazy_device",
     "set_noop_execution_mode",
 ]
+
+LazyProcessGroup: Any = torch.distributed.ProcessGroupGloo
+
+
+def create_lazy_process_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Connect processes, for `torch.distributed.Backend.register_backend`."""
+    return LazyProcessGroup(store, rank, size, timeout)
 
 
 def mark_step(  # type: ignore[no-redef]

@@ -7,17 +7,39 @@ from collections.abc import Sequence
 import torch
 
 import ltc_core as ltc
+from ltc_core import metrics
 from ltc_dist.compat import xla_model
+from ltc_dist.compat.lazy_computation import get_graph_hash
 
 __all__ = [
+    "_get_graph_hash",
+    "_get_xla_tensor_debug_info",
+    "_get_xla_tensors_dot",
     "_get_xla_tensors_text",
+    "_xla_counter_names",
+    "_xla_counter_value",
+    "_xla_get_cpu_tensors",
     "_xla_get_default_device",
     "_xla_get_devices",
+    "_xla_memory_info",
+    "_xla_metric_data",
+    "_xla_metric_names",
     "_xla_metrics_report",
+    "_xla_num_devices",
     "_xla_real_devices",
+    "_xla_set_default_device",
     "_xla_step_marker",
     "_xla_sync_multi",
+    "_xla_wait_device_ops",
 ]
+
+_xla_counter_names = metrics.counter_names
+_xla_counter_value = metrics.counter_value
+_xla_metric_data = metrics.metric_data
+_xla_metric_names = metrics.metric_names
+_xla_memory_info = ltc.get_memory_info
+_xla_wait_device_ops = ltc.wait_device_ops
+_get_graph_hash = get_graph_hash
 
 
 def _xla_metrics_report() -> str:
@@ -47,6 +69,35 @@ def _xla_sync_multi(
 
 def _xla_step_marker(device: str = "", devices: Sequence[str] = (), wait: bool = False) -> None:
     ltc.mark_step(wait, device=device)
+
+
+def _xla_set_default_device(device: str) -> str:
+    """Make a device the current one; gives the one before."""
+    before = _xla_get_default_device()
+    getattr(torch, ltc.settings.device_name).set_device(device)
+    return before
+
+
+def _xla_num_devices() -> int:
+    return len(ltc.get_lazy_supported_devices())
+
+
+def _xla_get_cpu_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return ltc.to_cpu(list(tensors))  # type: ignore[no-any-return]
+
+
+def _get_xla_tensors_dot(tensors: Sequence[torch.Tensor]) -> str:
+    return ltc.dump_ir(tensors, "dot")
+
+
+def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
+    """Say of a tensor where it is, what it is, and what is pending of it; nothing is run."""
+    pending = ltc.dump_ir([tensor])
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return (
+        f"Tensor id: {id(tensor)}\nDevice: {tensor.device}\nShape: {kind}{list(tensor.shape)}\n"
+        f"IR:\n{pending}\n"
+    )
 
 
 def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ __all__ = [
     "addressable_device_count",
     "addressable_runtime_device_count",
     "device_type",
+    "get_master_ip",
     "get_num_cached_compilation_graph",
     "global_device_count",
     "global_ordinal",
     "global_runtime_device_attributes",
     "global_runtime_device_count",
     "host_index",
+    "initialize_cache",
     "is_bf16_supported",
     "is_spmd",
     "local_device_count",
@@ -33,8 +36,14 @@ __all__ = [
     "runtime_device_attributes",
     "set_device_type",
     "use_spmd",
+    "using_pjrt",
     "world_size",
 ]
+
+
+def using_pjrt() -> bool:
+    """Tell that each process has its own devices; scripts for 2.0 to 2.4 ask."""
+    return True
 
 
 def world_size() -> int:
@@ -133,6 +142,25 @@ def global_runtime_device_attributes() -> list[dict[str, Any]]:
 def get_num_cached_compilation_graph() -> int:
     """Give the number of graphs that programs were made for."""
     return ltc.metrics.counter_value("UncachedCompile") or 0
+
+
+def get_master_ip() -> str:
+    """Give the address of the host that the processes meet at."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def initialize_cache(path: str, readonly: bool = False) -> None:
+    """Keep compiled programs in a directory, for the processes that this one starts too.
+
+    Raises:
+        AssertionError: graphs were built already; the text is torch_xla's.
+    """
+    if get_num_cached_compilation_graph():
+        raise AssertionError("Computation cache has already been initialized")
+    settings = ltc.settings
+    settings.compiled_cache_dir, settings.compiled_cache_read_only = path, readonly
+    os.environ["LTC_COMPILED_CACHE_DIR"] = path
+    os.environ["LTC_COMPILED_CACHE_READ_ONLY"] = str(int(readonly))
 
 
 def is_spmd() -> bool:

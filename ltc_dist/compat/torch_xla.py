@@ -12,6 +12,7 @@ import torch
 import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core import step
+from ltc_core.eager import eager_mode, is_eager_mode
 from ltc_core.lazy_model import DeviceLike
 from ltc_dist.compat import native as _XLAC
 from ltc_dist.compat import xla_model
@@ -27,6 +28,7 @@ __all__ = [
     "launch",
     "manual_seed",
     "real_devices",
+    "set_custom_compile_options",
     "step",
     "sync",
 ]
@@ -66,6 +68,10 @@ def manual_seed(seed: int, device: DeviceLike = None) -> None:
     ltc.manual_seed(seed, device)
 
 
+def set_custom_compile_options(options: dict[str, Any]) -> None:
+    """Does nothing: they are XLA's."""
+
+
 def launch(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -86,7 +92,7 @@ def compile(
     max_different_graphs: int | None = None,
     custom_compile_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Make a function, or a block, one step: cut before it and after it.
+    """Make a function, or a block, one step: cut before it and after it. Within, ops are recorded in eager mode too.
 
     Args:
         full_graph: raise if the graph is cut in between.
@@ -112,15 +118,19 @@ class _Compiled(contextlib.ContextDecorator):
     def __init__(self, full_graph: bool, most_graphs: int | None) -> None:
         self._full_graph, self._most_graphs = full_graph, most_graphs
         self._graphs = 0
+        self._was_eager = False
         self._cuts = self._compiles = 0
 
     def __enter__(self) -> None:
         ltc.mark_step()
+        self._was_eager = is_eager_mode()
+        eager_mode(False)
         self._cuts, self._compiles = _count("ExecuteComputation"), _count("UncachedCompile")
 
     def __exit__(self, *exc: Any) -> None:
         cuts = _count("ExecuteComputation")
         ltc.mark_step()
+        eager_mode(self._was_eager)
         if exc[0] is not None:
             return
         if self._full_graph and cuts != self._cuts:

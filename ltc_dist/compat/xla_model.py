@@ -53,6 +53,8 @@ from ltc_dist.collectives import (
     REDUCE_OR,
     REDUCE_SUM,
 )
+from ltc_dist.compat.absent import Absent
+from ltc_dist.compat.table import STABLEHLO
 from ltc_dist.process_group import Groups
 
 __all__ = [
@@ -83,6 +85,8 @@ __all__ = [
     "get_memory_info",
     "get_ordinal",
     "get_rng_state",
+    "get_stablehlo",
+    "get_stablehlo_bytecode",
     "get_xla_supported_devices",
     "is_master_ordinal",
     "is_xla_tensor",
@@ -92,11 +96,13 @@ __all__ = [
     "optimization_barrier_",
     "optimizer_step",
     "parse_xla_device",
+    "recv",
     "reduce_gradients",
     "reduce_scatter",
     "reduce_scatter_bucketized",
     "rendezvous",
     "save",
+    "send",
     "send_cpu_data_to_device",
     "set_replication",
     "set_rng_state",
@@ -112,6 +118,12 @@ __all__ = [
 ]
 
 _run_step_closures = run_step_closures
+
+_CHANNELS = "there are no channels between devices; use xm.collective_permute, or torch.distributed's send and recv"
+
+get_stablehlo = Absent("xm.get_stablehlo", STABLEHLO)
+get_stablehlo_bytecode = Absent("xm.get_stablehlo_bytecode", STABLEHLO)
+recv, send = Absent("xm.recv", _CHANNELS), Absent("xm.send", _CHANNELS)
 
 # -- devices -------------------------------------------------------------------------------------
 

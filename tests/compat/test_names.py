@@ -1,29 +1,12 @@
 """The old modules: what they have, what they say of what they do not have, and the faults of theirs that ours lack."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ltc_dist.expected_name import expected_by
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(directory: Path, code: str, *command: str, **environ: str) -> str:
-    """Run a script in a fresh interpreter; give what it prints."""
-    script = directory / "script.py"
-    script.write_text(code)
-    places = {"PYTHONPATH": os.fspath(ROOT), "LTC_COMPILE": "off", "PYTHONWARNINGS": "error"}
-    done = subprocess.run(
-        [sys.executable, *(command or ("-m", "ltc_dist.compat")), os.fspath(script)],
-        cwd=directory, env={**os.environ, **places, **environ}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
+from tests.compat.running import run
 
 # What scripts use, most used first: shared by all versions.
 FREQUENT = """
@@ -137,6 +120,100 @@ both = torch.nn.ModuleList([embed, head]).to("xla")
 assert both[0].weight is both[1].weight
 """
     run(tmp_path, code, XLA_MAX_ASYNC_QUEUE="10")
+
+
+def test_faults_of_theirs_between_processes(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+import torch.distributed as dist
+import torch_xla.distributed.xla_backend
+from torch_xla._internal import pjrt
+
+def fail(rank):
+    if rank == 1:
+        raise ValueError("the original error")
+    xm.rendezvous("never")
+
+def numbers(offset):
+    dist.init_process_group("xla", init_method="xla://")
+    rank = xm.get_ordinal()
+    weight = torch.nn.Parameter(torch.zeros(1, device=xm.xla_device()))
+    weight.grad = torch.full_like(weight, float(rank + offset))
+    xm.reduce_gradients(torch.optim.SGD([weight], lr=0.1), groups=[[0], [1]])
+    if rank == 0:
+        open("written", "w").close()
+    dist.barrier()
+    import os
+    found = os.path.exists("written"), weight.grad.item(), dist.get_backend()
+    dist.destroy_process_group()
+    return found
+
+if __name__ == "__main__":
+    context = xmp.spawn(fail, nprocs=2, join=False)
+    with pytest.raises(ValueError, match="the original error"):
+        context.join()
+    assert pjrt.run_multiprocess(numbers, offset=5) == {{0: (True, 5.0, "xla"), 1: (True, 6.0, "xla")}}
+    ranks = []
+    pjrt.spawn_threads(lambda rank, name: ranks.append((rank, name, xm.get_ordinal(), xm.xla_device().index)), ("a",))
+    assert sorted(ranks) == [(0, "a", 0, 0), (1, "a", 1, 1)]
+"""
+    run(tmp_path, code, CPU_NUM_DEVICES="2")
+
+
+def test_native_functions(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+from torch_xla import _XLAC
+xr.initialize_cache("programs", readonly=True)
+x = torch.ones(2, 3, device="xla") + 1
+text = _XLAC._get_xla_tensor_debug_info(x)
+assert "Device: xla:0" in text and "Shape: float32[2, 3]" in text and "aten.add" in text
+assert "aten.add" in _XLAC._get_xla_tensors_text([x]) and "digraph" in _XLAC._get_xla_tensors_dot([x])
+assert _XLAC._get_graph_hash([x]) == _XLAC._get_graph_hash([torch.ones(2, 3, device="xla") + 1])
+_XLAC._xla_sync_multi([x], [])
+assert "aten.add" not in _XLAC._get_xla_tensor_debug_info(x)
+assert _XLAC._xla_get_cpu_tensors([x])[0].tolist() == [[2] * 3] * 2
+assert _XLAC._xla_set_default_device("xla:1") == "xla:0" and _XLAC._xla_get_default_device() == "xla:1"
+assert _XLAC._xla_num_devices() == 2 and _XLAC._xla_real_devices() == ["CPU:0", "CPU:1"]
+assert _XLAC._xla_counter_value("MarkStep") is None and _XLAC._xla_memory_info("xla:0")["bytes_limit"] > 0
+for absent in (xm.get_stablehlo, xm.send, xm.recv):
+    with pytest.raises(NotImplementedError, match="is not here"):
+        absent(x)
+with pytest.raises(AssertionError, match="Computation cache has already been initialized"):
+    xr.initialize_cache("others")
+assert xr.get_master_ip() == "127.0.0.1"
+"""
+    run(tmp_path, code, CPU_NUM_DEVICES="2", MASTER_ADDR="127.0.0.1")
+
+
+def test_collectives_with_gradients(tmp_path: Path) -> None:
+    """They are torch_xla's: of a loss that all processes compute alike, each takes its own part."""
+    code = f"""{IMPORTS}
+def gradients(rank):
+    def of(make, *values):
+        value = torch.tensor(values, device=xm.xla_device(), requires_grad=True)
+        made = make(value)
+        (made * torch.arange(1.0, made.numel() + 1, device=value.device)).sum().backward()
+        return [round(v, 4) for v in made.tolist()], [round(v, 4) for v in value.grad.tolist()]
+    r = float(rank)
+    assert of(lambda v: xf.all_reduce("sum", v, 0.5), 1.0, 2.0 + r) == ([1.0, 2.5], [0.5, 1.0])
+    assert of(lambda v: xf.all_reduce("max", v), 1.0 + r, 5.0 - r) == ([2.0, 5.0], [r, 2 - 2 * r])
+    assert of(lambda v: xf.all_reduce("mul", v), 2.0 + r, 3.0) == ([6.0, 9.0], [3.0 - r, 6.0])
+    gathered = [1.0, 1.0, 1.0, 2.0]
+    assert of(xf.all_gather, 1.0, 1.0 + r) == (gathered, [1.0 + 2 * r, 2.0 + 2 * r])
+    torch.manual_seed(0)
+    w, x = torch.randn(3, 4), torch.randn(4, 10)
+    shard, mine = w.chunk(2, 1)[rank].to(xm.xla_device()), x.chunk(2, 1)[rank].to(xm.xla_device())
+    expected = (w @ x).chunk(2, 1)[rank]
+    torch.testing.assert_close(xf.distributed_mm(shard, mine).cpu(), expected)
+    torch.testing.assert_close(xf.distributed_mm(shard, mine, split=5).cpu(), expected)
+    with pytest.raises(RuntimeError, match="distributed_mm cannot multiply these"):
+        xf.distributed_mm(shard, mine, split=3)
+    with pytest.raises(RuntimeError, match="no gradient for the reduction 'or'"):
+        of(lambda v: xf.all_reduce("or", v), 1.0)
+
+if __name__ == "__main__":
+    xmp.spawn(gradients, nprocs=2)
+"""
+    run(tmp_path, code)
 
 
 def test_loops_get_what_they_are_written_for(tmp_path: Path) -> None:

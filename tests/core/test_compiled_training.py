@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.core import child
+
 SCRIPT = """
 import json, sys, warnings
 import torch
@@ -131,3 +133,23 @@ def test_the_next_process_runs_compiled_from_the_first_time(warm: dict[str, Any]
     assert warm["counters"].get("PersistentCacheMiss") is None
     assert warm["compiled_at"] <= 3
     assert warm["losses"] == pytest.approx(warm["eager"], rel=2e-5)
+
+
+def test_ops_that_compiled_code_only_calls(tmp_path: Path) -> None:
+    """A scaler's check and a Cholesky factor have no C++ of their own: they are called by name."""
+    out, err = child.run(
+        """
+        def step(device):
+            x = torch.arange(16.0).reshape(4, 4).to(device) / 16
+            grads = [torch.linalg.cholesky_ex(x @ x.T + torch.eye(4).to(device)).L, x + 1]
+            found = torch.zeros(1).to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full((1,), 0.5).to(device))
+            return torch.stack([*grads, found.expand(4, 4)]).cpu()
+
+        torch.testing.assert_close(step(device), step("cpu"))
+        assert ltc.metrics.counter_value("CompiledProgram") == 1
+        """,
+        LTC_COMPILE="sync",
+        LTC_COMPILED_CACHE_DIR=str(tmp_path),
+    )
+    assert out == err == ""

@@ -15,11 +15,23 @@ from tests.core import child
 from tests.core.counting import Counting
 
 NAME = settings.device_name
-SYNC = re.compile(
-    r"\[ltc\] (?P<device>\w+:\d+): (?P<reason>\w+) at (?P<line>.+): (?P<ops>\d+) ops, (?P<inputs>\d+) inputs, "
-    r"(?P<outputs>\d+) outputs, program (?P<what>built|reused \((?P<runs>\d+) runs\)), "
-    r"handed over in (?P<ms>[\d.]+) ms"
-)
+
+
+def blocks(text: str) -> list[tuple[str, list[str]]]:
+    """Take reports apart: (title, lines) of each block."""
+    found: list[tuple[str, list[str]]] = []
+    is_inside = False
+    for row in text.splitlines():
+        title, _, line = row.partition(": ")
+        if line == "=" * 80:
+            if not is_inside:
+                found.append((title, []))
+            is_inside = not is_inside
+        else:
+            assert is_inside and found[-1][0] == title, row
+            found[-1][1].append(line)
+    assert not is_inside
+    return found
 
 
 @pytest.fixture
@@ -37,7 +49,7 @@ def loop(device: torch.device, times: int, size: int) -> torch.Tensor:
     return x
 
 
-class TestSyncsOnStderr:
+class TestReports:
     def test_level_0_says_nothing(
         self, device: torch.device, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -50,39 +62,96 @@ class TestSyncsOnStderr:
         with settings.override(debug=1):
             loop(device, 4, 1012)
         out, err = capfd.readouterr()
-        found = [SYNC.fullmatch(line) for line in err.splitlines()]
-        assert out == "" and found and all(found), err
-        assert {m["what"] for m in found if m} == {"built"}
-        first = found[0]
-        assert first and first["device"] == f"{NAME}:0" and first["reason"] == "MarkStep"
-        assert "test_debug.py:" in first["line"] and first["line"].endswith("in loop")
-        assert (first["ops"], first["inputs"], first["outputs"]) == ("1", "1", "1")
+        assert out == ""
+        (title, lines), (after, sizes) = blocks(err)
+        assert (title, after) == ("Compilation Analysis", "Post Compilation Analysis")
+        assert lines[:2] == ["Compilation Cause", "  user mark_step"] and lines[3] == "Graph Info:"
+        assert re.fullmatch(r"  Graph Hash: [0-9a-f]{32}", lines[4])
+        assert lines[5:9] == [
+            "  Number of Graph Inputs: 1",
+            "  Number of Graph Outputs: 1",
+            "  Number of Graph Ops: 1",
+            "Python Frame Triggered Execution:",
+        ]
+        assert re.fullmatch(r"  loop \(.*test_debug\.py:\d+\)", lines[9])
+        assert lines[10].startswith("  test_level_1_shows_what_was_compiled (")
+        assert len(lines) == 9 + settings.debug_frames
+        assert sizes[:2] == ["Graph input size: 3.95KB", "Graph output size: 3.95KB"]
 
-    def test_level_2_shows_every_sync_with_its_reason(
+    def test_level_2_shows_every_run_with_its_cause(
         self, device: torch.device, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        with settings.override(debug=2):
+        with settings.override(debug=2, debug_frames=1):
             x = loop(device, 4, 1013)
             (x + 1).tolist()
             (x + 1).sum().item()
             x[x > 0].tolist()
-        found = [SYNC.fullmatch(line) for line in capfd.readouterr().err.splitlines()]
-        assert all(found)
-        assert [m["reason"] for m in found if m] == ["MarkStep"] * 4 + ["ToCpu", "Item", "index"]
-        steps = [m for m in found[:4] if m]
-        assert steps[0]["what"] == "built" and steps[3]["what"].startswith("reused")
-        item = found[5]
-        assert item and "in test_level_2_shows_every_sync_with_its_reason" in item["line"]
+        runs = [
+            lines for title, lines in blocks(capfd.readouterr().err) if title.startswith("Exec")
+        ]
+        looking = "  most likely user code trying to access tensor value before mark_step"
+        causes = [lines[1] for lines in runs]
+        assert causes[:4] == ["  user mark_step"] * 4
+        assert causes[4:] == [f"{looking} ({how})" for how in ("ToCpu", "Item", "index")]
+        assert runs[0][-1].endswith("run 1 of this graph") and "Handed over in" in runs[0][-1]
+        assert runs[3][3] == runs[2][3] and "run 1 " not in runs[3][-1]
+        assert runs[5][-2].startswith("  test_level_2_shows_every_run_with_its_cause (")
 
     def test_level_3_shows_the_graph(
         self, device: torch.device, capfd: pytest.CaptureFixture[str]
     ) -> None:
         with settings.override(debug=3):
             x = loop(device, 1, 1014)
-        err = capfd.readouterr().err
-        assert "%0: float32[1014] = input" in err and "aten.add" in err and "return %" in err
-        assert re.search(r"aten\.add.*# .*test_debug\.py:\d+ in loop", err)
+        (graph,) = (lines for title, lines in blocks(capfd.readouterr().err) if title == "Graph")
+        assert graph[0].startswith("%0: float32[1014] = input") and graph[-1].startswith("return %")
+        assert re.search(r"aten\.add.*# .*test_debug\.py:\d+ in loop", graph[1])
         assert x[0].item() == 2.0
+
+    def test_in_a_file(self, device: torch.device, tmp_path: Path) -> None:
+        path = tmp_path / "report.txt"
+        with settings.override(debug=1, debug_file=str(path)):
+            loop(device, 1, 1015)
+        assert [title for title, _ in blocks(path.read_text())][0] == "Compilation Analysis"
+        x = torch.ones(1016).to(device)
+        with settings.override(debug=1, debug_file=str(tmp_path / "none" / "report.txt")):
+            x.add_(1)
+            with pytest.raises(ValueError, match="the reports cannot be written") as raised:
+                ltc.mark_step()
+            assert "LTC_DEBUG_FILE" in str(raised.value) and settings.debug_file is None
+
+    def test_the_hash_of_each_run(
+        self, device: torch.device, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        with settings.override(emit_steplog=True):
+            loop(device, 2, 1017)
+            loop(device, 1, 1018)
+        rows = capfd.readouterr().err.splitlines()
+        assert len(rows) == 3 and rows[0] == rows[1] != rows[2]
+        assert re.fullmatch(rf"\[ltc\] {NAME}:0: MarkStep, graph [0-9a-f]{{32}}", rows[0])
+
+    def test_what_was_too_frequent_is_said_at_the_end(self) -> None:
+        code = """
+import torch
+import ltc_core as ltc
+
+x = torch.ones(1, device=ltc.lazy_device())
+for n in range(12):
+    (torch.ones(n + 1, device=x.device) * x).tolist()
+    torch.linalg.lu(torch.eye(2, device=x.device))
+    ltc.mark_step()
+"""
+        _, err = child.run(code, LTC_DEBUG="1", LTC_FORCE_FALLBACK="linalg_lu")
+        found = dict(blocks(err))
+        assert re.fullmatch(
+            r"CompileTime too frequent: \d+ counts during 12 steps", found["ltc-profiler"][0]
+        )
+        assert (
+            found["ltc-profiler"][1]
+            == "TransferFromDeviceTime too frequent: 12 counts during 12 steps"
+        )
+        assert found["ltc-profiler"][2] == "Op(s) not lowered: aten::linalg_lu; they ran on the CPU"
+        assert found["Summary"][0].startswith("12 steps ran")
+        assert child.run(code) == ("", "")
 
     def test_an_unknown_level_is_refused(self) -> None:
         with pytest.raises(ValueError, match="0, 1, 2, 3"):
@@ -205,9 +274,8 @@ def test_all_of_it_from_the_environment(tmp_path: Path) -> None:
         PT_XLA_DEBUG_LEVEL="2",
     )
     assert out == "[8.0, 8.0, 8.0]\n"
-    found = [SYNC.fullmatch(line) for line in err.splitlines()]
-    assert len(found) == 3 and all(found), err
-    assert found[0] is not None and found[0]["line"] == "<string>:9"
+    runs = [lines for title, lines in blocks(err) if title == "Execution Analysis"]
+    assert len(runs) == 3 and runs[0][-2] == "  <module> (<string>:9)"
     reports = files[0].read_text().split("[MetricsData; step=")[1:]
     assert [r[0] for r in reports] == ["1", "2", "3"] and "Counter: MarkStep" in reports[2]
     graphs = files[1].read_text()

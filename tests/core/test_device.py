@@ -594,6 +594,18 @@ def test_autoload_acts_only_when_asked_to(tmp_path: Path, value: str, printed: s
     assert run(code, prelude=FAKE_PACKAGE, LTC_AUTOLOAD=value).split() == [printed]
 
 
+def test_old_scripts_get_their_modules(tmp_path: Path) -> None:
+    (tmp_path / "ltc_dist.py").write_text("print('served')\n")
+    (tmp_path / "ltc_core.py").write_text("print('registered')\n")
+    code = f"""
+        sys.path.insert(0, {str(tmp_path)!r})
+        ltc_autoload.load()
+        ltc_autoload.load()
+    """
+    asked = {"LTC_AUTOLOAD": "1", "LTC_COMPAT": "1"}
+    assert run(code, prelude=FAKE_PACKAGE, **asked).split() == ["served"]
+
+
 def test_autoload_never_raises(tmp_path: Path) -> None:
     (tmp_path / "ltc_core.py").write_text("raise OSError('broken install')\n")
     code = f"""

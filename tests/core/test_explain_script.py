@@ -1,6 +1,5 @@
 """LTC_EXPLAIN=1 from the user's side: a training script, what it writes to stderr, and its metrics' summary."""
 
-import re
 import textwrap
 from pathlib import Path
 
@@ -84,11 +83,14 @@ def test_nothing_is_printed_unless_asked(tmp_path: Path) -> None:
     assert err == [] and "3 compiles in 8 steps" in out
 
 
-def test_beside_the_debug_lines(tmp_path: Path) -> None:
-    """The cause stands before the line of the cut that built the program."""
+def test_beside_the_reports(tmp_path: Path) -> None:
+    """The cause stands in the report, and before it where LTC_EXPLAIN asks for it."""
     _, err = run(tmp_path, TRAIN, LTC_EXPLAIN="1", LTC_DEBUG="1")
-    assert [bool(re.match(r"\[ltc\] compile \d: ", row)) for row in err] == [True, False] * 3
-    assert all("program built" in row for row in err[1::2])
+    causes = [row.partition(": ")[2] for row in err if row.startswith("[ltc] compile ")]
+    told = [
+        err[k + 2] for k, row in enumerate(err) if row == "Compilation Analysis: Compilation Cause"
+    ]
+    assert len(causes) == 3 and told == [f"Compilation Analysis:   {cause}" for cause in causes]
 
 
 def test_a_loop_that_looks_and_branches(tmp_path: Path) -> None:

@@ -13,7 +13,18 @@ import ltc_core as ltc
 from ltc_dist.multiprocessing import MpSerialExecutor
 from ltc_dist.ranks import ranks
 
-__all__ = ["Odd", "differentiate", "distributed_checkpoint", "end", "fail", "learn_unlike", "serial", "tell", "train", "wait_for_ever"]
+__all__ = [
+    "Odd",
+    "differentiate",
+    "distributed_checkpoint",
+    "end",
+    "fail",
+    "learn_unlike",
+    "serial",
+    "tell",
+    "train",
+    "wait_for_ever",
+]
 
 
 class Odd(Exception):
@@ -100,7 +111,9 @@ def meet(rank: int, directory: str) -> None:
         "sum": mesh_reduce("n", rank + 1, sum),
         "mean": float(mesh_reduce("mean", np.float64(rank), np.mean)),
         "concatenated": mesh_reduce("a", np.array([rank, rank]), np.concatenate).tolist(),
-        "tensors": mesh_reduce("t", {"x": (pending, "text")}, lambda d: [x["x"][0].tolist() for x in d]),
+        "tensors": mesh_reduce(
+            "t", {"x": (pending, "text")}, lambda d: [x["x"][0].tolist() for x in d]
+        ),
         "once": do_on_ordinals(lambda a, b: a + b, (3, rank), 2),
     }
     torch.save(results, Path(directory, f"{rank}.pt"))
@@ -198,9 +211,7 @@ def learn(rank: int, directory: str, optimizer: str) -> None:
     stepper = OPTIMIZERS[optimizer](net.parameters())
     data = torch.utils.data.Subset(digits(64), range(64))
     size = ltd.world_size()
-    parts = [
-        [data[k] for k in range(at + rank, at + 16, size)] for at in range(0, 64, 16)
-    ]
+    parts = [[data[k] for k in range(at + rank, at + 16, size)] for at in range(0, 64, 16)]
     batches = [(torch.stack([x for x, _ in p]), torch.stack([y for _, y in p])) for p in parts]
     losses = []
     for _ in range(3):
@@ -210,7 +221,9 @@ def learn(rank: int, directory: str, optimizer: str) -> None:
             loss.backward()
             ltd.optimizer_step(stepper)
             losses.append(loss.detach())
-    mean = [float(v) for v in ltd.mesh_reduce("losses", torch.stack(losses), lambda a: sum(a) / len(a))]
+    mean = [
+        float(v) for v in ltd.mesh_reduce("losses", torch.stack(losses), lambda a: sum(a) / len(a))
+    ]
     state = {k: v.cpu() for k, v in net.state_dict().items()}
     torch.save({"losses": mean, "state": state}, Path(directory, f"{rank}.pt"))
 
@@ -355,3 +368,30 @@ def distributed_checkpoint(rank: int, directory: str) -> None:
     for name, value in model.state_dict().items():
         assert value.cpu().equal(other.state_dict()[name].cpu()), name
     dist.destroy_process_group()
+
+
+def normalise(rank: int, directory: str) -> None:
+    """Train with batch statistics of all processes; the batches are of 5 and 3."""
+    import ltc_dist as ltd
+
+    torch.manual_seed(0)
+    batch = torch.randn(8, 3, 4).split([5, 3])[rank].to(ltd.lazy_device())
+    batch.requires_grad_()
+    norm = ltd.SyncBatchNorm(3).to(ltd.lazy_device())
+    average = ltd.SyncBatchNorm(3, momentum=None, affine=False).to(ltd.lazy_device())
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        batch.grad = None
+        loss = (norm(batch) ** 4 + average(batch) ** 3).sum()
+        loss.backward()
+        ltd.optimizer_step(optimizer)
+        ltd.mark_step()
+    norm.eval()
+    kept = {
+        "norm": norm.state_dict(),
+        "average": average.state_dict(),
+        "grad": batch.grad,
+        "out": norm(batch).detach(),
+    }
+    torch.save(ltd.to_cpu(kept), f"{directory}/{rank}.pt")

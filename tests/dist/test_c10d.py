@@ -30,7 +30,9 @@ def test_two_processes(tmp_path: Path) -> None:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(net(data), target).backward()
         optimizer.step()
-    for first, second, alone in zip(found[0]["params"], found[1]["params"], net.parameters(), strict=True):
+    for first, second, alone in zip(
+        found[0]["params"], found[1]["params"], net.parameters(), strict=True
+    ):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, alone.detach(), rtol=1e-4, atol=1e-5)
 

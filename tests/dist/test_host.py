@@ -42,7 +42,10 @@ def test_three_processes_meet(tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("ended", r"rank 1 has ended and will not come to rendezvous 'epoch'(?s:.*)missing: ranks 1"),
+        (
+            "ended",
+            r"rank 1 has ended and will not come to rendezvous 'epoch'(?s:.*)missing: ranks 1",
+        ),
         ("slow", r"'epoch' was not complete after 3 s(?s:.*)1 of 2 have come; missing: ranks 1"),
         ("object", "this cannot be sent to other processes"),
     ],

@@ -13,7 +13,10 @@ PACKAGES = {"ltc_dist": ROOT / "ltc_dist", "ltc_launch": ROOT / "launch"}
 # (file, what it imports inside a function) -> why that import cannot stand at the top.
 INSIDE_FUNCTIONS = {
     ("ltc_dist.host", "numpy"): "it is there for who has it",
-    ("ltc_launch.cli", "ltc_launch"): "a mistake on the command line is told before PyTorch is there",
+    (
+        "ltc_launch.cli",
+        "ltc_launch",
+    ): "a mistake on the command line is told before PyTorch is there",
     ("ltc_launch.spec", "torch"): "only for who asks for one process for each GPU",
 }
 
@@ -31,7 +34,9 @@ def imported_by(node: ast.AST, package: str) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        within = [package] if node.level else []  # relative names are the launcher's, which has no package below it
+        within = (
+            [package] if node.level else []
+        )  # relative names are the launcher's, which has no package below it
         module = ".".join([*within, *([node.module] if node.module else [])])
         return [module, *(f"{module}.{alias.name}" for alias in node.names)]
     return []
@@ -41,7 +46,12 @@ def imported_by(node: ast.AST, package: str) -> list[str]:
 def test_imports_form_no_cycle(package: str) -> None:
     files = modules(package)
     graph = {
-        name: {i for n in tree.body for i in imported_by(n, package) if i in files and not f"{name}.".startswith(f"{i}.")}
+        name: {
+            i
+            for n in tree.body
+            for i in imported_by(n, package)
+            if i in files and not f"{name}.".startswith(f"{i}.")
+        }
         for name, tree in files.items()
     }
     assert any(graph.values())

@@ -39,9 +39,7 @@ def test_each_process_knows_who_it_is(tmp_path: Path, method: str) -> None:
     assert "RANK" not in os.environ
 
 
-def test_the_users_number_of_threads_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_number_of_threads_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     xmp.spawn(spawned.tell, (str(tmp_path),), nprocs=2)
     assert {r[5] for r in rows(tmp_path)} == {"3"}

@@ -245,7 +245,9 @@ def test_a_loader_that_hangs_is_reported(
     batches = iter(MpDeviceLoader(loader, device))
     next(batches)
     with settings.override(data_warning_s=0.1, data_timeout_s=0.3):
-        with pytest.raises(LoaderError, match=r"has waited \d+ s for batch 1(?s:.*)self.go_on.wait"):
+        with pytest.raises(
+            LoaderError, match=r"has waited \d+ s for batch 1(?s:.*)self.go_on.wait"
+        ):
             next(batches)
     told = capsys.readouterr().err
     assert told.count("[ltc] the training loop has waited") == 1 and "prefetch-read is at" in told

@@ -15,9 +15,7 @@ from tests.dist import spawned
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("nprocs", [2, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_several_processes_learn_what_one_does(
-    tmp_path: Path, nprocs: int, optimizer: str
-) -> None:
+def test_several_processes_learn_what_one_does(tmp_path: Path, nprocs: int, optimizer: str) -> None:
     many, one = tmp_path / "many", tmp_path / "one"
     many.mkdir()
     one.mkdir()

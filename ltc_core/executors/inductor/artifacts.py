@@ -49,10 +49,16 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Artifacts:
-    """The artifacts below one directory. Keys are words of letters and digits."""
+    """The artifacts below one directory. Keys are words of letters and digits.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: the directory.
+        is_read_only: only look for them; nothing there is changed or removed.
+    """
+
+    def __init__(self, root: Path, is_read_only: bool = False) -> None:
         self.root = root
+        self.is_read_only = is_read_only
 
     def prepare(self) -> None:
         """Make the directory.
@@ -79,11 +85,14 @@ class Artifacts:
         except OSError:  # cannot be read just now; whoever builds it again will say why
             return None
         if damage:
-            if self._remove(path):
+            if not self.is_read_only and self._remove(path):
                 metrics.count("DamagedArtifact")
             return None
-        with contextlib.suppress(OSError):  # a directory that is read-only keeps no order of use
-            os.utime(path / _MANIFEST)
+        if not self.is_read_only:
+            with contextlib.suppress(
+                OSError
+            ):  # where nothing can be written there is no order of use
+                os.utime(path / _MANIFEST)
         return path
 
     def facts(self, path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 _KEPT = (".so", ".json", ".cubin")
+_PROXY_EXECUTOR = ".wrapper.json"  # what it must know of ops that compiled code calls through it
 
 
 def build(payload: bytes, directory: Path) -> dict[str, Any]:
@@ -53,12 +53,12 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         compiled = compile_fx.compile_fx_inner(
             lowered.module, lowered.fakes, cpp_wrapper=True, aot_mode=True
         )
+    library = Path(str(getattr(compiled, "filename", compiled))).name
     for path in directory.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
+        elif path.name.endswith(_PROXY_EXECUTOR):
+            path.rename((directory / library).with_suffix(".json"))  # where it is looked for
         elif path.suffix not in _KEPT or "metadata" in path.name:
             path.unlink()
-    return {
-        "library": os.path.basename(str(getattr(compiled, "filename", compiled))),
-        "returned": list(lowered.returned),
-    }
+    return {"library": library, "returned": list(lowered.returned)}

@@ -85,12 +85,12 @@ class CompileService:
     Args:
         builder: 'module:function' of `function(payload: bytes, directory: Path) -> dict`, imported in the compiler's
             process. It writes files into the directory and gives facts that JSON can hold; it may raise anything.
-        root: where artifacts are kept (default: below `settings.cache_dir`).
+        root: where artifacts are kept (default: `settings.compiled_cache_dir`).
     """
 
     def __init__(self, builder: str = _BUILDER, root: Path | None = None) -> None:
         self._builder = builder
-        self._root = root or Path(settings.cache_dir).expanduser().absolute() / "compiled"
+        self._given_root = root
         self._process: CompilerProcess | None = None
         self._begin()
 
@@ -103,6 +103,11 @@ class CompileService:
         self._unusable = ""
         self._places: list[Artifacts] = []  # the last one is written to
         self._temporary: Path | None = None
+
+    @property
+    def _root(self) -> Path:
+        named = settings.compiled_cache_dir or Path(settings.cache_dir) / "compiled"
+        return self._given_root or Path(named).expanduser().absolute()
 
     # -- for the callers ---------------------------------------------------------------------------
 
@@ -305,7 +310,10 @@ class CompileService:
 
     def _open_places(self) -> str:
         """Make the place for artifacts; give "", or why there is none."""
-        place = Artifacts(self._root)
+        place = Artifacts(self._root, settings.compiled_cache_read_only)
+        if place.is_read_only:
+            self._places = [place]
+            return "" if self._use_temporary_place("") else _NO_PLACE
         try:
             place.prepare()
         except OSError as error:
@@ -323,6 +331,8 @@ class CompileService:
         except OSError:  # there is no room anywhere: `why` is what the outcome says
             return False
         self._places.append(Artifacts(self._temporary))
+        if self._places[0].is_read_only:
+            return True
         print(
             f"[ltc] compiled programs cannot be kept in {self._root}, the next run compiles them again: {why}. "
             "Next: make room there, or let LTC_CACHE_DIR name a directory that can be written.",

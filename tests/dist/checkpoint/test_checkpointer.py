@@ -32,7 +32,9 @@ class Run:
         random.seed(seed)
         np.random.seed(seed)
         device = ltd.lazy_device()
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.model = nn.Sequential(
+            nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        )
         self.model.to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5], 0.5)
@@ -68,7 +70,9 @@ class Run:
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()
+    }
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -154,7 +158,11 @@ def swap_index(path: Path) -> None:
 
 DAMAGE = [
     (cut, "shared/t_00001.safetensors", r"shared/t_00001.safetensors: 100 of \d+ bytes"),
-    (flip, "shared/t_00001.safetensors", r"t_00001.safetensors: its \d+ bytes are not what was written"),
+    (
+        flip,
+        "shared/t_00001.safetensors",
+        r"t_00001.safetensors: its \d+ bytes are not what was written",
+    ),
     (remove, "shared/t_00001.safetensors", r"shared/t_00001.safetensors: missing"),
     (flip, "shared/index.json", r"shared/index.json: "),
     (remove, "manifest.json", r"manifest.json is missing"),
@@ -192,7 +200,9 @@ def test_if_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
         flip(path)
     again = Run(tmp_path, seed=3)
     before = {k: v.cpu() for k, v in again.model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole\n  got: step_0+4: shared/t"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* is whole\n  got: step_0+4: shared/t"
+    ):
         again.checkpointer.restore()
     assert all(v.cpu().equal(before[k]) for k, v in again.model.state_dict().items())
     again.checkpointer.close()
@@ -204,7 +214,9 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
     run.checkpointer.close()
     path = tmp_path / "step_000000002" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 7}))
-    with pytest.raises(CheckpointError, match=r"manifest.json: format version 7, and this library reads 1"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json: format version 7, and this library reads 1"
+    ):
         ltd.latest_checkpoint(tmp_path)
 
 
@@ -217,7 +229,10 @@ def test_another_model_is_told_by_its_differences(tmp_path: Path) -> None:
     run.checkpointer.close()
     model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.3), nn.Linear(9, 1))
     with ltd.Checkpointer(tmp_path, model=model) as other:
-        words = r"model does not fit\n  got: not here: 2.running_mean.*3.bias; of another size: 0.weight: \(8, 4\), here \(9, 4\)"
+        words = (
+            r"model does not fit\n  got: not here: 2.running_mean.*3.bias; "
+            r"of another size: 0.weight: \(8, 4\), here \(9, 4\)"
+        )
         with pytest.raises(CheckpointError, match=words):
             other.restore()
         assert other.restore(skip=["model"]).step == 2  # type: ignore[union-attr]
@@ -232,7 +247,9 @@ def test_another_optimizer_is_told_before_the_model_is_loaded(tmp_path: Path) ->
     before = again.model[0].weight.cpu()
     few = torch.optim.SGD(again.model[0].parameters())
     with ltd.Checkpointer(tmp_path, model=again.model, optimizer=few) as other:
-        with pytest.raises(CheckpointError, match=r"optimizer does not fit\n  got: .*group 0: 6, here 2"):
+        with pytest.raises(
+            CheckpointError, match=r"optimizer does not fit\n  got: .*group 0: 6, here 2"
+        ):
             other.restore()
     assert again.model[0].weight.cpu().equal(before)
 
@@ -242,7 +259,9 @@ def test_an_object_that_was_not_saved_is_named(tmp_path: Path) -> None:
     run.train(2)
     run.checkpointer.close()
     with ltd.Checkpointer(tmp_path, model=run.model, teacher=run.model) as other:
-        with pytest.raises(CheckpointError, match=r"has no teacher\n  got: it has model, optimizer"):
+        with pytest.raises(
+            CheckpointError, match=r"has no teacher\n  got: it has model, optimizer"
+        ):
             other.restore()
 
 
@@ -252,7 +271,9 @@ def test_a_run_that_forgot_to_restore_does_not_overwrite(tmp_path: Path) -> None
     run.checkpointer.close()
     before = files_of(tmp_path / "step_000000004")
     again = Run(tmp_path, every=2)
-    with pytest.raises(CheckpointError, match=r"has not restored\n  got: steps 2, 4\n  Next: call restore"):
+    with pytest.raises(
+        CheckpointError, match=r"has not restored\n  got: steps 2, 4\n  Next: call restore"
+    ):
         again.train(4)
     again.checkpointer.close()
     assert files_of(tmp_path / "step_000000004") == before
@@ -275,7 +296,9 @@ def test_going_back_removes_what_was_later_once_a_new_one_is_there(tmp_path: Pat
 
 def test_what_has_no_place_is_named_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(CheckpointFormatError, match=r"cannot save checkpoint\['values'\]\['tags'\]: .*set"):
+    with pytest.raises(
+        CheckpointFormatError, match=r"cannot save checkpoint\['values'\]\['tags'\]: .*set"
+    ):
         run.checkpointer.save(1, tags={1, 2})
     run.checkpointer.save(1, tags=[1, 2])
     run.checkpointer.close()
@@ -295,7 +318,9 @@ def test_a_full_disk_leaves_the_older_one(
 
     with monkeypatch.context() as patched:
         patched.setattr(commit, "fsync", full)
-        with pytest.raises(CheckpointIOError, match="No space left on device while writing") as raised:
+        with pytest.raises(
+            CheckpointIOError, match="No space left on device while writing"
+        ) as raised:
             run.checkpointer.save(2)
             run.checkpointer.wait()
     assert raised.value.errno == 28
@@ -325,7 +350,10 @@ def test_training_may_go_on_without_a_checkpoint(
 @pytest.mark.parametrize("path", ["/dev/null/runs", "file"])
 def test_a_directory_that_cannot_be_is_told_before_training(path: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointIOError, match=r"cannot be written to .*\n  got: rank 0: .*(File exists|Not a directory)"):
+    with pytest.raises(
+        CheckpointIOError,
+        match=r"cannot be written to .*\n  got: rank 0: .*(File exists|Not a directory)",
+    ):
         ltd.Checkpointer(tmp_path / path, model=nn.Linear(1, 1))
 
 
@@ -401,7 +429,10 @@ def test_killed_while_it_saves(site: str, when: str, tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    is_published = SITES.index(site) > SITES.index("publish") or (site, when) == ("publish", "after")
+    is_published = SITES.index(site) > SITES.index("publish") or (site, when) == (
+        "publish",
+        "after",
+    )
     model = nn.Linear(3, 3)
     with ltd.Checkpointer(tmp_path, model=model) as again:
         found = again.restore()
@@ -474,13 +505,23 @@ def test_loaders_go_on_behind_the_samples_that_were_used(
 def test_samples_that_come_again_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ltc"):
         assert loader_state("loader", [state(3)], 0, 2, 4)["num_batches"] == 1
-    assert "loader: 4 samples of the epoch come again: 12 were used, and now 8 go at a time" in caplog.text
+    assert (
+        "loader: 4 samples of the epoch come again: 12 were used, and now 8 go at a time"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
     ("saved", "batch_size"),
-    [([state(3), state(2)], 4), ([{"state": {"x": 1}, "batch_size": 4}] * 2, 4), ([state(3)] * 2, None)],
+    [
+        ([state(3), state(2)], 4),
+        ([{"state": {"x": 1}, "batch_size": 4}] * 2, 4),
+        ([state(3)] * 2, None),
+    ],
 )
 def test_what_cannot_be_dealt_out_is_said(saved: list[Any], batch_size: int | None) -> None:
-    with pytest.raises(CheckpointError, match=r"'loader' was saved by 2 .* cannot be dealt out to 1(.|\n)*restore\(skip=\['loader'\]\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'loader' was saved by 2 .* cannot be dealt out to 1(.|\n)*restore\(skip=\['loader'\]\)",
+    ):
         loader_state("loader", saved, 0, 1, batch_size)

@@ -1,0 +1,56 @@
+"""What a whole run did too often: said at its end, where LTC_DEBUG asks for reports.
+
+The lines are those of torch_xla's automatic metrics analysis, under the prefix that its users search for.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+
+from ltc_core import metrics
+from ltc_core.debug.report import say
+from ltc_core.settings import settings
+
+__all__ = ["findings"]
+
+_WARM_UP = 10  # steps in which new graphs and transfers are no wonder
+_SHARE = 0.5  # of the steps
+_LONGEST_S = {"CompileTime": 300, "ExecuteTime": 30}
+
+
+def findings() -> list[str]:
+    """Give a sentence for each thing that was too frequent or took too long, or that ran on the CPU instead."""
+    return [*_too_frequent(), *_too_long(), *_not_lowered()]
+
+
+def _too_frequent() -> Iterator[str]:
+    steps = metrics.counter_value("MarkStep") or 0
+    for name in ("CompileTime", "TransferFromDeviceTime"):
+        data = metrics.metric_data(name)
+        if data is not None and steps > _WARM_UP and data[0] >= _SHARE * steps:
+            yield f"{name} too frequent: {data[0]} counts during {steps} steps"
+
+
+def _too_long() -> Iterator[str]:
+    for name, most_s in _LONGEST_S.items():
+        data = metrics.metric_data(name)
+        longest_s = max((value for _, value in data[2]), default=0) / 1e9 if data else 0
+        if longest_s > most_s:
+            yield f"{name} too long: longest instance took {longest_s:.0f}s"
+
+
+def _not_lowered() -> Iterator[str]:
+    ops = [op for op in metrics.executed_fallback_ops() if op != "aten::_local_scalar_dense"]
+    if ops:
+        yield f"Op(s) not lowered: {', '.join(ops)}; they ran on the CPU"
+
+
+def _at_exit() -> None:
+    if not settings.debug:
+        return
+    say("pt-xla-profiler" if settings.compat else "ltc-profiler", findings() or ["nothing to say"])
+    say("Summary", metrics.summary().splitlines())
+
+
+atexit.register(_at_exit)  # before `runtime` does: it finishes its work first

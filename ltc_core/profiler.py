@@ -1,0 +1,194 @@
+"""Traces of a program and named scopes in them, over `torch.profiler`.
+
+Between `start_trace` and `stop_trace` all threads are watched: ops as they are recorded, ops as the device runs them
+in its own thread, and the scopes of `Trace` and `StepTrace`. Out comes a file that TensorBoard, Perfetto and
+chrome://tracing show.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import profiler as _flag
+
+from ltc_core.errors import LtcError
+from ltc_core.lazy_model import mark_step
+from ltc_core.runtime import contexts
+
+__all__ = ["ProfilerError", "StepTrace", "Trace", "start_trace", "stop_trace", "trace", "trace_me"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_lock = threading.Lock()
+_running: torch.profiler.profile | None = None
+
+
+class ProfilerError(LtcError, RuntimeError):
+    """A trace cannot be started, stopped or written."""
+
+
+# -- traces --------------------------------------------------------------------------------------
+
+
+def start_trace(log_dir: str | os.PathLike[str]) -> None:
+    """Begin to trace this process, all of its threads.
+
+    Args:
+        log_dir: the directory the file is written to; made if it is not there.
+
+    Raises:
+        ProfilerError: a profile is running already, or `log_dir` is not of this machine.
+
+    Cost: each op takes a few microseconds more; a trace that is still running at exit is written then.
+    """
+    global _running
+    directory = os.fspath(log_dir)
+    if "://" in directory:
+        raise ProfilerError(
+            "a trace cannot be written to another machine",
+            got=directory,
+            next="name a directory of this one, and copy the file",
+        )
+    with _lock:
+        if _running is not None or _is_watched():
+            raise ProfilerError(
+                "Profile has already been started. Only one profile may be run at a time.",
+                next="call stop_trace() first",
+            )
+        os.makedirs(directory, exist_ok=True)
+        # Without this, only the thread that starts the profile is watched, and not the device's.
+        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        # Named, since by default PyTorch takes ours for one more to watch, and cuts to wait for it.
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profile = torch.profiler.profile(
+            activities=activities,
+            experimental_config=every_thread,
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(directory),
+        )
+        profile.start()
+        _running = profile
+
+
+def stop_trace() -> None:
+    """End the trace and write `<host>_<pid>.<time>.pt.trace.json`.
+
+    Raises:
+        ProfilerError: there is none.
+
+    Cost: waits for what was handed to the device, so that it is in the trace; does not cut.
+    """
+    global _running
+    with _lock:
+        if _running is None:
+            raise ProfilerError("No profile started", next="call start_trace(directory) before")
+        for ctx in contexts():
+            ctx.worker.drain()
+        profile, _running = _running, None
+        profile.stop()
+
+
+def trace(log_dir: str | os.PathLike[str], duration_ms: float = 1000, delay_ms: float = 0) -> None:
+    """Trace what the other threads do for a while.
+
+    Args:
+        log_dir: as for `start_trace`.
+        duration_ms: how long.
+        delay_ms: when to begin.
+
+    Raises:
+        ProfilerError: as `start_trace`.
+    """
+    time.sleep(delay_ms / 1000)
+    start_trace(log_dir)
+    time.sleep(duration_ms / 1000)
+    stop_trace()
+
+
+def _is_watched() -> bool:
+    """Tell whether a profiler runs, ours or PyTorch's own."""
+    return _flag._is_profiler_enabled
+
+
+def _at_exit() -> None:
+    if _running is not None:
+        stop_trace()
+
+
+atexit.register(_at_exit)
+
+
+# -- scopes --------------------------------------------------------------------------------------
+
+
+class Trace:
+    """A named scope of a trace, as a `with` block. The step may end inside of it.
+
+    Args:
+        name: shown in the trace, with `#3` for step_num=3 and ` key=value` for each other argument.
+
+    Cost: 1 us while nothing is traced, 11 us while something is.
+    """
+
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        step = kwargs.pop("step_num", None)
+        self.name = name if step is None else f"{name}#{step}"
+        self.name += "".join(f" {key}={value}" for key, value in kwargs.items())
+        self._scope: torch.profiler.record_function | None = None
+
+    def __enter__(self) -> Trace:
+        if _is_watched():
+            self._scope = torch.profiler.record_function(self.name)
+            self._scope.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.__exit__(kind, error, traceback)
+
+
+class StepTrace(Trace):
+    """A scope that is one step: its end is the step's, see `mark_step`.
+
+    A loader that asks for its next batch after it cuts once more: of nothing, so that no graph is run.
+    """
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            mark_step()
+        finally:
+            super().__exit__(kind, error, traceback)
+
+
+def trace_me(scope: str) -> Callable[[Function], Function]:
+    """Make each call of a function a `Trace` of that name."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with Trace(scope):
+                return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate

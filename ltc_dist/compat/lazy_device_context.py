@@ -1,0 +1,24 @@
+"""`torch._lazy.device_context`: an object for each device, for whoever wants to keep something there."""
+
+from __future__ import annotations
+
+import ltc_core as ltc
+from ltc_core.lazy_model import DeviceLike
+
+__all__ = ["DeviceContext", "get_device_context"]
+
+
+class DeviceContext:
+    """What is kept for a device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+
+_contexts: dict[str, DeviceContext] = {}
+
+
+def get_device_context(device: DeviceLike = None) -> DeviceContext:
+    """Give the object of a device, by default the current one; always the same."""
+    name = str(ltc.lazy_device() if device is None else device)
+    return _contexts.setdefault(name, DeviceContext(name))

@@ -1,0 +1,45 @@
+"""What is served, as tables: `python -m ltc_dist.compat --names` prints them, docs/migrating.md has them."""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+
+from ltc_core.settings import SETTINGS
+from ltc_dist.compat.absent import Absent
+from ltc_dist.compat.finder import OURS
+from ltc_dist.compat.table import ABSENT, SERVED
+
+__all__ = ["table", "variables"]
+
+
+def table() -> str:
+    """Give a table in Markdown: the old modules, their names, and those that only say why they are not here."""
+    old_names = defaultdict(list)
+    for old, ours in SERVED.items():
+        if ours:
+            old_names[ours].append(old)
+    rows = ["| module | names | names that say why they are not here |", "|---|---|---|"]
+    for ours, modules in old_names.items():
+        module = importlib.import_module(f"{OURS}.{ours}")
+        absent = [n for n in module.__all__ if isinstance(getattr(module, n), Absent)]
+        here = [n for n in module.__all__ if n not in absent]
+        rows.append(f"| {_coded(modules)} | {_coded(here)} | {_coded(absent)} |")
+    of_reason = defaultdict(list)
+    for old, why in ABSENT.items():
+        of_reason[why].append(old)
+    rows += [f"| {_coded(modules)} | | all: {why} |" for why, modules in of_reason.items()]
+    return "\n".join(row.replace("|  |", "| |") for row in rows)
+
+
+def _coded(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def variables() -> str:
+    """Give a table in Markdown: the old environment variables, ours, and what they do."""
+    rows = ["| variable | here | meaning |", "|---|---|---|"]
+    for row in SETTINGS:
+        if row.aliases:
+            rows.append(f"| {_coded(list(row.aliases))} | `{row.env}` | {row.doc} |")
+    return "\n".join(rows)

@@ -1,0 +1,110 @@
+"""`xp`: `torch_xla.debug.profiler`, over `ltc_core.profiler`. Traces are made in the process itself; no port is opened.
+
+`torch_xla.sync()` inside an open `Trace` is an error there, and harmless here: a scope belongs to no graph.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+
+import ltc_core.profiler
+import ltc_dist as ltd
+from ltc_core.profiler import ProfilerError, StepTrace, Trace, start_trace, stop_trace, trace_me
+
+__all__ = [
+    "ProfilerServer",
+    "StepTrace",
+    "Trace",
+    "start_server",
+    "start_trace",
+    "stop_trace",
+    "trace",
+    "trace_detached",
+    "trace_me",
+]
+
+_told = False
+
+
+class ProfilerServer:
+    """Stands for the server that a script starts and keeps; listens to nobody."""
+
+
+def start_server(port: int, only_on_master: bool = True) -> ProfilerServer | None:
+    """Open no port, and say so once on stderr.
+
+    Args:
+        port: of a server that would be asked for traces.
+        only_on_master: give None in all other processes of a host.
+    """
+    global _told
+    if only_on_master and not ltd.is_master_ordinal():
+        return None
+    if not _told:
+        _told = True
+        print(
+            f"ltc: no profiler listens on port {port}: a script traces itself, between start_trace(directory) and "
+            "stop_trace() of this module, or with trace_detached('localhost', directory).",
+            file=sys.stderr,
+            flush=True,
+        )
+    return ProfilerServer()
+
+
+def trace(
+    service_addr: str,
+    logdir: str | os.PathLike[str],
+    duration_ms: int = 1000,
+    num_tracing_attempts: int = 3,
+    host_tracer_level: int = 2,
+    device_tracer_level: int = 1,
+    delay_ms: int = 0,
+    timeout_s: int = 120,
+    interval_s: int = 5,
+) -> None:
+    """Trace this process for a while; the other arguments are accepted.
+
+    Args:
+        service_addr: 'localhost:9012', or another name of this machine; the port means nothing.
+        logdir: where the file goes.
+        duration_ms: how long.
+        delay_ms: when to begin.
+
+    Raises:
+        ProfilerError: the address is another machine's, or a profile is running already.
+    """
+    _check_is_here(service_addr)
+    ltc_core.profiler.trace(logdir, duration_ms, delay_ms)
+
+
+def trace_detached(
+    service_addr: str,
+    logdir: str | os.PathLike[str],
+    duration_ms: int = 1000,
+    num_tracing_attempts: int = 3,
+    host_tracer_level: int = 2,
+    device_tracer_level: int = 1,
+    delay_ms: int = 0,
+    timeout_s: int = 120,
+    interval_s: int = 5,
+) -> None:
+    """Trace this process for a while, in the background; see `trace`. The interpreter's exit waits for it."""
+    _check_is_here(service_addr)
+    threading.Thread(
+        target=ltc_core.profiler.trace, args=(logdir, duration_ms, delay_ms), name="ltc-tracing"
+    ).start()
+
+
+def _check_is_here(service_addr: str) -> None:
+    here = ("", "localhost", "127.0.0.1", "0.0.0.0", "[::1]", "[::]", socket.gethostname())
+    for address in service_addr.split(","):
+        host, colon, _ = address.strip().rpartition(":")
+        if (host if colon else address.strip()) not in here:
+            raise ProfilerError(
+                "a process traces itself only",
+                got=f"{address.strip()}, expected localhost",
+                next="call trace, or start_trace and stop_trace, in the process that is to be traced",
+            )
