@@ -148,6 +148,10 @@ def _is_elsewhere(device: Any, args: Any, kwargs: Any) -> bool:
     return wanted.index is not None and wanted.index != find_trace(args, kwargs).device.index
 
 
+# As scripts for each device know the error.
+_A_TENSOR = "an XLA tensor" if settings.device_name == "xla" else "a lazy tensor"
+
+
 class _Mover:
     """Uploads the CPU tensors a call may bring: 0-dim ones anywhere, others in the places of `_MAY_BE_ON_CPU`."""
 
@@ -164,7 +168,7 @@ class _Mover:
         may_be = position in _MAY_BE_ON_CPU.get(self._schema.name, ())
         if item.device.type != "cpu" or (item.dim() > 0 and not may_be):
             raise errors.DeviceMismatchError(
-                f"Input tensor is not a lazy tensor: {_type_name(item)}",
+                f"Input tensor is not {_A_TENSOR}: {_type_name(item)}",
                 got=f"{list(item.shape)} on {item.device} among the operands of {self._schema.op} on {self._device}",
                 where=source.user_line(),
                 next=f"move it first: t.to('{self._device.type}') (a module: module.to(...))",

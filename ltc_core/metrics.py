@@ -18,7 +18,7 @@ from types import TracebackType
 
 from ltc_core.errors import SettingsError
 from ltc_core.metrics_report import Kind, Metric, counter_text, metric_text, summary_text
-from ltc_core.settings import settings
+from ltc_core.settings import file_of_rank, settings
 
 _RING_SIZE = 1024
 _FALLBACK_PREFIX = "aten::"
@@ -324,7 +324,8 @@ def append_step(step: int) -> None:
     if target in ("STDERR", "STDOUT"):
         print(text, end="", file=sys.stderr if target == "STDERR" else sys.stdout)
         return
-    path = _DEFAULT_METRICS_FILE if target.lower() in ("1", "true", "yes", "on") else target
+    is_on = target.lower() in ("1", "true", "yes", "on")
+    path = file_of_rank(_DEFAULT_METRICS_FILE if is_on else target)
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(text)

@@ -204,9 +204,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("downcast_bf16", "LTC_DOWNCAST_BF16", ("XLA_DOWNCAST_BF16",), bool, False,
             "Store and compute float32 as bfloat16, float64 as float32."),
     Setting("metrics_file", "LTC_METRICS_FILE", ("XLA_METRICS_FILE",), str, None,
-            "Append the metrics of each step to this file (STDERR, STDOUT; 1: ltc_metrics.txt)."),
+            "Append the metrics of each step to this file (STDERR, STDOUT; 1: ltc_metrics.txt), in a job to .RANK."),
     Setting("save_tensors_file", "LTC_SAVE_TENSORS_FILE", ("XLA_SAVE_TENSORS_FILE",), str, None,
-            "Append each graph that is run to this file."),
+            "Append each graph that is run to this file; in a job to .RANK each."),
     Setting("save_tensors_fmt", "LTC_SAVE_TENSORS_FMT", ("XLA_SAVE_TENSORS_FMT",), str, "text",
             "Format of those graphs (backend and hlo are read as text).",
             choices=("text", "dot"), translate=_translate_graph_format),
@@ -216,7 +216,7 @@ SETTINGS: tuple[Setting, ...] = (
             "Report 1: each graph that is built, and a summary at exit; 2: each run as well; 3: the graphs too.",
             choices=("0", "1", "2", "3"), translate=_translate_debug),
     Setting("debug_file", "LTC_DEBUG_FILE", ("PT_XLA_DEBUG_FILE",), str, None,
-            "Append these reports to this file instead of writing them to stderr."),
+            "Append these reports to this file, in a job to .RANK each, and not to stderr."),
     Setting("debug_frames", "LTC_DEBUG_FRAMES", ("PT_XLA_DEBUG_MAX_FRAME",), int, 8,
             "Frames of yours that a report shows at most.", at_least=0),
     Setting("emit_steplog", "LTC_EMIT_STEPLOG", ("XLA_EMIT_STEPLOG",), bool, False,
@@ -415,6 +415,13 @@ def _illegal(what: str, got: str, wanted: str, where: str = "") -> SettingsError
         where=where,
         next="give it a legal value, or unset it for the default.",
     )
+
+
+def file_of_rank(path: str) -> str:
+    """Give the file that this process writes to: 'graphs.txt.3' for rank 3 of a job, the path itself outside of one."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return path
+    return f"{path}.{os.environ.get('RANK', '0')}"
 
 
 def legal_names() -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ __all__ = ["num_bytes", "to_device"]
 def to_device(batch: Any, device: torch.device) -> Any:
     """Give the batch with its tensors on `device`.
 
-    Tensors are found in lists, tuples, named tuples, mappings and dataclasses; an object with a method `to`
-    (a packed sequence, a tokenizer's output) is moved by it. Other objects stay what they are.
+    Tensors are found in lists, tuples, named tuples, mappings and dataclasses, and in what an object of another class
+    has as attributes; an object with a method `to` (a packed sequence, a tokenizer's output) is moved by it. Objects
+    without tensors stay what they are.
 
     Cost: one copy of each tensor.
     """
@@ -45,22 +47,44 @@ def num_bytes(batch: Any) -> int:
     return total
 
 
-def _mapped(item: Any, move: Callable[[Any], Any]) -> Any:
+def _mapped(item: Any, move: Callable[[Any], Any], enters: bool = True) -> Any:
     if callable(getattr(item, "to", None)) and not isinstance(item, type):
         return move(item)
     if isinstance(item, tuple):
-        items = [_mapped(i, move) for i in item]
+        items = [_mapped(i, move, enters) for i in item]
         return type(item)(*items) if hasattr(item, "_fields") else _like(item, tuple, items)
     if isinstance(item, list):
-        return _like(item, list, [_mapped(i, move) for i in item])
+        return _like(item, list, [_mapped(i, move, enters) for i in item])
     if isinstance(item, Mapping):
-        return _like(item, dict, {k: _mapped(v, move) for k, v in item.items()})
+        return _like(item, dict, {k: _mapped(v, move, enters) for k, v in item.items()})
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         moved = copy.copy(item)
         for field in dataclasses.fields(item):
-            object.__setattr__(moved, field.name, _mapped(getattr(item, field.name), move))
+            object.__setattr__(moved, field.name, _mapped(getattr(item, field.name), move, enters))
         return moved
-    return item
+    if not enters or isinstance(item, type | ModuleType) or not hasattr(item, "__dict__"):
+        return item
+    return _with_attributes(item, move)
+
+
+def _with_attributes(item: Any, move: Callable[[Any], Any]) -> Any:
+    """Give a copy of an object whose attributes have tensors, else the object.
+
+    Objects among the attributes are not entered: they may refer to each other in circles.
+    """
+    has_tensors = False
+
+    def noting(movable: Any) -> Any:
+        nonlocal has_tensors
+        has_tensors = True
+        return move(movable)
+
+    found = {name: _mapped(value, noting, enters=False) for name, value in vars(item).items()}
+    if not has_tensors:
+        return item
+    moved = copy.copy(item)
+    vars(moved).update(found)
+    return moved
 
 
 def _like(item: Any, plain: type, content: Any) -> Any:

@@ -204,7 +204,14 @@ _BEGINNING = {"num_batches": 0, "rng_state": None}
 
 
 def _keeps_state(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    """Tell whether a loader has a state of its own; accelerate's always has the methods, and may refuse them."""
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False
+    try:
+        loader.state_dict()
+    except (AttributeError, NotImplementedError):
+        return False
+    return True
 
 
 def _begun(loader: Iterable[Any]) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from ltc_core import errors, source
 from ltc_core.debug.dump import graph_text
 from ltc_core.graph import Graph
 from ltc_core.metrics_report import bytes_text
-from ltc_core.settings import settings
+from ltc_core.settings import file_of_rank, settings
 
 if TYPE_CHECKING:
     from ltc_core.compiler import Compiled
@@ -70,7 +70,7 @@ def say(title: str, lines: Iterable[str]) -> None:
         sys.stderr.flush()
         return
     try:
-        with open(settings.debug_file, "a", encoding="utf-8") as file:
+        with open(file_of_rank(settings.debug_file), "a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         path, settings.debug_file = settings.debug_file, None
@@ -133,7 +133,7 @@ def _save(device: torch.device, reason: str, compiled: Compiled) -> None:
     assert path is not None
     text = graph_text(compiled.graph, settings.save_tensors_fmt, lines=settings.ir_debug)
     try:
-        with open(path, "a", encoding="utf-8") as file:
+        with open(file_of_rank(path), "a", encoding="utf-8") as file:
             file.write(
                 f"[GraphInfo; device={device}; sync={reason}; run={compiled.runs}]\n{text}\n\n"
             )

@@ -11,8 +11,9 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
@@ -75,6 +76,27 @@ class _Finder(importlib.abc.MetaPathFinder):
             )
         is_package = any(other.startswith(f"{name}.") for other in (*SERVED, *ABSENT))
         return importlib.machinery.ModuleSpec(name, loader, is_package=is_package)
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterable[Distribution]:
+        """Let `importlib.metadata.version("torch_xla")` find what `torch_xla.__version__` says."""
+        wanted = None if context is None else context.name
+        if wanted is None or wanted.lower().replace("-", "_") == _Installed.name:
+            yield _Installed()
+
+
+class _Installed(Distribution):
+    name = "torch_xla"
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        version = importlib.import_module(f"{OURS}.version").__version__
+        return f"Metadata-Version: 2.1\nName: {self.name}\nVersion: {version}\n"
+
+    def locate_file(self, path: Any) -> Any:
+        return os.path.join(os.path.dirname(__file__), path)
 
 
 class _Served(importlib.abc.Loader):

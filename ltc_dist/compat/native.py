@@ -15,12 +15,14 @@ __all__ = [
     "_get_graph_hash",
     "_get_xla_tensor_debug_info",
     "_get_xla_tensors_dot",
+    "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
     "_xla_counter_names",
     "_xla_counter_value",
     "_xla_get_cpu_tensors",
     "_xla_get_default_device",
     "_xla_get_devices",
+    "_xla_get_replication_devices_count",
     "_xla_memory_info",
     "_xla_metric_data",
     "_xla_metric_names",
@@ -28,6 +30,8 @@ __all__ = [
     "_xla_num_devices",
     "_xla_real_devices",
     "_xla_set_default_device",
+    "_xla_set_mat_mul_precision",
+    "_xla_set_use_full_mat_mul_precision",
     "_xla_step_marker",
     "_xla_sync_multi",
     "_xla_wait_device_ops",
@@ -62,7 +66,7 @@ def _xla_sync_multi(
     tensors: Sequence[torch.Tensor],
     devices: Sequence[str] = (),
     wait: bool = True,
-    sync_data: bool = True,
+    sync_xla_data: bool = True,
 ) -> None:
     ltc.sync_multi(tensors, devices, wait)
 
@@ -84,6 +88,23 @@ def _xla_num_devices() -> int:
 
 def _xla_get_cpu_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return ltc.to_cpu(list(tensors))  # type: ignore[no-any-return]
+
+
+def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
+    """Write the pending graph as `ltc_core.dump_ir` does: there is no HLO of it."""
+    return ltc.dump_ir(tensors)
+
+
+def _xla_get_replication_devices_count() -> int:
+    return xla_model.xrt_world_size()
+
+
+def _xla_set_use_full_mat_mul_precision(use_full_mat_mul_precision: bool = True) -> None:
+    """Does nothing: products are made in the precision of their operands."""
+
+
+def _xla_set_mat_mul_precision(precision: str = "highest") -> None:
+    """Does nothing: products are made in the precision of their operands."""
 
 
 def _get_xla_tensors_dot(tensors: Sequence[torch.Tensor]) -> str:

@@ -102,7 +102,8 @@ def print_test_update(
 def _print_update(kind: str, device: DeviceLike, parts: Mapping[str, Any]) -> None:
     parts = {"Device": f"{device}/{ltd.get_ordinal()}", **parts, "Time": now()}
     shown = " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
-    print(f"| {kind} {shown}", flush=True)
+    sys.stdout.write(f"| {kind} {shown}\n")  # at once: other processes write lines too
+    sys.stdout.flush()
 
 
 # -- TensorBoard ---------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""What the old packages say of themselves. The version is that of this package."""
+"""What the old packages say of themselves: scripts choose by the version which names they use."""
 
-from ltc_core import __version__
+import ltc_core
 
 __all__ = ["__version__", "__xla_gitrev__"]
 
-__xla_gitrev__ = f"ltc {__version__}"
+__version__ = f"2.9.0+ltc{ltc_core.__version__}"  # the newest whose names are all here
+__xla_gitrev__ = f"ltc {ltc_core.__version__}"

@@ -68,6 +68,7 @@ __all__ = [
     "RateTracker",
     "ToXlaTensorArena",
     "_fetch_gradients",
+    "_maybe_convert_to_cpu",
     "_run_step_closures",
     "add_step_closure",
     "all_gather",
@@ -285,6 +286,10 @@ def all_to_all(
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     rows = optimizer.param_groups
     return [p.grad for row in rows for p in row["params"] if p.grad is not None]
+
+
+def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:
+    return ltc.to_cpu(data) if convert else data
 
 
 def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:

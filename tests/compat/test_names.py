@@ -172,6 +172,19 @@ _XLAC._xla_sync_multi([x], [])
 assert "aten.add" not in _XLAC._get_xla_tensor_debug_info(x)
 assert _XLAC._xla_get_cpu_tensors([x])[0].tolist() == [[2] * 3] * 2
 assert _XLAC._xla_set_default_device("xla:1") == "xla:0" and _XLAC._xla_get_default_device() == "xla:1"
+_XLAC._xla_sync_multi([x], devices=[], wait=True, sync_xla_data=True)
+_XLAC._xla_set_use_full_mat_mul_precision(use_full_mat_mul_precision=True)
+assert "aten.mul" in _XLAC._get_xla_tensors_hlo([x * 2]) and _XLAC._xla_get_replication_devices_count() == 1
+import importlib.metadata
+from torch_xla._internal import tpu
+from torch_xla.experimental import tpu as older
+assert importlib.metadata.version("torch_xla") == importlib.metadata.version("torch-xla") == torch_xla.__version__
+assert torch_xla.__version__.startswith("2.9") and importlib.metadata.version("torch") == torch.__version__
+assert tpu.num_available_devices() == older.num_available_devices() == 2 and tpu.task_id() == 0
+assert xm._maybe_convert_to_cpu({{"a": (x, 1)}})["a"][0].device.type == "cpu"
+assert xm._maybe_convert_to_cpu(x, convert=False) is x
+with pytest.raises(RuntimeError, match="Input tensor is not an XLA tensor: torch.FloatTensor"):
+    x + torch.ones(2, 3)
 assert _XLAC._xla_num_devices() == 2 and _XLAC._xla_real_devices() == ["CPU:0", "CPU:1"]
 assert _XLAC._xla_counter_value("MarkStep") is None and _XLAC._xla_memory_info("xla:0")["bytes_limit"] > 0
 for absent in (xm.get_stablehlo, xm.send, xm.recv):

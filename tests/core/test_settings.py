@@ -16,8 +16,10 @@ from ltc_core.settings import (
     PYTORCH_NAMES,
     SETTINGS,
     Settings,
+    file_of_rank,
     legal_names,
     settings,
+    warn_not_here,
     warn_unknown,
 )
 
@@ -265,3 +267,18 @@ def test_the_module_object_is_read_from_the_environment():
     assert isinstance(settings, Settings)
     for row in SETTINGS:
         assert hasattr(settings, row.attribute)
+
+
+def test_each_process_of_a_job_writes_a_file_of_its_own(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert file_of_rank("a.txt") == "a.txt"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    assert file_of_rank("a.txt") == "a.txt.3"
+
+
+def test_hardware_that_there_is_no_executor_for_is_named():
+    with pytest.warns(UserWarning, match="PJRT_DEVICE=TPU: there is no executor for it"):
+        warn_not_here({"PJRT_DEVICE": "TPU"})
+    for quiet in ({}, {"PJRT_DEVICE": "CPU"}, {"PJRT_DEVICE": "TPU", "LTC_DEVICE": "cpu"}):
+        warn_not_here(quiet)

@@ -57,6 +57,27 @@ def test_the_structure_stays(batch: Any, tensors_of: Any) -> None:
     assert all(map(is_there, tensors_of(moved)))
 
 
+class Record:
+    """An object without a method `to`, as some datasets give."""
+
+    def __init__(self, x: torch.Tensor | None) -> None:
+        self.x, self.more, self.name = x, {"y": [x]}, "a"
+        self.others: list[Record] = []
+
+
+def test_attributes_of_objects_are_moved() -> None:
+    sample, other = Record(torch.ones(2)), Record(torch.ones(3))
+    sample.others, other.others = [other], [sample]
+    device = ltc.lazy_device()
+    moved = to_device([sample], device)[0]
+    assert type(moved) is Record and moved.name == "a" and moved.x.device == device
+    assert moved.more["y"][0].device == device and sample.x is not None
+    assert sample.x.device.type == "cpu"
+    assert moved.others == [other] and num_bytes(sample) == 16
+    without = Record(None)
+    assert to_device(without, device) is without
+
+
 def test_what_is_no_tensor_is_the_same_object() -> None:
     marker = object()
     batch = {"text": "abc", "none": None, "object": marker, "numbers": (1, 2.5), "type": int}

@@ -403,3 +403,34 @@ def test_waiting_is_measured(device: torch.device) -> None:
     list(MpDeviceLoader(numbers(3), device))
     data = metrics.metric_data("WaitForBatchTime")
     assert data is not None and data[0] == 3
+
+
+def test_a_loader_that_refuses_to_tell_its_state() -> None:
+    """As accelerate's adapter: it has the methods, whether or not there is a state."""
+
+    class Adapter(list[torch.Tensor]):
+        def state_dict(self) -> Any:
+            return self.nothing  # type: ignore[attr-defined]
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    loader = MpDeviceLoader(Adapter(numbers(4)), ltc.lazy_device())
+    taken = iter(loader)
+    assert float(next(taken)) == 0
+    state = loader.state_dict()
+    loader.close()
+    other = MpDeviceLoader(Adapter(numbers(4)), ltc.lazy_device())
+    other.load_state_dict(state)
+    assert seen(other) == [1, 2, 3]
+
+
+def test_a_report_says_that_the_loader_ended_the_step(capfd: pytest.CaptureFixture[str]) -> None:
+    with settings.override(debug=1):
+        for batch in MpDeviceLoader([torch.ones(1031)] * 2, ltc.lazy_device()):
+            kept = batch.exp().sum()
+    assert (
+        "Compilation Analysis:   mark_step in parallel loader at step end\n"
+        in capfd.readouterr().err
+    )
+    assert kept.item() > 0
