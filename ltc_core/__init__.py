@@ -23,11 +23,15 @@ from ltc_core import (  # noqa: F401
     hooks,
     host_storage,
     metrics,
+    profiler,
+    syncfree,
     tensor,
 )  # fmt: skip
 from ltc_core.device import register as _register
+from ltc_core.eager import eager_mode
 from ltc_core.executors import allocator
 from ltc_core.extension import build_ahead
+from ltc_core.grad_scaler import GradScaler
 from ltc_core.lazy_model import (
     add_step_closure,
     check_view_sharing,
@@ -54,9 +58,11 @@ from ltc_core.serialization.plain import load
 from ltc_core.settings import settings
 
 __all__ = [
+    "GradScaler",
     "add_step_closure",
     "check_view_sharing",
     "dump_ir",
+    "eager_mode",
     "errors",
     "fork_rng",
     "get_lazy_supported_devices",
@@ -69,12 +75,14 @@ __all__ = [
     "manual_seed",
     "mark_step",
     "metrics",
+    "profiler",
     "save",
     "send_cpu_data_to_device",
     "set_rng_state",
     "settings",
     "step",
     "sync_multi",
+    "syncfree",
     "to_cpu",
     "unlazy",
     "wait_device_ops",

@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["private_directory"]
+__all__ = ["private_directory", "refuse_shared"]
 
 
 def private_directory(directory: Path) -> None:
@@ -21,9 +21,22 @@ def private_directory(directory: Path) -> None:
     """
     for part in (directory.parent, directory):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            f"the cache directory {directory} can be written by other users; "
-            "LTC_CACHE_DIR names another one"
-        )
+    refuse_shared(directory)
+    if directory.stat().st_uid != os.geteuid():
+        raise _writable(directory)
+
+
+def refuse_shared(directory: Path) -> None:
+    """Refuse a directory that others than its owner may write to.
+
+    Raises:
+        OSError: so it is, or there is none.
+    """
+    if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _writable(directory)
+
+
+def _writable(directory: Path) -> PermissionError:
+    return PermissionError(
+        f"the cache directory {directory} can be written by other users; LTC_CACHE_DIR names another one"
+    )

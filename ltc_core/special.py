@@ -154,7 +154,11 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
 
 def _item(args: Any, kwargs: Any) -> Any:
     metrics.count("aten::_local_scalar_dense")
-    return real(args[0]._h, "Item").item()
+    shared = real(args[0]._h, "Item")
+    with metrics.timer("TransferFromDeviceTime"):
+        number = shared.item()
+    metrics.observe("InboundData", shared.itemsize)
+    return number
 
 
 # -- changing what a tensor is -------------------------------------------------------------------

@@ -54,6 +54,7 @@ from ltc_dist.rate import RateTracker
 from ltc_dist.saving import save as save  # type: ignore[assignment]
 from ltc_dist.step import clip_grad_norm_, optimizer_step, reduce_gradients
 from ltc_dist.sync_batch_norm import SyncBatchNorm
+from ltc_dist.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 _source.skip_frames_of(_os.path.dirname(__file__))
 _c10d.register()
@@ -70,6 +71,7 @@ __all__ = [
     "ParallelLoader",
     "RateTracker",
     "SyncBatchNorm",
+    "ZeroRedundancyOptimizer",
     "all_gather",
     "all_gather_bucketized",
     "all_reduce",

@@ -85,6 +85,7 @@ SERVED: dict[str, str] = {
 }
 
 _SPMD = "tensors are not sharded over devices by annotation; run a process for each device, with ltc-launch"
+_DCP = "no state is sharded by annotation; ltc_dist.Checkpointer and torch.distributed.checkpoint save a whole job"
 _PALLAS = "there are no Pallas kernels; use torch.nn.functional.scaled_dot_product_attention"
 _FSDP = (
     "parameters are not sharded over processes; torch_xla.distributed.zero_redundancy_optimizer shards the optimizer's "
@@ -104,6 +105,7 @@ ABSENT: dict[str, str] = {
     "torch_xla.distributed.xla_dist": _XRT,
     "torch_xla.experimental.xla_sharding": _SPMD,
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": _SPMD,
+    "torch_xla.experimental.distributed_checkpoint": _DCP,
     "torch_xla.experimental.custom_kernel": _PALLAS,
     "torch_xla.experimental.pallas_kernels": _PALLAS,
     "torch_xla.stablehlo": STABLEHLO,

@@ -109,6 +109,17 @@ class Broken(torch.utils.data.Dataset):
             raise ValueError("sample 4 is broken")
         return torch.ones(2)
 
+import inspect, threading
+import lazy_tensor_core.core.lazy_model as ltm
+assert inspect.signature(ltm.mark_step).parameters["device"].default is None
+assert ltm.is_lazy_tensor(torch.ones(1, device="xla")) and not ltm.is_lazy_tensor(torch.ones(1))
+taken = threading.Event()
+def one_at_a_time():
+    yield torch.ones(1)
+    assert taken.wait(30), "the first batch waits for more of them"
+    yield torch.ones(1)
+for batch in pl.MpDeviceLoader(one_at_a_time(), xm.xla_device(), device_prefetch_size=8):
+    taken.set()
 seen = []
 with pytest.raises(ValueError, match="sample 4 is broken"):
     for batch in pl.MpDeviceLoader(torch.utils.data.DataLoader(Broken()), xm.xla_device()):
@@ -195,6 +206,53 @@ with pytest.raises(AssertionError, match="Computation cache has already been ini
 assert xr.get_master_ip() == "127.0.0.1"
 """
     run(tmp_path, code, CPU_NUM_DEVICES="2", MASTER_ADDR="127.0.0.1")
+
+
+def test_worker_processes_of_a_loader(tmp_path: Path) -> None:
+    """They are started anew and import the script: torch first, which brings the old modules along."""
+    code = """
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.parallel_loader as pl
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, k):
+        return torch.tensor(float(k))
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(Numbers(), 2, num_workers=2, multiprocessing_context="spawn")
+    found = [(batch.tolist(), str(batch.device)) for batch in pl.MpDeviceLoader(loader, xm.xla_device())]
+    assert found == [([0, 1], "xla:0"), ([2, 3], "xla:0")], found
+"""
+    run(tmp_path, code)
+
+
+def test_reports_as_people_know_them(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+def train_step(n):
+    x = torch.ones(n + 1, device=xm.xla_device())
+    (x * 2).sum().item()
+    y = x + 3
+    xm.mark_step()
+    return y
+
+for n in range(12):
+    train_step(n)
+"""
+    run(tmp_path, code, PT_XLA_DEBUG="1", PT_XLA_DEBUG_FILE="report.txt")
+    report = (tmp_path / "report.txt").read_text()
+    for known in (
+        "Compilation Analysis: Compilation Cause\nCompilation Analysis:   user mark_step\n",
+        "Compilation Analysis:   most likely user code trying to access tensor value before mark_step",
+        "Compilation Analysis:   Number of Graph Outputs: 1\n",
+        "Post Compilation Analysis: Graph input size: ",
+        "Execution Analysis: Python Frame Triggered Execution:\nExecution Analysis:   train_step (",
+        "pt-xla-profiler: CompileTime too frequent: 24 counts during 12 steps\n",
+        "pt-xla-profiler: TransferFromDeviceTime too frequent: 12 counts during 12 steps\n",
+    ):
+        assert known in report, known
 
 
 def test_collectives_with_gradients(tmp_path: Path) -> None:

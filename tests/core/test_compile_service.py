@@ -334,6 +334,29 @@ class TestDisks:
         asker.service.shutdown()
         assert not outcomes[0].path.parent.exists()
 
+    def test_a_root_that_is_only_read(
+        self,
+        asker: Asker,
+        new_asker: Callable[..., Asker],
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        """What is there is found, and stays as it is; what is new ends with the process."""
+        path = asker.ask(KEYS[0]).path
+        assert path is not None
+        with settings.override(compiled_cache_read_only=True):
+            reader = new_asker(asker.root)
+            found, built = reader.ask(KEYS[0]), reader.ask(KEYS[1])
+            assert found.from_cache and found.path == path
+            assert built.path is not None and not built.path.is_relative_to(asker.root)
+            os.truncate(path / "model.so", 100)
+            again = new_asker(asker.root).ask(KEYS[0])
+            assert again.path is not None and not again.path.is_relative_to(asker.root)
+            assert left_in(asker.root) == {KEYS[0]} and (path / "model.so").stat().st_size == 100
+            assert capfd.readouterr().err == ""
+            asker.root.chmod(0o777)
+            assert new_asker(asker.root).ask(KEYS[2]).path is not None
+            assert "can be written by other users" in capfd.readouterr().err
+
     @pytest.mark.parametrize("when", ["build", "compiler", "commit"])
     def test_a_full_disk(self, asker: Asker, capfd: pytest.CaptureFixture[str], when: str) -> None:
         first = asker.ask(KEYS[0])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ltc_core import metrics
-from ltc_core.private_directory import private_directory
+from ltc_core.private_directory import private_directory, refuse_shared
 
 __all__ = ["WORK", "Artifacts"]
 
@@ -61,12 +61,12 @@ class Artifacts:
         self.is_read_only = is_read_only
 
     def prepare(self) -> None:
-        """Make the directory.
+        """Make the directory; one that is only read must be there.
 
         Raises:
-            OSError: it cannot be made, or others may write to it.
+            OSError: it cannot be made, is not there, or others may write to it.
         """
-        private_directory(self.root)
+        (refuse_shared if self.is_read_only else private_directory)(self.root)
 
     def has(self, key: str) -> bool:
         """Whether there is an artifact, whole or not. Cost: one system call."""

@@ -311,15 +311,14 @@ class CompileService:
     def _open_places(self) -> str:
         """Make the place for artifacts; give "", or why there is none."""
         place = Artifacts(self._root, settings.compiled_cache_read_only)
-        if place.is_read_only:
-            self._places = [place]
-            return "" if self._use_temporary_place("") else _NO_PLACE
         try:
             place.prepare()
         except OSError as error:
             why = str(error)
             return "" if self._use_temporary_place(why) else f"{_NO_PLACE} ({why})"
         self._places = [place]
+        if place.is_read_only and not self._use_temporary_place(""):
+            return _NO_PLACE
         return ""
 
     def _use_temporary_place(self, why: str) -> bool:
