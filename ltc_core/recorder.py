@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ltc_core import rng
 from ltc_core.branch import grow
@@ -43,11 +44,24 @@ def recorder(schema: OpSchema) -> Callable[[Any, Any], Any]:
     """Give the handler that records this op."""
     if schema.view:
         return lambda args, kwargs: record_view(schema, args, kwargs or {})
+    if schema.name.startswith("_foreach_") and schema.writes:
+        return lambda args, kwargs: _record_writes(schema, args, kwargs or {})
     return lambda args, kwargs: _record(schema, args, kwargs or {})
 
 
 def _record(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     return _record_on(find_trace(args, kwargs), schema, args, kwargs)
+
+
+def _record_writes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record an op that writes a list of tensors, and count it in each of them.
+
+    Autograd counts writes itself, to find what was changed before backward needs it, but leaves lists to the ops that
+    eager PyTorch calls for each tensor.
+    """
+    result = _record(schema, args, kwargs)
+    increment_version([t for t in args[0] if not t.is_inference()])
+    return result
 
 
 def record_factory(schema: OpSchema, trace: Trace, args: Any, kwargs: dict[str, Any]) -> Any:

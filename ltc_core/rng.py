@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,7 @@ class Stream:
         self._device = device
         self._trace_of = trace_of
         self._seed: int | None = None
+        self._seeded: weakref.ref[Value] | None = None
         self._cell: Cell | None = None
 
     @property
@@ -53,12 +55,21 @@ class Stream:
     def manual_seed(self, seed: int) -> None:
         self._set(torch.Generator().manual_seed(seed).get_state())
         self._seed = seed
+        self._seeded = weakref.ref(
+            self.cell.value
+        )  # weak: who holds a value keeps its memory from the next one
 
     def initial_seed(self) -> int:
         if self._seed is None:
             self.manual_seed(torch.initial_seed())
         assert self._seed is not None
         return self._seed
+
+    def seed_of_state(self) -> int | None:
+        """Give the seed that makes the state as it is now; None once numbers were drawn, or a state was set."""
+        seed = self.initial_seed()
+        is_fresh = self._seeded is not None and self._seeded() is self.cell.value
+        return seed if is_fresh else None
 
     def get_state(self) -> LazyTensor:
         """Give the state as a uint8 tensor on the device. Cost: none; `.cpu()` of it syncs."""

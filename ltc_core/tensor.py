@@ -7,9 +7,11 @@ every ATen call below autograd arrives in `__torch_dispatch__`, which looks up t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,7 +24,15 @@ from ltc_core.cell import Handle, base_of
 from ltc_core.graph import TensorMeta, contiguous_stride
 from ltc_core.settings import settings
 
-__all__ = ["HANDLERS", "LazyTensor", "make_empty", "set_handle", "use_handlers", "wrap"]
+__all__ = [
+    "HANDLERS",
+    "LazyTensor",
+    "keeping_copies",
+    "make_empty",
+    "set_handle",
+    "use_handlers",
+    "wrap",
+]
 
 Handler = Callable[[Any, Any], Any]
 
@@ -38,6 +48,19 @@ def use_handlers(handler_of: Callable[[torch._ops.OpOverload], Handler]) -> None
     global _handler_of
     _handler_of = handler_of
     HANDLERS.clear()
+
+
+_kept_copies: ContextVar[list[torch.Tensor] | None] = ContextVar("_kept_copies", default=None)
+
+
+@contextlib.contextmanager
+def keeping_copies() -> Iterator[None]:
+    """Keep the copies that tensors are pickled as until the block ends: a process that it starts opens their memory."""
+    token = _kept_copies.set([])
+    try:
+        yield
+    finally:
+        _kept_copies.reset(token)
 
 
 class LazyStorage:
@@ -208,6 +231,9 @@ class LazyTensor(torch.Tensor):
             return torch._utils._rebuild_parameter, (plain, requires_grad, {})
         sharing.check_pickled(self._h)
         data = plain.cpu()
+        kept = _kept_copies.get()
+        if kept is not None:
+            kept.append(data)
         return (
             torch._utils._rebuild_device_tensor_from_cpu_tensor,
             (data, self.dtype, str(self.device), requires_grad),

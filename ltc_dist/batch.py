@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["num_bytes", "to_device"]
+__all__ = ["mapped", "num_bytes", "to_device"]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -26,7 +26,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     Cost: one copy of each tensor.
     """
-    return _mapped(batch, lambda movable: movable.to(device))
+    return mapped(batch, lambda movable: movable.to(device))
 
 
 def num_bytes(batch: Any) -> int:
@@ -43,24 +43,29 @@ def num_bytes(batch: Any) -> int:
             total += sum(num_bytes(v) for v in movable)
         return movable
 
-    _mapped(batch, count)
+    mapped(batch, count)
     return total
 
 
-def _mapped(item: Any, move: Callable[[Any], Any], enters: bool = True) -> Any:
+def mapped(item: Any, move: Callable[[Any], Any], enters: bool = True) -> Any:
+    """Give a structure with what `move` gives in the place of each tensor, and of each object with a method `to`.
+
+    Args:
+        enters: look for tensors among the attributes of other objects.
+    """
     if callable(getattr(item, "to", None)) and not isinstance(item, type):
         return move(item)
     if isinstance(item, tuple):
-        items = [_mapped(i, move, enters) for i in item]
+        items = [mapped(i, move, enters) for i in item]
         return type(item)(*items) if hasattr(item, "_fields") else _like(item, tuple, items)
     if isinstance(item, list):
-        return _like(item, list, [_mapped(i, move, enters) for i in item])
+        return _like(item, list, [mapped(i, move, enters) for i in item])
     if isinstance(item, Mapping):
-        return _like(item, dict, {k: _mapped(v, move, enters) for k, v in item.items()})
+        return _like(item, dict, {k: mapped(v, move, enters) for k, v in item.items()})
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         moved = copy.copy(item)
         for field in dataclasses.fields(item):
-            object.__setattr__(moved, field.name, _mapped(getattr(item, field.name), move, enters))
+            object.__setattr__(moved, field.name, mapped(getattr(item, field.name), move, enters))
         return moved
     if not enters or isinstance(item, type | ModuleType) or not hasattr(item, "__dict__"):
         return item
@@ -79,7 +84,7 @@ def _with_attributes(item: Any, move: Callable[[Any], Any]) -> Any:
         has_tensors = True
         return move(movable)
 
-    found = {name: _mapped(value, noting, enters=False) for name, value in vars(item).items()}
+    found = {name: mapped(value, noting, enters=False) for name, value in vars(item).items()}
     if not has_tensors:
         return item
     moved = copy.copy(item)

@@ -32,6 +32,7 @@ import ltc_core as ltc
 from ltc_core.errors import RankError
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
+from ltc_core.tensor import keeping_copies
 from ltc_dist import host, worker
 from ltc_dist.failures import Failure, first_failure, how_it_ended
 from ltc_dist.loopback import LOOPBACK, serve_store
@@ -256,7 +257,8 @@ class SpawnContext:
                     name=_Name(name) if settings.compat else name,
                     daemon=daemon,
                 )
-                with _environment(place.variables):  # PyTorch reads some while it is imported
+                # PyTorch reads some of the variables while it is imported.
+                with _environment(place.variables), keeping_copies():
                     process.start()
                 sending.close()
                 self.processes.append(process)

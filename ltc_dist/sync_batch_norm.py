@@ -15,7 +15,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """`torch.nn.BatchNorm1d`, `2d` and `3d` in one, over the batches of all processes while training.
 
     Args:
-        num_features: C of inputs [N, C, ...]. N may differ between the processes.
+        num_features: C of inputs [N, C, ...]. N may differ between the processes, and be 0 in some.
         eps, momentum, affine, track_running_stats: as for `torch.nn.BatchNorm2d`.
 
     Cost: gathers 2 C + 1 numbers of each process, and the same for the gradient; recorded in the graph.
@@ -26,14 +26,21 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.size(1) != self.num_features:
+            raise ValueError(f"expected {self.num_features} channels, got {input.size(1)}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise; in `eval()` with the running statistics."""
         self._check_input_dim(input)
         if not self.training or world_size() == 1:
             return super().forward(input)
+        wide = torch.promote_types(input.dtype, torch.float32)
+        values = input.to(wide)
         dims = [d for d in range(input.dim()) if d != 1]
-        var, mean = torch.var_mean(input, dims, correction=0)
+        if input.numel():
+            var, mean = torch.var_mean(values, dims, correction=0)
+        else:
+            var = mean = values.sum(dims)  # zeros, and a part of the graph as elsewhere
         count = mean.new_full((1,), input.numel() / input.size(1))
         of_each = all_gather(torch.cat([mean, var, count])[None])
         size = self.num_features
@@ -43,10 +50,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         var = (share * (variances + (means - mean) ** 2)).sum(0)
         self._follow(mean.detach(), var.detach(), counts.detach().sum())
         shape = [1, -1] + [1] * (input.dim() - 2)
-        normal: torch.Tensor = (input - mean.view(shape)) * (var + self.eps).rsqrt().view(shape)
+        normal: torch.Tensor = (values - mean.view(shape)) * (var + self.eps).rsqrt().view(shape)
         if self.affine:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal
+        return normal.to(input.dtype)
 
     @torch.no_grad()
     def _follow(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:

@@ -51,7 +51,9 @@ class Locked {
 class Follower final : public c10::OperatorKernel {
  public:
   explicit Follower(Op given)
-      : op(std::move(given)), python(op.handle.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
+      : op(std::move(given)),
+        writes_list(op.writes_list()),
+        python(op.handle.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!is_on || !Py_IsInitialized() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
@@ -69,7 +71,16 @@ class Follower final : public c10::OperatorKernel {
 
  private:
   const Op op;
+  const bool writes_list;
   const c10::SafeKernelFunction python;
+
+  static void count_writes(c10::ArrayRef<IValue> tensors) {
+    for (const IValue& item : tensors) {
+      auto* tensor = item.toTensor().unsafeGetTensorImpl();
+      if (!tensor->is_inference())
+        tensor->bump_version();
+    }
+  }
 
   // Makes the call if it is the next step of its trace, else notes it.
   bool follow(torch::jit::Stack& stack, Noted& noted) {
@@ -102,6 +113,8 @@ class Follower final : public c10::OperatorKernel {
     if (!result)
       throw_python_error();
     ++num_followed;
+    if (writes_list)
+      count_writes(args[0].toListRef());
     torch::jit::drop(stack, op.codes.size());
     deliver(stack, std::move(*result));
     return true;

@@ -22,6 +22,13 @@ struct Op {
   std::vector<int> codes; // of the arguments, in order
   std::vector<bool> writes;
   c10::OperatorHandle handle;
+
+  // Autograd counts what is written into a tensor, but leaves lists of tensors to the ops that eager PyTorch calls for
+  // each of them.
+  bool writes_list() const {
+    const auto& name = handle.schema().name();
+    return name.rfind("aten::_foreach_", 0) == 0 && !writes.empty() && writes[0];
+  }
 };
 
 inline bool is_number(const IValue& a) {

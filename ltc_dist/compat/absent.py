@@ -28,7 +28,15 @@ class Absent:
         what, _, instead = self._why.partition("; ")
         raise NotHereError(f"{self._name} is not here: {what}", next=instead)
 
-    __call__ = __enter__ = __iter__ = __getitem__ = __mro_entries__ = _refuse
+    __call__ = __enter__ = __exit__ = __iter__ = __getitem__ = __mro_entries__ = _refuse
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False  # nothing is made of it
+
+    def __or__(self, other: Any) -> Any:
+        return other  # in an annotation, or a tuple of classes to look for
+
+    __ror__ = __or__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

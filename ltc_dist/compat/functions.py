@@ -23,6 +23,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "distributed_mm",
+    "nms",
     "reduce_scatter",
 ]
 
@@ -80,6 +81,48 @@ def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Te
         product = all_reduce("sum", w @ of_all.narrow(0, here * size, size))
         products.append(product.narrow(1, here * part.size(1), part.size(1)))
     return torch.cat(products, 1)
+
+
+def nms(
+    boxes: torch.Tensor,
+    scores: torch.Tensor,
+    score_threshold: float | torch.Tensor,
+    iou_threshold: float | torch.Tensor,
+    output_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the boxes of the highest scores that do not overlap one chosen before.
+
+    Args:
+        boxes: [boxes, 4], two opposite corners each.
+        scores: [boxes].
+        score_threshold: a box is chosen if its score is above.
+        iou_threshold: two boxes overlap if what they share, by what they cover together, is above.
+        output_size: indices that are given at most.
+
+    Returns:
+        The indices of the boxes chosen, then those of the others, the highest scores first; and how many were chosen.
+
+    Cost: waits for the boxes, and chooses on the CPU.
+
+    Source: `torch_xla.core.functions.nms`.
+    """
+    corners = boxes.detach().cpu()
+    low = torch.minimum(corners[:, :2], corners[:, 2:])
+    high = torch.maximum(corners[:, :2], corners[:, 2:])
+    areas = (high - low).prod(1)
+    points = scores.detach().cpu()
+    least, most = float(score_threshold), float(iou_threshold)
+    chosen: list[int] = []
+    others: list[int] = []
+    for box in points.argsort(descending=True, stable=True).tolist():
+        sides = torch.minimum(high[box], high[chosen]) - torch.maximum(low[box], low[chosen])
+        shared = sides.clamp(min=0).prod(1)
+        overlaps = shared / (areas[box] + areas[chosen] - shared) > most
+        fits = points[box] > least and not overlaps.any()
+        (chosen if fits else others).append(box)
+    indices = torch.tensor((chosen + others)[:output_size], dtype=torch.int32)
+    count = torch.tensor(min(len(chosen), output_size), dtype=torch.int32)
+    return indices.to(boxes.device), count.to(boxes.device)
 
 
 class _AllReduce(torch.autograd.Function):

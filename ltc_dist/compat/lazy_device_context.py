@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 import ltc_core as ltc
 from ltc_core.lazy_model import DeviceLike
 
@@ -20,5 +22,7 @@ _contexts: dict[str, DeviceContext] = {}
 
 def get_device_context(device: DeviceLike = None) -> DeviceContext:
     """Give the object of a device, by default the current one; always the same."""
-    name = str(ltc.lazy_device() if device is None else device)
+    if device is None or str(device) == ltc.settings.device_name:
+        device = ltc.lazy_device()
+    name = str(torch.device(device))
     return _contexts.setdefault(name, DeviceContext(name))

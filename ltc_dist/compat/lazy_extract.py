@@ -25,24 +25,29 @@ def extract_compiled_graph(
         model: such as what `torch.fx.symbolic_trace` gives.
         example_inputs: for a first call, which builds the graph.
 
-    Cost: a call copies its arguments and results, and waits. Without gradients.
+    Cost: a call copies its arguments, and them and its results back, and waits. Without gradients.
 
     Source: `torch._lazy.extract_compiled_graph`.
     """
-    there = copy.deepcopy(model).to(ltc.lazy_device())
+    device = ltc.lazy_device()
+    there = copy.deepcopy(model).to(device)
 
     @torch.no_grad()
     def call(*args: Any) -> Any:
-        sent = pytree.tree_map(_sent, args)
-        result, written = ltc.to_cpu((there(*sent), sent))
-        for arg, now in zip(pytree.tree_leaves(args), pytree.tree_leaves(written), strict=True):
-            if isinstance(arg, torch.Tensor) and not torch.equal(arg, now):
-                arg.copy_(now)
+        sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def send(item: Any) -> Any:
+            """What is given twice is sent once: it may be written into."""
+            if not isinstance(item, torch.Tensor) or item.device.type == device.type:
+                return item
+            return sent.setdefault(id(item), (item, item.detach().to(device)))[1]
+
+        result = there(*pytree.tree_map(send, args))
+        result, values = ltc.to_cpu((result, [copied for _, copied in sent.values()]))
+        for (given, _), value in zip(sent.values(), values, strict=True):
+            if not torch.equal(given, value):
+                given.copy_(value)
         return result
 
     call(*copy.deepcopy(tuple(example_inputs)))
     return call
-
-
-def _sent(item: Any) -> Any:
-    return item.detach().to(ltc.lazy_device()) if isinstance(item, torch.Tensor) else item

@@ -8,10 +8,12 @@ import torch
 
 import ltc_core as ltc
 from ltc_core import metrics
-from ltc_dist.compat import xla_model
+from ltc_dist.compat import runtime, xla_model
 from ltc_dist.compat.lazy_computation import get_graph_hash
+from ltc_dist.compat.version import __xla_gitrev__
 
 __all__ = [
+    "_get_git_revs",
     "_get_graph_hash",
     "_get_xla_tensor_debug_info",
     "_get_xla_tensors_dot",
@@ -19,6 +21,7 @@ __all__ = [
     "_get_xla_tensors_text",
     "_xla_counter_names",
     "_xla_counter_value",
+    "_xla_get_all_devices",
     "_xla_get_cpu_tensors",
     "_xla_get_default_device",
     "_xla_get_devices",
@@ -34,6 +37,7 @@ __all__ = [
     "_xla_set_use_full_mat_mul_precision",
     "_xla_step_marker",
     "_xla_sync_multi",
+    "_xla_tensors_from_aten",
     "_xla_wait_device_ops",
 ]
 
@@ -50,12 +54,22 @@ def _xla_metrics_report() -> str:
     return ltc.metrics.metrics_report()
 
 
+def _get_git_revs() -> dict[str, str]:
+    return {"xla": __xla_gitrev__, "torch": torch.version.git_version or torch.__version__}
+
+
 def _xla_get_default_device() -> str:
     return str(ltc.lazy_device())
 
 
 def _xla_get_devices() -> list[str]:
     return ltc.get_lazy_supported_devices()
+
+
+def _xla_get_all_devices() -> list[str]:
+    """Name the devices of the job, those of the first process first."""
+    count = runtime.global_device_count()
+    return [f"{ltc.lazy_device_hw()}:{k}" for k in range(count)]
 
 
 def _xla_real_devices(devices: Sequence[str] | None = None) -> list[str]:
@@ -71,7 +85,9 @@ def _xla_sync_multi(
     ltc.sync_multi(tensors, devices, wait)
 
 
-def _xla_step_marker(device: str = "", devices: Sequence[str] = (), wait: bool = False) -> None:
+def _xla_step_marker(
+    device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
+) -> None:
     ltc.mark_step(wait, device=device)
 
 
@@ -88,6 +104,14 @@ def _xla_num_devices() -> int:
 
 def _xla_get_cpu_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return ltc.to_cpu(list(tensors))  # type: ignore[no-any-return]
+
+
+def _xla_tensors_from_aten(
+    tensors: Sequence[torch.Tensor], devices: Sequence[str], shardings: object = None
+) -> list[torch.Tensor]:
+    """Upload tensors, each to a device; what they are sharded over means nothing here."""
+    pairs = zip(tensors, devices, strict=True)
+    return [xla_model.send_cpu_data_to_device(t, device)[0] for t, device in pairs]
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:

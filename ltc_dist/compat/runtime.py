@@ -38,6 +38,7 @@ __all__ = [
     "use_spmd",
     "using_pjrt",
     "world_size",
+    "xla_device",
 ]
 
 
@@ -99,6 +100,11 @@ def global_device_count() -> int:
 
 addressable_runtime_device_count = addressable_device_count
 global_runtime_device_count = global_device_count
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """Give device `n` of this process, by default the current one."""
+    return ltc.lazy_device(n, devkind)
 
 
 def device_type() -> str:

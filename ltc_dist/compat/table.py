@@ -54,8 +54,12 @@ SERVED: dict[str, str] = {
     "torch_xla_py.xla_model": "xla_model",
     # lazy_tensor_core
     "lazy_tensor_core": "version",
+    "lazy_tensor_core._LAZYC": "lazy_native",
     "lazy_tensor_core.amp": "amp",
+    "lazy_tensor_core.amp.autocast_mode": "amp",
+    "lazy_tensor_core.amp.grad_scaler": "amp",
     "lazy_tensor_core.core": "",
+    "lazy_tensor_core.core.extract_compiled_graph": "lazy_extract",
     "lazy_tensor_core.core.functions": "functions",
     "lazy_tensor_core.core.lazy_model": "lazy_model",
     "lazy_tensor_core.debug": "",

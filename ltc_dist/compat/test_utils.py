@@ -19,6 +19,7 @@ from ltc_core import metrics
 from ltc_core.lazy_model import DeviceLike
 
 __all__ = [
+    "add_scalar_to_summary",
     "close_summary_writer",
     "get_summary_writer",
     "mp_test",
@@ -130,6 +131,13 @@ def get_summary_writer(logdir: str | os.PathLike[str] | None) -> Any:
         flush=True,
     )
     return None
+
+
+def add_scalar_to_summary(
+    summary_writer: Any, metric_name: str, metric_value: float, global_step: int | None
+) -> None:
+    """Write one number to TensorBoard, as scripts up to 1.5 do; nothing if there is no writer."""
+    write_to_summary(summary_writer, global_step, {metric_name: metric_value})
 
 
 def write_to_summary(

@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property as LazyProperty
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from ltc_dist.batch import to_device
 
 __all__ = [
     "Cleaner",
@@ -120,6 +123,10 @@ class DataWrapper:
         """Make one of tensors."""
         raise NotImplementedError
 
+    def to(self, device: torch.device) -> Any:
+        """Make one of the tensors on a device, as a loader does."""
+        return self.from_tensors(to_device(self.get_tensors(), device))
+
 
 class Cleaner:
     """Calls a function when it is dropped.
@@ -185,48 +192,67 @@ def list_copy_append(ilist: Sequence[Any], item: Any) -> list[Any]:
 def for_each_instance(
     value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]
 ) -> None:
-    """Call a function for each value chosen in a structure of lists, dicts and objects."""
+    """Call a function for each value chosen in a structure, once for one that is there several times.
 
-    def visit(chosen: Any) -> Any:
-        fn(chosen)
-        return chosen
-
-    _walk(value, select_fn, visit, set(), rewrites=False)
+    Values are found in lists, tuples, sets, dicts and their keys, in a `DataWrapper` and in what objects have as
+    attributes.
+    """
+    _walk(value, select_fn, fn, {}, rewrites=False)
 
 
 def for_each_instance_rewrite(
     value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]
 ) -> Any:
-    """Put what a function gives in the place of each value chosen in a structure; give the structure."""
-    return _walk(value, select_fn, fn, set(), rewrites=True)
+    """Put what a function gives in the place of each value chosen in a structure; give the structure.
+
+    Collections and objects are made anew. A value that is there several times is replaced by one.
+    """
+    return _walk(value, select_fn, fn, {}, rewrites=True)
 
 
 def _walk(
     value: Any,
     select_fn: Callable[[Any], bool],
     fn: Callable[[Any], Any],
-    seen: set[int],
+    seen: dict[int, tuple[Any, Any]],
     rewrites: bool,
 ) -> Any:
-    if select_fn(value):
-        return fn(value)
     if id(value) in seen:
-        return value
-    seen.add(id(value))
-    if isinstance(value, dict):
-        made = {k: _walk(v, select_fn, fn, seen, rewrites) for k, v in value.items()}
-        return type(value)(made) if rewrites else value
-    if isinstance(value, list | tuple | set):
+        return seen[id(value)][1]
+    seen[id(value)] = value, value  # kept: the number of one that is gone is given again
+    made = value
+    if select_fn(value):
+        given = fn(value)
+        made = given if rewrites else value
+    elif isinstance(value, DataWrapper):
+        tensors = _walk(value.get_tensors(), select_fn, fn, seen, rewrites)
+        made = value.from_tensors(tensors) if rewrites else value
+    elif isinstance(value, dict):
+        keys = [_walk(k, select_fn, fn, seen, rewrites) for k in value]
+        items = [_walk(v, select_fn, fn, seen, rewrites) for v in value.values()]
+        made = _dict_like(value, keys, items) if rewrites else value
+    elif isinstance(value, list | tuple | set):
         items = [_walk(v, select_fn, fn, seen, rewrites) for v in value]
-        if not rewrites:
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor):
+        if rewrites and any(new is not old for new, old in zip(items, value, strict=True)):
+            made = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | torch.Tensor):
+        made = copy.copy(value) if rewrites else value
+        seen[id(value)] = value, made  # before its attributes: they may lead back to it
         for name, item in list(vars(value).items()):
             found = _walk(item, select_fn, fn, seen, rewrites)
             if found is not item:
-                setattr(value, name, found)
-    return value
+                vars(made)[name] = found
+    seen[id(value)] = value, made
+    return made
+
+
+def _dict_like(value: dict[Any, Any], keys: list[Any], items: list[Any]) -> dict[Any, Any]:
+    made = copy.copy(value)  # with what else it has: a default factory
+    if any(new is not old for new, old in zip(keys, value, strict=True)):
+        made.clear()
+    for key, item in zip(keys, items, strict=True):
+        made[key] = item
+    return made
 
 
 def eprint(*args: Any, **kwargs: Any) -> None:
@@ -243,20 +269,21 @@ def get_print_fn(debug: bool | None = None) -> Callable[..., None]:
     return eprint if (check_env_flag("DEBUG") if debug is None else debug) else null_print
 
 
-def timed(fn: Callable[[], Any], msg: str = "", printfn: Callable[..., Any] = eprint) -> Any:
-    """Call a function and print how long it took, in seconds."""
+def timed(fn: Callable[[], Any], msg: str = "", printfn: Callable[..., Any] | None = eprint) -> Any:
+    """Call a function and print how long it took, in seconds; nothing without a `printfn`."""
     with TimedScope(msg, printfn):
         return fn()
 
 
 @contextlib.contextmanager
-def TimedScope(msg: str = "", printfn: Callable[..., Any] = eprint) -> Iterator[None]:
-    """Print how long a block took, in seconds."""
+def TimedScope(msg: str = "", printfn: Callable[..., Any] | None = eprint) -> Iterator[None]:
+    """Print how long a block took, in seconds; nothing without a `printfn`."""
     started = time.perf_counter()
     try:
         yield
     finally:
-        printfn(f"{msg}{time.perf_counter() - started:.3f}s")
+        if printfn is not None:
+            printfn(f"{msg}{time.perf_counter() - started:.3f}s")
 
 
 def get_free_tcp_ports(n: int = 1) -> list[int]:

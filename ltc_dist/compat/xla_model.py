@@ -5,23 +5,22 @@ Both generations of names with both signatures.
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 import torch
-from torch.utils import _pytree as pytree
 
 import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core import (
     add_step_closure,
-    check_view_sharing,
     fork_rng,
     get_memory_info,
     mark_step,
-    send_cpu_data_to_device,
-    set_rng_state,
+    rng,
     unlazy,
     wait_device_ops,
 )
@@ -45,6 +44,7 @@ from ltc_dist import (
     reduce_scatter_bucketized,
     save,
 )
+from ltc_dist.batch import mapped
 from ltc_dist.collectives import (
     REDUCE_AND,
     REDUCE_MAX,
@@ -55,6 +55,7 @@ from ltc_dist.collectives import (
 )
 from ltc_dist.compat.absent import Absent
 from ltc_dist.compat.table import STABLEHLO
+from ltc_dist.compat.utils import for_each_instance, for_each_instance_rewrite
 from ltc_dist.process_group import Groups
 
 __all__ = [
@@ -204,13 +205,62 @@ def master_print(
     ltd.master_print(*args, fd=sys.stdout if fd is None else fd, local=local, flush=flush)
 
 
-def get_rng_state(device: DeviceLike = None) -> int:
-    """Give the seed of a device's random numbers, or what stands for it once some were drawn.
+# States that numbers stand for, the newest of them.
+_states: OrderedDict[int, torch.Tensor] = OrderedDict()
+_MOST_STATES = 1000
+_numbers = itertools.count(1 << 62)
 
-    `ltc_core.get_rng_state` gives the whole state; `set_rng_state` takes both.
+
+def get_rng_state(device: DeviceLike = None) -> int:
+    """Give a number that brings a device's random numbers back to where they are: the seed, if none was drawn yet.
+
+    Another number holds in this process only; `ltc_core.get_rng_state` gives the state itself.
     """
-    generators = getattr(torch, ltc.settings.device_name).default_generators
-    return int(generators[_number(device)].initial_seed())
+    assert rng.streams is not None
+    stream = rng.streams.default(_number(device))
+    seed = stream.seed_of_state()
+    if seed is not None:
+        return seed
+    number = next(_numbers)
+    _states[number] = stream.get_state()
+    if len(_states) > _MOST_STATES:
+        _states.popitem(last=False)
+    return number
+
+
+def set_rng_state(seed: int | torch.Tensor, device: DeviceLike = None) -> None:
+    """Seed a device's random numbers, or bring them back to where `get_rng_state` found them."""
+    ltc.set_rng_state(seed if isinstance(seed, torch.Tensor) else _states.get(seed, seed), device)
+
+
+# -- data ----------------------------------------------------------------------------------------
+
+
+def send_cpu_data_to_device(datas: Any, device: DeviceLike, input_sharding: Any = None) -> Any:
+    """Upload the CPU tensors of a structure; a single tensor gives a list of one. `input_sharding` is accepted.
+
+    Tensors are found where a loader finds them. One that requires a gradient becomes a leaf of its own.
+    """
+
+    def moved(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item.to(device)
+        (there,) = ltc.send_cpu_data_to_device(item, device)
+        return there if there is item else there.requires_grad_(item.requires_grad)
+
+    result = mapped(datas, moved)
+    return [result] if isinstance(datas, torch.Tensor) else result
+
+
+def check_view_sharing(obj: Any) -> None:
+    """Refuse a structure, or an object, in which a tensor and a view of it would be saved apart.
+
+    Raises:
+        CheckpointError: "Tensor ID 2 is sharing a view with tensor ID 1".
+    """
+    found: list[torch.Tensor] = []
+    for_each_instance(obj, is_xla_tensor, found.append)
+    ltc.check_view_sharing(found)
 
 
 # -- collectives ---------------------------------------------------------------------------------
@@ -312,7 +362,7 @@ def xla_rendezvous(
 
 
 class ToXlaTensorArena:
-    """Finds values in a structure, converts them together, and puts them back. Tuples stay tuples.
+    """Finds values in a structure as `xu.for_each_instance` does, converts them together, and puts them back.
 
     Args:
         convert_fn: is given the list of those found; gives as many.
@@ -325,10 +375,10 @@ class ToXlaTensorArena:
         self._convert_fn, self._select_fn = convert_fn, select_fn
 
     def transform(self, inputs: Any) -> Any:
-        leaves, shape = pytree.tree_flatten(inputs)
-        chosen = [k for k, leaf in enumerate(leaves) if self._select_fn(leaf)]
-        if chosen:
-            converted = self._convert_fn([leaves[k] for k in chosen])
-            for k, value in zip(chosen, converted, strict=True):
-                leaves[k] = value
-        return pytree.tree_unflatten(leaves, shape)
+        chosen: list[Any] = []
+        for_each_instance(inputs, self._select_fn, chosen.append)
+        if not chosen:
+            return inputs
+        pairs = zip(chosen, self._convert_fn(chosen), strict=True)
+        made = {id(old): new for old, new in pairs}
+        return for_each_instance_rewrite(inputs, self._select_fn, lambda old: made[id(old)])

@@ -69,6 +69,13 @@ assert xm.rendezvous("x", b"1") == xm.xla_rendezvous(b"1") == [b"1"]
 assert xm.get_memory_info("xla:0").keys() >= {{"kb_free", "bytes_used"}}
 xm.set_rng_state(7)
 assert xm.get_rng_state() == 7 and isinstance(xm.get_rng_state("xla:1"), int)
+drawn = torch.rand(3, device="xla")
+then = xm.get_rng_state()
+drawn = [torch.rand(3, device="xla").tolist() for _ in range(2)]
+xm.set_rng_state(then)
+assert isinstance(then, int) and drawn == [torch.rand(3, device="xla").tolist() for _ in range(2)]
+torch.manual_seed(5)
+assert xm.get_rng_state() == 5
 arena = xm.ToXlaTensorArena(lambda found: [v + 1 for v in found], lambda v: isinstance(v, int))
 assert arena.transform(({{"a": 1}}, (2, "b"))) == ({{"a": 2}}, (3, "b"))
 assert torch_xla.device_count() == xr.addressable_device_count() == 2 and torch_xla.devices()[1].index == 1
@@ -144,6 +151,9 @@ def fail(rank):
         raise ValueError("the original error")
     xm.rendezvous("never")
 
+def nested(rank):
+    assert pjrt.run_multiprocess(xm.get_ordinal) == {{rank: rank}}
+
 def numbers(offset):
     dist.init_process_group("xla", init_method="xla://")
     rank = xm.get_ordinal()
@@ -162,6 +172,7 @@ if __name__ == "__main__":
     context = xmp.spawn(fail, nprocs=2, join=False)
     with pytest.raises(ValueError, match="the original error"):
         context.join()
+    xmp.spawn(nested, nprocs=2)
     assert pjrt.run_multiprocess(numbers, offset=5) == {{0: (True, 5.0, "xla"), 1: (True, 6.0, "xla")}}
     ranks = []
     pjrt.spawn_threads(lambda rank, name: ranks.append((rank, name, xm.get_ordinal(), xm.xla_device().index)), ("a",))
@@ -198,6 +209,10 @@ with pytest.raises(RuntimeError, match="Input tensor is not an XLA tensor: torch
     x + torch.ones(2, 3)
 assert _XLAC._xla_num_devices() == 2 and _XLAC._xla_real_devices() == ["CPU:0", "CPU:1"]
 assert _XLAC._xla_counter_value("MarkStep") is None and _XLAC._xla_memory_info("xla:0")["bytes_limit"] > 0
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
+assert not isinstance(x, FSDP) and isinstance(x, torch.Tensor | FSDP)
+with pytest.raises(NotImplementedError, match="is not here"), FSDP:
+    pass
 for absent in (xm.get_stablehlo, xm.send, xm.recv):
     with pytest.raises(NotImplementedError, match="is not here"):
         absent(x)

@@ -76,9 +76,22 @@ for k in range(2):
     torch.testing.assert_close(found, expected)
 assert module.inner.weight.device.type == "cpu"
 
+# what it writes, into one tensor that is given twice, and through other ways than a method
+class Writes(torch.nn.Module):
+    def forward(self, a, b, c):
+        a[0].mul_(3)
+        torch._foreach_add_([c["in"]], 1)
+        return a + b, c["not"]
+writes = extract_compiled_graph(Writes(), [torch.ones(2), torch.ones(2), {"in": torch.ones(2), "not": torch.ones(2)}])
+a, c = torch.ones(2), {"in": torch.ones(2), "not": x}
+found, same = writes(a, a, c)
+assert a.tolist() == [3, 1] and found.tolist() == [6, 2] and c["in"].tolist() == [2, 2]
+assert same.tolist() == [1, 1] and same.device.type == "cpu"
+
 # the rest
 context = get_device_context()
-assert context is get_device_context("lazy:0") and context.device == "lazy:0"
+assert context is get_device_context("lazy:0") is get_device_context("lazy") and context.device == "lazy:0"
+assert get_device_context(x.device) is context is not get_device_context("cpu")
 assert torch.randn in tensor_factory_functions
 assert torch._lazy.get_tensor_id(x) != torch._lazy.get_tensor_id(one)
 called = []
@@ -87,3 +100,32 @@ run_step_closures()
 assert called == [[8, 8]]
 """
     run(tmp_path, code)
+
+
+def test_native_functions_of_lazy_tensor_core(tmp_path: Path) -> None:
+    """Its scripts begin with `_ltc_init_ts_backend()`."""
+    code = """
+import lazy_tensor_core
+import torch
+from lazy_tensor_core import _LAZYC
+from lazy_tensor_core.core.extract_compiled_graph import extract_compiled_graph
+
+_LAZYC._ltc_init_ts_backend()
+_LAZYC._ltc_enable_reuse_ir()
+assert _LAZYC._ltc_get_default_device() == "lazy:0" and _LAZYC._ltc_get_devices() == ["lazy:0", "lazy:1"]
+assert _LAZYC._ltc_set_default_device("lazy:1") == "lazy:0" and _LAZYC._ltc_real_devices(["lazy:1"]) == ["CPU:1"]
+x = torch.ones(2, device="lazy") + 1
+assert x.device.index == 1
+assert "aten.add" in _LAZYC._get_ltc_tensors_text([x]) and "aten.add" in _LAZYC._get_ltc_tensors_backend([x])
+assert _LAZYC._get_ltc_tensors_dot([x]).startswith("digraph")
+assert _LAZYC._get_graph_hash(x) == _LAZYC._get_graph_hash([x])
+assert _LAZYC._ltc_get_tensor_id(x) != _LAZYC._ltc_get_tensor_id(x + 1)
+_LAZYC._ltc_sync_multi([x], devices=[])
+assert "aten.add" not in _LAZYC._get_ltc_tensors_text([x])
+_LAZYC._ltc_step_marker("lazy:1", devices=[], wait=True)
+_LAZYC._ltc_wait_device_ops(devices=[])
+assert _LAZYC._ltc_counter_value("MarkStep") == 1 and "MarkStep" in _LAZYC._ltc_counter_names()
+assert _LAZYC._ltc_get_cpu_tensors([x])[0].tolist() == [2, 2]
+assert "MarkStep" in _LAZYC._ltc_metrics_report()
+"""
+    run(tmp_path, code, CPU_NUM_DEVICES="2")

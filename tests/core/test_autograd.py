@@ -386,3 +386,38 @@ def test_a_step_with_hooks_and_custom_functions_is_one_graph() -> None:
     with Counting() as counted:
         step()
     assert counted.syncs == {"MarkStep": 1} and not counted.fallbacks and not counted.compiles
+
+
+class TestWritesToLists:
+    """`torch._foreach_add_` and its kin count as writes into each tensor, as eager PyTorch's do."""
+
+    def test_versions(self) -> None:
+        for _ in range(4):  # recorded first, then followed
+            versions = []
+            for device in (torch.device("cpu"), ltc.lazy_device()):
+                a, b = torch.ones(3).to(device), torch.ones(2).to(device)
+                start = a._version, b._version
+                torch._foreach_add_([a, b], 1)
+                torch._foreach_mul_([a], [a])
+                torch._foreach_zero_([b])
+                versions.append((a._version - start[0], b._version - start[1]))
+            assert versions == [(2, 2)] * 2
+            ltc.mark_step()
+        with torch.inference_mode():
+            c = torch.ones(2, device=ltc.lazy_device())
+            torch._foreach_add_([c], 1)
+            assert c.tolist() == [2, 2]
+
+    @pytest.mark.parametrize("foreach", [False, True])
+    def test_backward_after_a_step_is_refused(self, foreach: bool) -> None:
+        device = ltc.lazy_device()
+        for _ in range(3):
+            model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).to(device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=foreach)
+            x = torch.ones(4, 2, device=device)
+            first, second = model(x).sum(), model(x).square().sum()
+            first.backward()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                second.backward()
+            ltc.mark_step()

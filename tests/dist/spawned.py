@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ltc_core as ltc
@@ -395,3 +396,25 @@ def normalise(rank: int, directory: str) -> None:
         "out": norm(batch).detach(),
     }
     torch.save(ltd.to_cpu(kept), f"{directory}/{rank}.pt")
+
+
+def take(rank: int, tensor: torch.Tensor, parameter: torch.nn.Parameter, directory: str) -> None:
+    """Be given tensors of the device."""
+    assert str(tensor.device) == str(parameter.device) == str(ltc.lazy_device())
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+    torch.save([tensor.cpu(), parameter.detach().cpu()], f"{directory}/{rank}.pt")
+
+
+def normalise_more(rank: int) -> None:
+    """Batch statistics of an empty batch beside another, and in half precision."""
+    import ltc_dist as ltd
+
+    for dtype in (torch.float16, torch.bfloat16):
+        norm = ltd.SyncBatchNorm(2).to(ltd.lazy_device())
+        made = norm(torch.full((64, 2, 40, 40), 3.0 + rank, dtype=dtype, device=ltd.lazy_device()))
+        assert made.dtype == dtype and made.float().mean().item() == 2 * rank - 1
+    norm = ltd.SyncBatchNorm(2).to(ltd.lazy_device())
+    batch = torch.arange(8.0).reshape(4, 2)[: 4 * rank].to(ltd.lazy_device()).requires_grad_()
+    norm(batch).square().sum().backward()
+    assert batch.grad is not None and batch.grad.shape == batch.shape
+    assert norm.running_mean.tolist() == pytest.approx([0.3, 0.4])

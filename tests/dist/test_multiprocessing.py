@@ -251,3 +251,14 @@ def test_the_guard_is_looked_for(tmp_path: Path, code: str, expected: bool) -> N
     }
     exec(compile(code, str(script), "exec"), names)
     assert answers == [expected]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_tensors_of_the_device_as_arguments(tmp_path: Path, start_method: str) -> None:
+    tensor = torch.arange(3.0, device=ltc.lazy_device()) + 1
+    weight = torch.nn.Linear(2, 2).to(ltc.lazy_device()).weight
+    xmp.spawn(spawned.take, (tensor, weight, str(tmp_path)), nprocs=2, start_method=start_method)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found[0].tolist() == [1, 2, 3] and torch.equal(found[1], weight.detach().cpu())

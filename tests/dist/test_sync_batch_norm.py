@@ -32,6 +32,11 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     torch.testing.assert_close(out, norm(batch).detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.dist
+def test_half_precision_and_a_batch_that_is_empty() -> None:
+    ltd.spawn(spawned.normalise_more, nprocs=2)
+
+
 def test_alone_it_is_batch_norm() -> None:
     norm = ltd.SyncBatchNorm(3, 1e-4, 0.2)
     plain = torch.nn.BatchNorm2d(3, 1e-4, 0.2)
@@ -40,3 +45,5 @@ def test_alone_it_is_batch_norm() -> None:
     assert torch.equal(norm.running_var, plain.running_var)
     with pytest.raises(ValueError, match="expected at least 2D input"):
         norm(torch.randn(3))
+    with pytest.raises(ValueError, match="expected 3 channels, got 5"):
+        norm(torch.randn(2, 5))
