@@ -129,7 +129,8 @@ for i, call in enumerate(calls):
     assert "<string>:" in text, (i, text)
 for call in (lambda: x + host, lambda: host + x, lambda: torch.cat([host, x]), lambda: x.mul_(host)):
     kind, text = raised(call)
-    assert "Input tensor is not a lazy tensor: torch.FloatTensor" in text and "Next: move it" in text
+    what = "an XLA tensor" if a.type == "xla" else "a lazy tensor"  # as the peer of that name says
+    assert f"Input tensor is not {what}: torch.FloatTensor" in text and "Next: move it" in text
 assert x.tolist() == y.tolist() == [1.0, 1.0] and (x + torch.tensor(1)).tolist() == [2.0, 2.0]
 assert (x + torch.tensor(1.0)).tolist() == [2.0, 2.0]
 assert (y + y).tolist() == [2.0, 2.0]
