@@ -1,7 +1,7 @@
 """One place is told of every cut: it reports, saves graphs, and does nothing if nobody asked.
 
 The reports have the form that users of torch_xla's PT_XLA_DEBUG know: a block for each graph that is built and, at
-level 2, for each run of one, with the user's frames. `summary` says at the end what was too frequent.
+level 2, for each run of one, with the user's frames. `frequent` says at the end what was too frequent.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ltc_core as ltc
-from ltc_dist.ranks import ranks
+from ltc_dist.compat.runtime import host_index as task_id
+from ltc_dist.compat.runtime import local_device_count as num_available_devices
 
 __all__ = [
     "num_available_chips",
@@ -13,24 +14,12 @@ __all__ = [
     "version",
 ]
 
-
-def num_available_devices() -> int:
-    """Give the devices of this host, whatever they compute on."""
-    return len(ltc.get_lazy_supported_devices()) * ranks().local_world_size
-
-
 num_available_chips = num_available_devices
 
 
 def num_local_processes() -> int:
     """Give the processes that `xmp.spawn` starts."""
     return ltc.settings.num_devices
-
-
-def task_id() -> int:
-    """Give which host this is, if all have as many processes."""
-    here = ranks()
-    return here.rank // here.local_world_size
 
 
 def version() -> int:

@@ -54,6 +54,7 @@ from ltc_dist.collectives import (
     REDUCE_SUM,
 )
 from ltc_dist.compat.absent import Absent
+from ltc_dist.compat.runtime import xla_device
 from ltc_dist.compat.table import STABLEHLO
 from ltc_dist.compat.utils import for_each_instance, for_each_instance_rewrite
 from ltc_dist.process_group import Groups
@@ -128,11 +129,6 @@ get_stablehlo_bytecode = Absent("xm.get_stablehlo_bytecode", STABLEHLO)
 recv, send = Absent("xm.recv", _CHANNELS), Absent("xm.send", _CHANNELS)
 
 # -- devices -------------------------------------------------------------------------------------
-
-
-def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """Give device `n` of this process, by default the current one."""
-    return ltc.lazy_device(n, devkind)
 
 
 def get_xla_supported_devices(*args: Any, **kwargs: Any) -> list[str]:
