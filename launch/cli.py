@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import sys
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(shlex.join([sys.executable, *agent.command(spec, os.getpid())]))
         _show(spec, agent.variables(spec))
         return 0
+    gc.freeze()  # of PyTorch's modules: collecting them at the end takes half a second
     return agent.run(spec)
 
 
