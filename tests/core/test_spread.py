@@ -175,6 +175,8 @@ def test_gradients_are_dealt_out_last_first() -> None:
         return [torch.empty(int(n * 2**18), device="meta") for n in sizes]
 
     assert list(deal_backwards(mib(0.5, 3, 2, 0.5, 0.25, 0.25), 4)) == [[5, 4, 3], [2, 1], [0]]
+    assert list(deal_backwards(mib(2, 1, 0.5), 25)) == [[2, 1, 0]]  # too few to be worth two
+    assert list(deal_backwards(mib(3, 1, 0.5), 25)) == [[2, 1], [0]]
     assert list(deal_backwards(mib(1, 1), 0)) == [[1], [0]]
     assert list(deal_backwards([], 4)) == []
     halves = [torch.empty(2, dtype=torch.half), torch.empty(2), torch.empty(2, dtype=torch.half)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ltc_core as ltc
+import ltc_dist
 from ltc_dist.multiprocessing import MpSerialExecutor
 from ltc_dist.ranks import ranks
 
@@ -21,11 +22,15 @@ __all__ = [
     "end",
     "fail",
     "learn_unlike",
+    "reduce_each_kind",
     "serial",
     "tell",
     "train",
     "wait_for_ever",
 ]
+
+FLOATS = (torch.float32, torch.float64, torch.half, torch.bfloat16)
+INTS = (torch.int64, torch.int32, torch.uint8, torch.int8)
 
 
 class Odd(Exception):
@@ -62,6 +67,21 @@ def wait_for_ever(rank: int, directory: str) -> None:
     Path(directory, str(os.getpid())).touch()
     while True:
         time.sleep(0.1)
+
+
+def reduce_each_kind(rank: int, directory: str) -> None:
+    """Reduce whole and real numbers in each way."""
+    real = torch.tensor([1.5, -2.0, float("nan"), 0.25]) * (rank + 1)
+    whole = torch.tensor([6, 3, -5]) + rank
+    found = {
+        f"{kind} {dtype}": ltc_dist.all_reduce(kind, x.to(dtype).to("ltc")).cpu()
+        for kind, x, dtypes in (
+            *((kind, real, FLOATS) for kind in ("sum", "mul", "min", "max")),
+            *((kind, whole, INTS) for kind in ("sum", "mul", "min", "max", "and", "or")),
+        )
+        for dtype in dtypes
+    }
+    torch.save(found, f"{directory}/{rank}.pt")
 
 
 def serial(rank: int, path: str) -> None:

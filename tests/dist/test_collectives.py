@@ -1,5 +1,6 @@
 """Collectives: what they give, in two processes and in one, and what is said when they do not fit together."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,32 @@ def test_two_processes(tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyP
             "x": BOTH[rank],
         }
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+COMBINED = {
+    "sum": torch.add, "mul": torch.mul, "min": torch.minimum, "max": torch.maximum,
+    "and": torch.bitwise_and, "or": torch.bitwise_or,
+}  # fmt: skip
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_each_kind_of_reduction(nprocs: int, tmp_path: Path) -> None:
+    """Two processes exchange their vectors, more of them leave it to gloo."""
+    ltd.spawn(spawned.reduce_each_kind, (str(tmp_path),), nprocs=nprocs)
+    found = [torch.load(tmp_path / f"{k}.pt") for k in range(nprocs)]
+    for kind, combine in COMBINED.items():
+        for dtype in (*spawned.INTS, *(() if kind in ("and", "or") else spawned.FLOATS)):
+            real = torch.tensor([1.5, -2.0, float("nan"), 0.25])
+            whole = torch.tensor([6, 3, -5])
+            inputs = [
+                (real * (k + 1) if dtype in spawned.FLOATS else whole + k).to(dtype)
+                for k in range(nprocs)
+            ]
+            for got in found:
+                torch.testing.assert_close(
+                    got[f"{kind} {dtype}"], functools.reduce(combine, inputs), equal_nan=True
+                )
 
 
 @pytest.mark.dist
