@@ -21,6 +21,7 @@ from ltc_core.buckets import deal_backwards
 from ltc_core.settings import settings
 
 __all__ = [
+    "COMBINE",
     "FINISHES",
     "OPS",
     "STARTS",
@@ -36,6 +37,16 @@ __all__ = [
     "scaled",
     "unpacked",
 ]
+
+# kind of reduction -> what makes one tensor of two
+COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mul": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+}
 
 
 class Transport(Protocol):

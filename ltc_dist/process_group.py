@@ -19,7 +19,7 @@ import torch.distributed
 
 from ltc_core import collective
 from ltc_core.buckets import deal
-from ltc_core.collective import all_reduce_in_vectors, packed, plan_text, scaled, unpacked
+from ltc_core.collective import COMBINE, all_reduce_in_vectors, packed, plan_text, scaled, unpacked
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, listed
 from ltc_core.settings import settings
 from ltc_dist.host import LOOK_S, ended, job_store, wait_looking
@@ -37,16 +37,6 @@ _KINDS = {
     "or": dist.ReduceOp.BOR,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
-}
-
-# The same, of two vectors, into the first.
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.Tensor.add_,
-    "mul": torch.Tensor.mul_,
-    "and": torch.Tensor.bitwise_and_,
-    "or": torch.Tensor.bitwise_or_,
-    "min": lambda a, b: torch.minimum(a, b, out=a),
-    "max": lambda a, b: torch.maximum(a, b, out=a),
 }
 
 Groups = Sequence[Sequence[int]] | None
@@ -182,7 +172,7 @@ class ProcessTransport:
         sizes[1 - self._group.position] = flat.numel()
         come = torch.empty_like(flat)
         work = self._backend.alltoall_base(come, flat, sizes, sizes)
-        return work, lambda: _COMBINE[kind](flat, come)
+        return work, lambda: COMBINE[kind](flat, come, out=flat)
 
     def finish_all_reduce(self, flat: torch.Tensor) -> None:
         work, self._plan, at_end = self._under_way.pop(flat.data_ptr())

@@ -12,21 +12,12 @@ from typing import Any
 
 import torch
 
-from ltc_core.collective import plan_text
+from ltc_core.collective import COMBINE, plan_text
 from ltc_core.errors import CollectiveError
 
 __all__ = ["Meeting", "Stopped", "ThreadTransport"]
 
 Tensors = list[torch.Tensor]
-
-_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "mul": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-}
 
 
 class Stopped(CollectiveError):
@@ -121,7 +112,7 @@ class ThreadTransport:
     def all_reduce(self, values: Tensors, kind: str, scale: float, label: str) -> Tensors:
         def combine(brought: list[Tensors]) -> list[Tensors]:
             sums = [
-                functools.reduce(_REDUCE[kind], column) for column in zip(*brought, strict=True)
+                functools.reduce(COMBINE[kind], column) for column in zip(*brought, strict=True)
             ]
             scaled = [t if scale == 1.0 else (t * scale).to(t.dtype) for t in sums]
             return [scaled if k == 0 else _copies(scaled) for k in range(self._count)]

@@ -22,6 +22,7 @@ __all__ = [
     "end",
     "fail",
     "learn_unlike",
+    "numbers",
     "reduce_each_kind",
     "serial",
     "tell",
@@ -69,15 +70,20 @@ def wait_for_ever(rank: int, directory: str) -> None:
         time.sleep(0.1)
 
 
+def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Give what a process reduces."""
+    if dtype.is_floating_point:
+        return (torch.tensor([1.5, -2.0, float("nan"), 0.25]) * (rank + 1)).to(dtype)
+    return (torch.tensor([6, 3, -5]) + rank).to(dtype)
+
+
 def reduce_each_kind(rank: int, directory: str) -> None:
     """Reduce whole and real numbers in each way."""
-    real = torch.tensor([1.5, -2.0, float("nan"), 0.25]) * (rank + 1)
-    whole = torch.tensor([6, 3, -5]) + rank
     found = {
-        f"{kind} {dtype}": ltc_dist.all_reduce(kind, x.to(dtype).to("ltc")).cpu()
-        for kind, x, dtypes in (
-            *((kind, real, FLOATS) for kind in ("sum", "mul", "min", "max")),
-            *((kind, whole, INTS) for kind in ("sum", "mul", "min", "max", "and", "or")),
+        f"{kind} {dtype}": ltc_dist.all_reduce(kind, numbers(rank, dtype).to("ltc")).cpu()
+        for kind, dtypes in (
+            *((kind, (*FLOATS, *INTS)) for kind in ("sum", "mul", "min", "max")),
+            *((kind, INTS) for kind in ("and", "or")),
         )
         for dtype in dtypes
     }

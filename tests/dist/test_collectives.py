@@ -62,12 +62,7 @@ def test_each_kind_of_reduction(nprocs: int, tmp_path: Path) -> None:
     found = [torch.load(tmp_path / f"{k}.pt") for k in range(nprocs)]
     for kind, combine in COMBINED.items():
         for dtype in (*spawned.INTS, *(() if kind in ("and", "or") else spawned.FLOATS)):
-            real = torch.tensor([1.5, -2.0, float("nan"), 0.25])
-            whole = torch.tensor([6, 3, -5])
-            inputs = [
-                (real * (k + 1) if dtype in spawned.FLOATS else whole + k).to(dtype)
-                for k in range(nprocs)
-            ]
+            inputs = [spawned.numbers(k, dtype) for k in range(nprocs)]
             for got in found:
                 torch.testing.assert_close(
                     got[f"{kind} {dtype}"], functools.reduce(combine, inputs), equal_nan=True
