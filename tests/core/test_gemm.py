@@ -10,7 +10,8 @@ import torch
 
 from ltc_core.executors.inductor import gemm
 from ltc_core.executors.inductor.lower import lower
-from ltc_core.executors.inductor.part import Part, partition
+from ltc_core.executors.inductor.partition import partition
+from ltc_core.executors.part import Part
 from ltc_core.graph import Graph, Node, Ref, TensorMeta
 
 aten = torch.ops.aten
@@ -107,7 +108,9 @@ assert b"aoti_torch_cpu__linear_pointwise" in library.read_bytes()
 tensors = [t for call in calls for t in call]
 results = load(library, list(part.graph.inputs.values())).run([tensors[i] for i in part.inputs])
 for call, got in zip(calls, results, strict=True):
-    torch.testing.assert_close(got, call[-2] @ call[-1] + (call[0] if len(call) == 3 else 0))
+    # Two libraries add up to 512 products of positive numbers in different orders.
+    wanted = call[-2] @ call[-1] + (call[0] if len(call) == 3 else 0)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 """
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from ltc_core.executors.base import NodeFailure
+from ltc_core.executors.chain import Chain
 from ltc_core.executors.inductor import indices
-from ltc_core.executors.inductor.chain import Chain
+from ltc_core.executors.inductor.chain import compiled_chain
 from ltc_core.executors.inductor.indices import Bound, find_bounds, hold
-from ltc_core.executors.inductor.part import partition
+from ltc_core.executors.inductor.partition import partition
 from ltc_core.graph import Graph, Node, Ref, TensorMeta, Write
 from tests.core.stand_ins import ended
 
@@ -139,7 +140,7 @@ class TestInAProgram:
                 return [torch.nn.functional.embedding(index, table)]
 
         library: Any = Library()
-        return Chain(graph, parts, {0: (library, (2,))}, torch.device("cpu"))
+        return compiled_chain(graph, parts, {0: (library, (2,))}, torch.device("cpu"))
 
     def test_in_range(self) -> None:
         launched: list[int] = []

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.executors.inductor.chain import Chain
+from ltc_core.executors.chain import Chain
+from ltc_core.executors.inductor.chain import compiled_chain
 from ltc_core.executors.inductor.lower import lower
-from ltc_core.executors.inductor.part import partition
+from ltc_core.executors.inductor.partition import partition
 from tests.core.random_graphs import RandomGraph, random_graph
 from tests.core.stand_ins import Interpreted, ended
 
@@ -27,7 +28,7 @@ def chain_of(
         if part.compiled:
             lowered = lower(part, "cpu")
             models[k] = (Interpreted(lowered.module), lowered.returned)
-    return Chain(found.graph, parts, models, torch.device("cpu"))
+    return compiled_chain(found.graph, parts, models, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("num_ops", [4, 12, 30])

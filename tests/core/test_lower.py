@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ltc_core.executors.inductor.lower import Lowered, Refused, lower
-from ltc_core.executors.inductor.number_rules import NUMBER_DTYPES
-from ltc_core.executors.inductor.part import Part, partition
-from ltc_core.executors.inductor.spelled_out import attention, attention_backward
+from ltc_core.executors.inductor.lower import Lowered, lower
+from ltc_core.executors.inductor.partition import partition
+from ltc_core.executors.number_rules import NUMBER_DTYPES
+from ltc_core.executors.part import Part
+from ltc_core.executors.replay import Refused
+from ltc_core.executors.spelled_out import attention, attention_backward
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
 from ltc_core.passes import plan
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.executors.inductor.part import Part, partition
+from ltc_core.executors.inductor.partition import partition
+from ltc_core.executors.part import Part
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
 
 aten = torch.ops.aten

@@ -12,8 +12,9 @@ import torch
 
 from ltc_core.executors.inductor import request as module
 from ltc_core.executors.inductor.lower import lower
-from ltc_core.executors.inductor.part import Part, partition
+from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.request import Request, decode, encode, key
+from ltc_core.executors.part import Part
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write
 from tests.core.random_graphs import random_graph
 

@@ -9,9 +9,11 @@ import torch
 import ltc_core as ltc
 from ltc_core import collective
 from ltc_core.buckets import deal, deal_backwards
-from ltc_core.executors.inductor.chain import Chain
+from ltc_core.executors.chain import Chain
+from ltc_core.executors.inductor.chain import compiled_chain
 from ltc_core.executors.inductor.lower import lower
-from ltc_core.executors.inductor.part import Part, partition
+from ltc_core.executors.inductor.partition import partition
+from ltc_core.executors.part import Part
 from ltc_core.executors.reference import ReferenceExecutor
 from ltc_core.graph import Graph, Node, Ref, TensorMeta, ViewStep, Write
 from tests.core.stand_ins import Interpreted, ended
@@ -102,7 +104,7 @@ def chain_of(graph: Graph) -> Chain:
         if part.compiled:
             lowered = lower(part, "cpu")
             models[k] = Interpreted(lowered.module), lowered.returned
-    return Chain(graph, parts, models, CPU)
+    return compiled_chain(graph, parts, models, CPU)
 
 
 def test_the_second_vector_is_computed_while_the_first_is_under_way(twin: Twin) -> None:

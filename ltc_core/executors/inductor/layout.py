@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ltc_core.executors.inductor.stages import Kind, Stage
+from ltc_core.executors.stages import Kind, Stage
 from ltc_core.graph import Graph, Node, TensorMeta, references
 
 __all__ = ["keep_channels_last"]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.inductor.part import Part
+from ltc_core.executors.part import Part
 from ltc_core.graph import Graph, Node, TensorMeta
 
 __all__ = ["Request", "decode", "encode", "key"]
@@ -31,9 +31,10 @@ _PACKAGE = Path(__file__).parents[2]
 # The files that decide what is made of a part: `lower` and all it stands on.
 _LOWERING = (
     "graph.py", "passes.py", "schema.py", "views.py",
+    *(f"executors/{name}.py" for name in ("number_rules", "part", "replay", "spelled_out")),
     *(
         f"executors/inductor/{name}.py" for name in
-        ("build_artifact", "gemm", "gemm_lowering", "lower", "number_rules", "part", "spelled_out")
+        ("build_artifact", "gemm", "gemm_lowering", "lower")
     ),
 )  # fmt: skip
 

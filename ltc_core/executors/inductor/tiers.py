@@ -22,12 +22,14 @@ import torch
 from ltc_core import metrics
 from ltc_core.errors import listed
 from ltc_core.executors.base import Program
-from ltc_core.executors.inductor.chain import Chain
+from ltc_core.executors.chain import Chain
+from ltc_core.executors.inductor.chain import compiled_chain
 from ltc_core.executors.inductor.launcher import Model, load
-from ltc_core.executors.inductor.number_rules import vector_metas
-from ltc_core.executors.inductor.part import Part, partition
+from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.request import Request, encode, key
 from ltc_core.executors.inductor.service import CompileService, Outcome, service
+from ltc_core.executors.number_rules import vector_metas
+from ltc_core.executors.part import Part
 from ltc_core.executors.reference import ReferenceProgram
 from ltc_core.graph import Graph, TensorMeta
 from ltc_core.settings import settings
@@ -238,7 +240,7 @@ class _Build:
             if len(self._models) == len(self.requests):
                 program = self._program()
                 if program is not None:
-                    chain = Chain(self._graph, self._parts, self._models, self._hardware)
+                    chain = compiled_chain(self._graph, self._parts, self._models, self._hardware)
                     program.install(chain, time.monotonic() - self._started)
                 self.done.set()
 

@@ -1,9 +1,8 @@
-"""Parts of a graph: what is compiled, and what runs op by op between.
+"""Parts of a graph: each is compiled whole, or runs op by op.
 
-Some ops are no business of a compiler: collectives, draws from PyTorch's generator (whose numbers must not depend on
-what runs them), writes through views that only exist on packed memory, ops the compiler refused. `partition` cuts the
-graph into parts that run one after the other, each of one kind. A part's graph is written in a canonical form: values
-and numbers counted from zero, numbers that are no inputs written as constants. Comes from `tiers`, goes to `request`.
+A part's graph is written in a canonical form: values and numbers counted from zero, numbers that are no inputs written
+as constants, so that equal parts of different programs are equal. An executor that compiles decides which nodes go
+together (`stages`), and `parts_of` writes them down.
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.inductor.layout import keep_channels_last
-from ltc_core.executors.inductor.number_rules import takes_number
-from ltc_core.executors.inductor.spread import spread
-from ltc_core.executors.inductor.stages import Kind, stages
+from ltc_core.executors.number_rules import takes_number
+from ltc_core.executors.stages import Kind, Stage
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, references
 from ltc_core.passes import prune
 
-__all__ = ["Part", "partition"]
-
-aten = torch.ops.aten
+__all__ = ["Part", "parts_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,58 +47,21 @@ class Part:
     constants: Mapping[int, Any]
 
 
-def partition(
-    graph: Graph, scalars: Sequence[Any], varied: frozenset[int], refused: frozenset[str]
+def parts_of(
+    graph: Graph, stage_of: Sequence[Stage], scalars: Sequence[Any], varied: frozenset[int]
 ) -> list[Part]:
-    """Cut `graph` into parts.
+    """Cut a graph into the parts that its stages are, in their order.
 
     Args:
+        stage_of: the stage of each node.
         scalars: the numbers of the last run.
         varied: positions of numbers seen with another value before.
-        refused: names of ops the compiler cannot take.
     """
-    graph = spread(graph)
-    graph = dataclasses.replace(graph, nodes=tuple(_without_operand(node) for node in graph.nodes))
-    stage_of = stages(graph, refused)
-    graph = keep_channels_last(graph, stage_of)
     order = sorted(range(len(stage_of)), key=stage_of.__getitem__)
     groups = [
         (kind is Kind.COMPILED, [graph.nodes[at] for at in chosen])
         for (_, kind), chosen in itertools.groupby(order, key=stage_of.__getitem__)
     ]
-    return _parts(graph, groups, scalars, varied)
-
-
-# Ops that read nothing of their operand but its metadata; what they fill in with.
-_LIKE: dict[torch._ops.OpOverload, int | None] = {
-    aten.empty_like.default: None,
-    aten.zeros_like.default: 0,
-    aten.ones_like.default: 1,
-}
-
-
-def _without_operand(node: Node) -> Node:
-    """Write `empty_like(x)` and its kin as what does not wait for `x`: a draw into it would cut the graph in two."""
-    if node.op not in _LIKE:
-        return node
-    meta, fill = node.outs[0], _LIKE[node.op]
-    assert meta is not None
-    kwargs = {"dtype": meta.dtype}
-    if fill is None or not meta.contiguous:
-        if fill is not None:
-            return node
-        args: tuple[Any, ...] = (tuple(meta.size), meta.stride)
-        return dataclasses.replace(node, op=aten.empty_strided.default, args=args, kwargs=kwargs)
-    args = (tuple(meta.size), fill)
-    return dataclasses.replace(node, op=aten.full.default, args=args, kwargs=kwargs)
-
-
-def _parts(
-    graph: Graph,
-    groups: list[tuple[bool, list[Node]]],
-    scalars: Sequence[Any],
-    varied: frozenset[int],
-) -> list[Part]:
     metas = graph.metas()
     maker = {node.first + i: node for node in graph.nodes for i in range(len(node.outs))}
     views = [_views_of_others(nodes, maker) for _, nodes in groups]

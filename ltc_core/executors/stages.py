@@ -1,25 +1,18 @@
-"""In which order the nodes of a graph run, and which of them are compiled.
+"""In which order the nodes of a graph run, where some of them run op by op and the others are compiled.
 
 A stage is a level and a kind. In a level come first eager nodes, then those that wait for other processes and eager
-ones after them, then compiled ones. Used by `part`.
+ones after them, then compiled ones. Goes to `part`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import torch
+from collections.abc import Iterator, Sequence
 
 from ltc_core import collective
-from ltc_core.executors.inductor.indices import find_bounds
-from ltc_core.graph import Graph, Lens, Node, TensorMeta, Write, references
-from ltc_core.views import open_lens
+from ltc_core.graph import Graph, Node, references
 
 __all__ = ["Kind", "Stage", "stages"]
-
-aten = torch.ops.aten
 
 
 class Kind(enum.IntEnum):
@@ -31,14 +24,14 @@ class Kind(enum.IntEnum):
 Stage = tuple[int, Kind]
 
 
-def stages(graph: Graph, refused: frozenset[str]) -> list[Stage]:
-    """Give each node its stage.
+def stages(graph: Graph, eager: set[int]) -> list[Stage]:
+    """Give each node its stage. `eager` are the positions of those that run op by op.
 
     That is the first one it can have, with two exceptions. What only a later reduction needs comes after the start of
     the one before it, so as to run while that goes on. What needs nothing but inputs comes where it is used.
     """
     nodes = graph.nodes
-    eager = _eager_nodes(graph, refused)
+    eager = _with_operands(nodes, eager)
     found: list[Stage] = [(0, Kind.EAGER)] * len(nodes)
     of_value: dict[int, Stage] = {}
     started = 0  # the level of the last start
@@ -136,46 +129,19 @@ def _needed(start: int, nodes: Sequence[Node], maker: dict[int, int], seen: set[
     return sorted(found)
 
 
-def _eager_nodes(graph: Graph, refused: frozenset[str]) -> set[int]:
-    """Find the nodes that run op by op, with those of their operands that need nothing compiled."""
-    metas = graph.metas()
-    _, unchecked = find_bounds(graph)
-    maker = _makers(graph.nodes)
-    eager = {
-        at
-        for at, node in enumerate(graph.nodes)
-        if at in unchecked or _runs_eagerly(node, metas, refused)
-    }
+def _with_operands(nodes: Sequence[Node], chosen: set[int]) -> set[int]:
+    """Add to the nodes that run op by op those of their operands that need nothing compiled."""
+    maker = _makers(nodes)
+    eager = set(chosen)
     free = set(eager)  # nodes that could run eagerly at the very beginning
-    for at, node in enumerate(graph.nodes):
+    for at, node in enumerate(nodes):
         if all(v in maker and maker[v] in free - eager for v in references(node)):
             free.add(at)
     stack = list(eager)
     while stack:
-        for value in references(graph.nodes[stack.pop()]):
+        for value in references(nodes[stack.pop()]):
             at = maker.get(value, -1)
             if at in free and at not in eager:
                 eager.add(at)
                 stack.append(at)
     return eager
-
-
-def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozenset[str]) -> bool:
-    if str(node.op) in refused or "generator" in node.kwargs or node.op in collective.OPS:
-        return True
-    stack: list[Any] = [*node.args, *node.kwargs.values()]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Write):
-            if not _is_plain_view(item.lens, metas[node.writes[item.base]]):
-                return True
-        elif type(item) in (list, tuple):
-            stack.extend(item)
-    return False
-
-
-def _is_plain_view(lens: Lens, meta: TensorMeta) -> bool:
-    """Tell whether a lens leads to memory as eager's views do: without copies, and not by strides of strides."""
-    if len(lens) > 1 and any(step.op is aten.as_strided.default for step in lens):
-        return False  # PyTorch cannot make such a write functional
-    return not lens or not open_lens(meta.meta_tensor(), lens)[1]

@@ -1,0 +1,100 @@
+"""What PyTorch's compiler gets of a graph, and what runs op by op between.
+
+Some ops are no business of a compiler: collectives, draws from PyTorch's generator (whose numbers must not depend on
+what runs them), writes through views that only exist on packed memory, ops the compiler refused. `partition` cuts the
+graph into parts that run one after the other, each of one kind. Comes from `tiers`, goes to `request`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core import collective
+from ltc_core.executors.inductor.indices import find_bounds
+from ltc_core.executors.inductor.layout import keep_channels_last
+from ltc_core.executors.inductor.spread import spread
+from ltc_core.executors.part import Part, parts_of
+from ltc_core.executors.stages import stages
+from ltc_core.graph import Graph, Lens, Node, TensorMeta, Write
+from ltc_core.views import open_lens
+
+__all__ = ["partition"]
+
+aten = torch.ops.aten
+
+
+def partition(
+    graph: Graph, scalars: Sequence[Any], varied: frozenset[int], refused: frozenset[str]
+) -> list[Part]:
+    """Cut `graph` into parts.
+
+    Args:
+        scalars: the numbers of the last run.
+        varied: positions of numbers seen with another value before.
+        refused: names of ops the compiler cannot take.
+    """
+    graph = spread(graph)
+    graph = dataclasses.replace(graph, nodes=tuple(_without_operand(node) for node in graph.nodes))
+    stage_of = stages(graph, _eager_nodes(graph, refused))
+    graph = keep_channels_last(graph, stage_of)
+    return parts_of(graph, stage_of, scalars, varied)
+
+
+# Ops that read nothing of their operand but its metadata; what they fill in with.
+_LIKE: dict[torch._ops.OpOverload, int | None] = {
+    aten.empty_like.default: None,
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+}
+
+
+def _without_operand(node: Node) -> Node:
+    """Write `empty_like(x)` and its kin as what does not wait for `x`: a draw into it would cut the graph in two."""
+    if node.op not in _LIKE:
+        return node
+    meta, fill = node.outs[0], _LIKE[node.op]
+    assert meta is not None
+    kwargs = {"dtype": meta.dtype}
+    if fill is None or not meta.contiguous:
+        if fill is not None:
+            return node
+        args: tuple[Any, ...] = (tuple(meta.size), meta.stride)
+        return dataclasses.replace(node, op=aten.empty_strided.default, args=args, kwargs=kwargs)
+    args = (tuple(meta.size), fill)
+    return dataclasses.replace(node, op=aten.full.default, args=args, kwargs=kwargs)
+
+
+def _eager_nodes(graph: Graph, refused: frozenset[str]) -> set[int]:
+    """Find the nodes that the compiler does not get."""
+    metas = graph.metas()
+    _, unchecked = find_bounds(graph)
+    return {
+        at
+        for at, node in enumerate(graph.nodes)
+        if at in unchecked or _runs_eagerly(node, metas, refused)
+    }
+
+
+def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozenset[str]) -> bool:
+    if str(node.op) in refused or "generator" in node.kwargs or node.op in collective.OPS:
+        return True
+    stack: list[Any] = [*node.args, *node.kwargs.values()]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Write):
+            if not _is_plain_view(item.lens, metas[node.writes[item.base]]):
+                return True
+        elif type(item) in (list, tuple):
+            stack.extend(item)
+    return False
+
+
+def _is_plain_view(lens: Lens, meta: TensorMeta) -> bool:
+    """Tell whether a lens leads to memory as eager's views do: without copies, and not by strides of strides."""
+    if len(lens) > 1 and any(step.op is aten.as_strided.default for step in lens):
+        return False  # PyTorch cannot make such a write functional
+    return not lens or not open_lens(meta.meta_tensor(), lens)[1]
