@@ -17,8 +17,7 @@ from ltc_core import debug, errors, follow, metrics
 from ltc_core.buffer import Buffer, MemoryCounter
 from ltc_core.cell import Cell, Value
 from ltc_core.compiler import Compiled, Compiler
-from ltc_core.executors import EXECUTORS, NodeFailure
-from ltc_core.executors.hardware import hardware
+from ltc_core.executors import NodeFailure, make
 from ltc_core.executors.host_threads import release_team, use_threads
 from ltc_core.graph import Graph, Node, TensorMeta, references
 from ltc_core.interrupt import Uninterrupted
@@ -41,7 +40,7 @@ class Context:
     def __init__(self, index: int) -> None:
         self.device = torch.device(settings.device_name, index)
         self.memory = MemoryCounter()
-        self.executor = EXECUTORS[settings.executor](hardware(index))
+        self.executor = make(index)
         self.compiler = Compiler(self.executor)
         self.trace = Trace(self.device, self.memory)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))

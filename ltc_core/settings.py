@@ -146,13 +146,16 @@ def _default_device_ordinal(environ: Mapping[str, str]) -> int:
     return local_rank
 
 
+_OF_PJRT = {"CUDA": "cuda", "GPU": "cuda", "TPU": "tpu"}
+
+
 def _translate_hardware(name: str, text: str) -> str:
     """torch._lazy has LTC_TS_CUDA=1 for the GPU, torch_xla PJRT_DEVICE=CPU, CUDA, GPU, TPU, NEURON."""
     if name == "LTC_TS_CUDA":
         return "cuda" if text.lower() in _TRUE else "cpu"
     if name == "PJRT_DEVICE":
-        return "cuda" if text.upper() in ("CUDA", "GPU") else "cpu"
-    return text
+        return _OF_PJRT.get(text.upper(), "cpu")
+    return text.lower()
 
 
 # fmt: off
@@ -167,13 +170,13 @@ SETTINGS: tuple[Setting, ...] = (
             "What runs the graphs; reference runs op by op, null does no maths.",
             choices=("inductor", "reference", "null")),
     Setting("device", "LTC_DEVICE", ("LTC_TS_CUDA", "PJRT_DEVICE"), str, "cpu",
-            "What the graphs run on: the processor, or a GPU for each device.",
-            choices=("cpu", "cuda"), translate=_translate_hardware),
+            "What the graphs run on: the processor, a GPU or a TPU chip for each device; xla: what PJRT_DEVICE names.",
+            choices=("cpu", "cuda", "tpu", "xla"), translate=_translate_hardware),
     Setting("device_ordinal", "LTC_DEVICE_ORDINAL", (), int, 0,
-            "The GPU of this process's first device (default: that of LTC_DEVICES, or LOCAL_RANK).",
+            "The GPU or chip of this process's first device (default: that of LTC_DEVICES, or LOCAL_RANK).",
             at_least=0, default_of=_default_device_ordinal),
     Setting("devices", "LTC_DEVICES", (), str, "",
-            "The GPUs of a host's processes in the order of their local ranks, such as 0,2,3.",
+            "The GPUs or chips of a host's processes in the order of their local ranks, such as 0,2,3.",
             check=_check_devices),
     Setting("compile", "LTC_COMPILE", (), str, "async",
             "When graphs are compiled: in the background, before their first run, or never.",
@@ -203,6 +206,9 @@ SETTINGS: tuple[Setting, ...] = (
             "Store and compute float32 and float64 as bfloat16."),
     Setting("downcast_bf16", "LTC_DOWNCAST_BF16", ("XLA_DOWNCAST_BF16",), bool, False,
             "Store and compute float32 as bfloat16, float64 as float32."),
+    Setting("random", "LTC_RANDOM", (), str, "device",
+            "Where a TPU's random numbers are made; host: eager's own numbers, sent to it in each step.",
+            choices=("device", "host")),
     Setting("metrics_file", "LTC_METRICS_FILE", ("XLA_METRICS_FILE",), str, None,
             "Append the metrics of each step to this file (STDERR, STDOUT; 1: ltc_metrics.txt), in a job to .RANK."),
     Setting("save_tensors_file", "LTC_SAVE_TENSORS_FILE", ("XLA_SAVE_TENSORS_FILE",), str, None,
@@ -285,6 +291,7 @@ class Settings:
     force_fallback: frozenset[str]
     use_bf16: bool
     downcast_bf16: bool
+    random: str
     metrics_file: str | None
     save_tensors_file: str | None
     save_tensors_fmt: str
@@ -452,10 +459,10 @@ def warn_not_here(environ: Mapping[str, str]) -> None:
     """Warn once of hardware that a script asks for under a peer's name, and that there is no executor for."""
     wanted = environ.get("PJRT_DEVICE", "").upper()
     is_chosen = environ.get("LTC_DEVICE") or environ.get("LTC_TS_CUDA")
-    if wanted not in ("", "CPU", "CUDA", "GPU") and not is_chosen:
+    if wanted not in ("", "CPU", *_OF_PJRT) and not is_chosen:
         warnings.warn(
             f"PJRT_DEVICE={environ['PJRT_DEVICE']}: there is no executor for it, graphs run on the CPU; LTC_DEVICE=cpu "
-            "says that this is meant, LTC_DEVICE=cuda takes a GPU.",
+            "says that this is meant, LTC_DEVICE=xla asks torch_xla for it.",
             stacklevel=2,
         )
 

@@ -1,4 +1,4 @@
-"""Executors by name: adding one is one file and one row."""
+"""Executors by name: adding one is one file and one row. `make` gives a device its own."""
 
 from __future__ import annotations
 
@@ -6,15 +6,37 @@ from collections.abc import Callable
 
 import torch
 
+from ltc_core.errors import DeviceError
 from ltc_core.executors.base import Executor, NodeFailure, Program
+from ltc_core.executors.hardware import hardware
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.null import NullExecutor
 from ltc_core.executors.reference import ReferenceExecutor
+from ltc_core.executors.torch_xla import XlaExecutor
+from ltc_core.settings import settings
 
-__all__ = ["EXECUTORS", "Executor", "NodeFailure", "Program"]
+__all__ = ["EXECUTORS", "Executor", "NodeFailure", "Program", "make"]
 
+# Those that compute on PyTorch's own devices.
 EXECUTORS: dict[str, Callable[[torch.device], Executor]] = {
     "inductor": InductorExecutor,
     "reference": ReferenceExecutor,
     "null": NullExecutor,
 }
+
+
+def make(index: int) -> Executor:
+    """Make the executor of a device, as LTC_EXECUTOR and LTC_DEVICE say.
+
+    Raises:
+        DeviceError: there is no such hardware.
+    """
+    if settings.device not in ("tpu", "xla") or settings.executor == "null":
+        return EXECUTORS[settings.executor](hardware(index))
+    if settings.executor == "reference":
+        raise DeviceError(
+            "LTC_EXECUTOR=reference computes with PyTorch's own kernels, which a TPU does not have",
+            got=f"LTC_DEVICE={settings.device}",
+            next="unset LTC_EXECUTOR, or LTC_DEVICE",
+        )
+    return XlaExecutor(index)

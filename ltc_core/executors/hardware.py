@@ -20,7 +20,7 @@ def hardware(index: int) -> torch.device:
     Raises:
         DeviceError: there is no such GPU.
     """
-    if settings.device == "cpu":
+    if settings.device != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise DeviceError(

@@ -44,6 +44,7 @@ class Replay:
     """
 
     spelled_out: Mapping[str, Spelled] = {}  # by name of the op
+    all_by_rule = False  # whether a rule for a whole op is taken where no number is an input, too
 
     def __init__(self, part: Part, copied: frozenset[int], device: str) -> None:
         self._part = part
@@ -66,7 +67,7 @@ class Replay:
         self._numbers = _unpack(self._part.types, inputs[count:])
         for node in graph.nodes:
             try:
-                self._node(node)
+                self.call_node(node)
             except Refused:
                 raise
             except Exception as error:
@@ -91,7 +92,8 @@ class Replay:
 
     # -- one node ------------------------------------------------------------------------------
 
-    def _node(self, node: Node) -> None:
+    def call_node(self, node: Node) -> None:
+        """Run one node: find its operands, keep its results."""
         spelled = self.spelled_out.get(node.op._opname)
         if spelled is not None:
             results = spelled(*self._fill(node.args, ()), **self._fill_named(node.kwargs, ()))
@@ -100,7 +102,7 @@ class Replay:
                 return
         numbers = _numbers_in(node)
         whole = WHOLE_RULES.get(node.op._opname)
-        if whole is not None and numbers:
+        if whole is not None and (numbers or self.all_by_rule):
             old = [self._values[w] for w in node.writes]
             results = whole(*self._fill(node.args, old), **self._fill_named(node.kwargs, old))
             self._place_all(node, results)

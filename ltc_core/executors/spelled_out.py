@@ -1,7 +1,8 @@
-"""Ops that are compiled as what they consist of, because the parts fuse better than the whole runs.
+"""Ops that are compiled as what they consist of.
 
-Each rule is called as its op would be and gives the op's results; it may say that it does not apply (None).
-Used by `lower`, in the compiler's process only.
+`EVERYWHERE` is for a compiler that does not know them. `WHERE_IT_PAYS` is for PyTorch's compiler, which does: its rules
+give None where the op is better than its parts. Each rule is called as its op would be and gives the op's results.
+Used by `inductor.lower` and `torch_xla`.
 """
 
 from __future__ import annotations
@@ -11,27 +12,32 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["SPELLED_OUT"]
+__all__ = ["EVERYWHERE", "WHERE_IT_PAYS", "attention", "attention_backward"]
 
 Tensor = torch.Tensor
 # Scores that fit the second-level cache (1 MiB a core here) are not worth flash attention's passes over them.
 # GPT of design section 6, 64 tokens: 16.6 ms a step spelled out, 18.2 with the op.
 _MAX_SCORES = 256 * 256
+_NARROW = (torch.float16, torch.bfloat16)
 
 
-def _applies(query: Tensor, key: Tensor, dropout: float, mask: Tensor | None) -> bool:
-    short = query.shape[2] * key.shape[2] <= _MAX_SCORES
-    return short and dropout == 0.0 and mask is None and query.dtype is torch.float32
-
-
-def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None
+) -> Tensor:
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = torch.matmul(query, key.transpose(-2, -1)) * factor
+    if mask is not None:
+        scores = scores + mask
     if causal:
         rows = torch.arange(query.shape[2], device=query.device).unsqueeze(1)
         columns = torch.arange(key.shape[2], device=query.device)
         scores = torch.where(columns <= rows, scores, float("-inf"))
     return scores
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """Give narrow floats as float32, in which flash attention adds up."""
+    return [t.float() if t.dtype in _NARROW else t for t in tensors]
 
 
 def attention(
@@ -42,16 +48,21 @@ def attention(
     causal: bool = False,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> Sequence[Tensor] | None:
+) -> list[Tensor]:
     """Give (output, logarithm of the sum of exponentials), with flash attention's strides."""
-    if not _applies(query, key, dropout, attn_mask):
-        return None
-    scores = _scores(query, key, causal, scale)
+    dtype = query.dtype
+    query, key, value = _wide(query, key, value)
+    scores = _scores(query, key, causal, attn_mask, scale)
     top = scores.amax(-1, keepdim=True)
-    log_total = (scores - top).exp().sum(-1, keepdim=True).log() + top
+    if attn_mask is not None:  # where all is hidden the op gives zeros, for this one too
+        top = torch.where(top == float("-inf"), 0.0, top)
+    total = (scores - top).exp().sum(-1, keepdim=True)
+    if attn_mask is not None:
+        total = torch.where(total == 0, 1.0, total)
+    log_total = total.log() + top
     # The same weights as in the backward: they are computed once.
-    out = torch.matmul((scores - log_total).exp(), value)
-    return _heads_inside(out), _heads_inside(log_total.squeeze(-1))
+    out = torch.matmul((scores - log_total).exp(), value).to(dtype)
+    return [_heads_inside(out), _heads_inside(log_total.squeeze(-1))]
 
 
 def attention_backward(
@@ -65,12 +76,13 @@ def attention_backward(
     causal: bool,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> Sequence[Tensor] | None:
+) -> list[Tensor]:
     """Give the gradients of query, key and value."""
-    if not _applies(query, key, dropout, attn_mask):
-        return None
+    dtype = query.dtype
+    grad, query, key, value, out, log_total = _wide(grad, query, key, value, out, log_total)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    weights = (_scores(query, key, causal, scale) - log_total.unsqueeze(-1)).exp()
+    scores = _scores(query, key, causal, attn_mask, scale)
+    weights = (scores - log_total.unsqueeze(-1)).exp()
     grad_weights = torch.matmul(grad, value.transpose(-2, -1))
     grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) * factor
     results = (
@@ -78,7 +90,7 @@ def attention_backward(
         torch.matmul(grad_scores.transpose(-2, -1), query),
         torch.matmul(weights.transpose(-2, -1), grad),
     )
-    return [_heads_inside(t) for t in results]
+    return [_heads_inside(t.to(dtype)) for t in results]
 
 
 def _heads_inside(t: Tensor) -> Tensor:
@@ -86,7 +98,48 @@ def _heads_inside(t: Tensor) -> Tensor:
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-SPELLED_OUT: dict[str, Callable[..., Sequence[Tensor | None] | None]] = {
+def _pays(query: Tensor, key: Tensor, dropout: float, mask: Tensor | None) -> bool:
+    short = query.shape[2] * key.shape[2] <= _MAX_SCORES
+    return short and dropout == 0.0 and mask is None and query.dtype is torch.float32
+
+
+def _short_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float = 0.0,
+    causal: bool = False,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> list[Tensor] | None:
+    if not _pays(query, key, dropout, attn_mask):
+        return None
+    return attention(query, key, value, dropout, causal, scale=scale)
+
+
+def _short_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_total: Tensor,
+    dropout: float,
+    causal: bool,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> list[Tensor] | None:
+    if not _pays(query, key, dropout, attn_mask):
+        return None
+    return attention_backward(grad, query, key, value, out, log_total, dropout, causal, scale=scale)
+
+
+Rule = Callable[..., Sequence[Tensor] | None]
+EVERYWHERE: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
+}
+WHERE_IT_PAYS: dict[str, Rule] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _short_attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _short_attention_backward,
 }

@@ -1,4 +1,4 @@
-"""Storage types: float32 and float64 kept and computed as something narrower, as LTC_USE_BF16 asks.
+"""Storage types: float32 and float64 kept and computed as something narrower, as LTC_USE_BF16 or the hardware asks.
 
 Tensors still report their PyTorch dtype; only executors know. `StorageTypes` maps the dtypes, rewrites the dtypes
 that nodes name, and runs an op that has no narrow kernel in the wide type.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.graph import Graph, Node
+from ltc_core.graph import Graph, Node, TensorMeta
 from ltc_core.settings import settings
 
 __all__ = ["StorageTypes"]
@@ -39,8 +39,34 @@ class StorageTypes:
             return cls({torch.float32: torch.bfloat16, torch.float64: torch.float32})
         return None
 
+    @classmethod
+    def for_xla(cls) -> StorageTypes:
+        """Give the mapping of a TPU, which has no float64: it is float32 unless the settings ask for less."""
+        asked = cls.from_settings()
+        stored = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+        return cls({**stored, **(asked.stored if asked is not None else {})})
+
     def of(self, dtype: torch.dtype) -> torch.dtype:
         return self.stored.get(dtype, dtype)
+
+    def rewrite_all(self, graph: Graph) -> Graph:
+        """Name stored dtypes everywhere, for an executor that has kernels for all of them."""
+        graph = self.rewrite(graph)
+        nodes = (
+            dataclasses.replace(node, outs=tuple(map(self._meta, node.outs)))
+            for node in graph.nodes
+        )
+        inputs = {i: self.stored_meta(meta) for i, meta in graph.inputs.items()}
+        return dataclasses.replace(graph, nodes=tuple(nodes), inputs=inputs)
+
+    def stored_meta(self, meta: TensorMeta) -> TensorMeta:
+        dtype = self.of(meta.dtype)
+        if dtype is meta.dtype:
+            return meta
+        return TensorMeta.of(meta.size, meta.stride, meta.offset, dtype)
+
+    def _meta(self, meta: TensorMeta | None) -> TensorMeta | None:
+        return None if meta is None else self.stored_meta(meta)
 
     def rewrite(self, graph: Graph) -> Graph:
         """Name stored dtypes where the nodes name reported ones."""
@@ -61,7 +87,7 @@ class StorageTypes:
     def call(self, node: Node, op: Callable[..., Any]) -> Callable[..., Any]:
         """Give `op` so that it runs in float32 where it has no kernel for the stored type."""
         if node.op is _BITS:
-            return self._view_bits(node, op)
+            return self.view_bits(op)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -77,7 +103,7 @@ class StorageTypes:
 
         return run
 
-    def _view_bits(self, node: Node, op: Callable[..., Any]) -> Callable[..., Any]:
+    def view_bits(self, op: Callable[..., Any]) -> Callable[..., Any]:
         """See the bits of the reported type, which is not the one stored."""
         reported = {stored: dtype for dtype, stored in reversed(self.stored.items())}
 

@@ -15,7 +15,7 @@ from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.number_rules import NUMBER_DTYPES
 from ltc_core.executors.part import Part
 from ltc_core.executors.replay import Refused
-from ltc_core.executors.spelled_out import attention, attention_backward
+from ltc_core.executors.spelled_out import WHERE_IT_PAYS, attention, attention_backward
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
 from ltc_core.passes import plan
 
@@ -223,15 +223,15 @@ class TestSpelledOut:
             (attention_backward(*given, scale=scale), FLASH_BACKWARD(*given, scale=scale)),
         ]
         for got, wanted in pairs:
-            assert got is not None
             for a, b in zip(got, wanted, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
                 assert a.stride() == b.stride() or layout == "packed"
 
     @pytest.mark.parametrize("what", ["a mask", "dropout", "bfloat16", "many tokens"])
     def test_what_is_left_to_the_op(self, what: str) -> None:
+        rule = WHERE_IT_PAYS[FLASH._opname]
         query, key, value = self.operands(3)
-        assert attention(query, key, value) is not None
+        assert rule(query, key, value) is not None
         mask, dropout = None, 0.0
         if what == "a mask":
             mask = torch.zeros(16, 16)
@@ -241,4 +241,20 @@ class TestSpelledOut:
             query = query.bfloat16()
         else:
             query = key = value = torch.empty(1, 1, 257, 8, device="meta")
-        assert attention(query, key, value, dropout, attn_mask=mask) is None
+        assert rule(query, key, value, dropout, attn_mask=mask) is None
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_mask_may_hide_all_that_a_token_could_look_at(self, dtype: torch.dtype) -> None:
+        query, key, value, grad = (t.to(dtype) for t in self.operands(4))
+        mask = torch.zeros(query.shape[2], key.shape[2], dtype=dtype)
+        mask[0] = mask[1, :3] = float("-inf")
+        expected = FLASH(query, key, value, attn_mask=mask)
+        given = (grad, query, key, value, *expected, 0.0, False)
+        pairs = [
+            (attention(query, key, value, attn_mask=mask), expected),
+            (attention_backward(*given, attn_mask=mask), FLASH_BACKWARD(*given, attn_mask=mask)),
+        ]
+        close = {} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+        for got, wanted in pairs:
+            for a, b in zip(got, wanted, strict=True):
+                torch.testing.assert_close(a, b, **close)

@@ -96,7 +96,10 @@ def test_defaults():
         ("emit_steplog", "XLA_EMIT_STEPLOG", "1", True),
         ("device", "PJRT_DEVICE", "CPU", "cpu"),
         ("device", "PJRT_DEVICE", "CUDA", "cuda"),
-        ("device", "PJRT_DEVICE", "TPU", "cpu"),
+        ("device", "PJRT_DEVICE", "TPU", "tpu"),
+        ("device", "PJRT_DEVICE", "NEURON", "cpu"),
+        ("device", "LTC_DEVICE", "XLA", "xla"),
+        ("random", "LTC_RANDOM", "host", "host"),
         ("num_devices", "TPU_NUM_DEVICES", "4", 4),
         ("compiled_cache_dir", "XLA_PERSISTENT_CACHE_PATH", "here", "here"),
         ("compiled_cache_read_only", "XLA_PERSISTENT_CACHE_READ_ONLY", "1", True),
@@ -278,7 +281,12 @@ def test_each_process_of_a_job_writes_a_file_of_its_own(monkeypatch):
 
 
 def test_hardware_that_there_is_no_executor_for_is_named():
-    with pytest.warns(UserWarning, match="PJRT_DEVICE=TPU: there is no executor for it"):
-        warn_not_here({"PJRT_DEVICE": "TPU"})
-    for quiet in ({}, {"PJRT_DEVICE": "CPU"}, {"PJRT_DEVICE": "TPU", "LTC_DEVICE": "cpu"}):
+    with pytest.warns(UserWarning, match="PJRT_DEVICE=NEURON: there is no executor for it"):
+        warn_not_here({"PJRT_DEVICE": "NEURON"})
+    for quiet in (
+        {},
+        {"PJRT_DEVICE": "CPU"},
+        {"PJRT_DEVICE": "TPU"},
+        {"PJRT_DEVICE": "NEURON", "LTC_DEVICE": "xla"},
+    ):
         warn_not_here(quiet)

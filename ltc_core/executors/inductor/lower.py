@@ -22,7 +22,7 @@ from ltc_core.executors.inductor.gemm import use_onednn
 from ltc_core.executors.number_rules import vector_metas
 from ltc_core.executors.part import Part
 from ltc_core.executors.replay import Replay
-from ltc_core.executors.spelled_out import SPELLED_OUT
+from ltc_core.executors.spelled_out import WHERE_IT_PAYS
 from ltc_core.graph import Graph, Node, TensorMeta
 from ltc_core.passes import plan
 from ltc_core.schema import is_view_op
@@ -87,7 +87,7 @@ def _fake(meta: TensorMeta, device: str) -> Tensor:
 
 
 class _Replay(Replay):
-    spelled_out = SPELLED_OUT
+    spelled_out = WHERE_IT_PAYS
 
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         self._packed: dict[int, Tensor] = {}
