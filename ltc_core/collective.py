@@ -27,6 +27,7 @@ __all__ = [
     "STARTS",
     "TRANSPORTS",
     "Overlapping",
+    "Replicated",
     "Transport",
     "all_reduce_in_vectors",
     "ops",
@@ -82,6 +83,29 @@ class Overlapping(Transport, Protocol):
 
     def finish_all_reduce(self, flat: torch.Tensor) -> None:
         """Wait for a vector that was started."""
+
+
+@runtime_checkable
+class Replicated(Transport, Protocol):
+    """A transport whose members may be the replicas of one program, which then reduces by itself."""
+
+    def replicas(self, own: int, count: int) -> Sequence[int] | None:
+        """Give the replica that each member is, if they are all there are.
+
+        Args:
+            own: the replica that this member is.
+            count: the replicas there are.
+        """
+
+    def agree(self, plan: str) -> None:
+        """Wait until all members are about to run the collectives of this plan.
+
+        Raises:
+            CollectiveError: one has another plan, or has ended.
+        """
+
+    def launched(self, plan: str) -> None:
+        """Wait until all members have launched it, where one that waits for it could keep others from that."""
 
 
 def plan_text(what: str, values: Sequence[torch.Tensor]) -> str:
@@ -181,6 +205,8 @@ def _define(schema: str, meta: Callable[..., Any] | None, call: Callable[..., An
         _library.impl(name, meta, "Meta")
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
+    # torch 2.9 has no fallback there.
+    _library.impl(name, torch.library.fallthrough_kernel, "AutogradPrivateUse1")
 
 
 def _all_like(values: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:

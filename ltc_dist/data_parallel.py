@@ -150,8 +150,9 @@ class _Run:
                 "DataParallel is running already in this process",
                 next="call one after the other has returned",
             )
+        indices = [device.index or 0 for device in devices]
         for k, name in enumerate(self._names):
-            collective.TRANSPORTS[name] = ThreadTransport(self._meeting, k, len(devices))
+            collective.TRANSPORTS[name] = ThreadTransport(self._meeting, k, indices)
         try:
             for thread in threads:
                 thread.start()

@@ -140,6 +140,7 @@ class ProcessTransport:
         self._rank = group.members[group.position]
         self._known: set[str] = set()
         self._plan = ""
+        self._replicas: Sequence[int] | None = None
         self._is_pair = len(group.members) == 2 and not _nccl_is_used()
         # address of a vector -> its reduction, what that is part of, and what is to be done at its end
         self._under_way: dict[int, tuple[Any, str, Callable[[], Any]]] = {}
@@ -225,6 +226,22 @@ class ProcessTransport:
         received = value.new_zeros(max(size, sum(come)))
         self._wait(self._backend.alltoall_base(received[: sum(come)], sent, come, to))
         return received.view(value.shape)
+
+    # -- programs that reduce by themselves ----------------------------------------------------
+
+    def replicas(self, own: int, count: int) -> Sequence[int] | None:
+        if count != len(self._group.members):
+            return None
+        if self._replicas is None:  # chips are not counted as ranks are
+            found = self.all_gather(torch.tensor([own]), 0).tolist()
+            self._replicas = found if sorted(found) == list(range(count)) else ()
+        return self._replicas or None
+
+    def agree(self, plan: str) -> None:
+        self._agree(plan)
+
+    def launched(self, plan: str) -> None:
+        return
 
     # -- waiting, and agreeing -----------------------------------------------------------------
 

@@ -102,12 +102,27 @@ class Meeting:
 
 
 class ThreadTransport:
-    """One thread's way to the others; an `ltc_core.collective.Transport`."""
+    """One thread's way to the others; an `ltc_core.collective.Replicated`.
 
-    def __init__(self, meeting: Meeting, position: int, count: int) -> None:
+    Args:
+        devices: the index of each thread's device.
+    """
+
+    def __init__(self, meeting: Meeting, position: int, devices: Sequence[int]) -> None:
         self._meeting = meeting
         self._position = position
-        self._count = count
+        self._devices = tuple(devices)
+        self._count = len(devices)
+
+    def replicas(self, own: int, count: int) -> Sequence[int] | None:
+        return self._devices if sorted(self._devices) == list(range(count)) else None
+
+    def agree(self, plan: str) -> None:
+        self._meeting.exchange(self._position, plan, None, lambda brought: brought)
+
+    def launched(self, plan: str) -> None:
+        # Who waits for a device holds Python's lock, which the others need to launch.
+        self.agree(f"{plan} (launched)")
 
     def all_reduce(self, values: Tensors, kind: str, scale: float, label: str) -> Tensors:
         def combine(brought: list[Tensors]) -> list[Tensors]:

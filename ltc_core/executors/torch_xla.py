@@ -8,6 +8,7 @@ and collectives between processes, run on the host between compiled parts. State
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from ltc_core.executors.replay import Refused, Replay
 from ltc_core.executors.spelled_out import EVERYWHERE
 from ltc_core.executors.stages import stages
 from ltc_core.executors.storage import StorageTypes
+from ltc_core.executors.xla_collectives import Collectives, plan_of
 from ltc_core.graph import Graph, Node, TensorMeta
 from ltc_core.passes import origins, plan
 from ltc_core.settings import settings
@@ -70,6 +72,7 @@ class XlaExecutor(Executor):
         super().__init__(torch.device("xla", index))
         self.device = f"xla:{index}"
         self.types = StorageTypes.for_xla()
+        self.collectives = Collectives(self.library, self.device)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ def _chain(
 ) -> Chain:
     if settings.random == "device":
         graph = keys.with_keys(graph, frozenset(_refused))
-    on_host = {at for at, node in enumerate(graph.nodes) if _runs_on_host(node)}
+    on_host = {at for at, node in enumerate(graph.nodes) if _runs_on_host(node, executor)}
     parts = parts_of(graph, stages(graph, on_host), scalars, varied)
     states = keys.states(graph)
     links = [
@@ -188,10 +191,10 @@ def _chain(
     return Chain(graph, links, memory_of=id)
 
 
-def _runs_on_host(node: Node) -> bool:
-    if str(node.op) in _refused or node.op is keys.NEXT_KEY or node.op in collective.OPS:
-        return True
-    return keys.is_draw(node)
+def _runs_on_host(node: Node, executor: XlaExecutor) -> bool:
+    if node.op in collective.OPS:
+        return not executor.collectives.reduces_in_graph(node)
+    return str(node.op) in _refused or node.op is keys.NEXT_KEY or keys.is_draw(node)
 
 
 class _Host(Link):
@@ -305,13 +308,14 @@ class _Launch:
             executor.synchronize()  # what is still being computed has no handle yet
             handles = library._get_tensors_handle(list(inputs))
             assert len(set(handles)) == len(handles), "two inputs share one buffer"
-            before = library._xla_get_default_device()
             library._xla_set_default_device(executor.device)
             try:
-                self._finish(part.graph, inputs, _trace(part, executor, inputs), handles)
+                outputs, self._plans = _trace(part, executor, inputs)
+                self._finish(part.graph, inputs, outputs, handles)
             finally:
+                outputs = ()
+                executor.collectives.begin()
                 library._clear_pending_irs(executor.device)
-                library._xla_set_default_device(before)
 
     def _finish(
         self, graph: Graph, inputs: Sequence[Tensor], outputs: Sequence[Tensor], handles: list[int]
@@ -349,8 +353,14 @@ class _Launch:
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         results: list[Tensor] = []
         if self._hash is not None:
+            # It runs on the calling thread's device, wherever its inputs are.
+            self._library._xla_set_default_device(self._executor.device)
             taken = [inputs[k] if type(k) is int else k for k in self._takes]
-            results = self._library._run_cached_graph(self._hash, taken)
+            start = functools.partial(self._library._run_cached_graph, self._hash, taken)
+            if self._plans:
+                results = self._executor.collectives.launch(self._plans, start)
+            else:
+                results = start()
         found, used = [], set()
         for is_input, k in self._sources:
             data = inputs[k] if is_input else results[k]
@@ -362,10 +372,15 @@ class _Launch:
         return found
 
 
-def _trace(part: Part, executor: XlaExecutor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _trace(
+    part: Part, executor: XlaExecutor, inputs: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, str]]:
+    """Give the outputs, and the collectives that they need: group -> plan."""
     while True:
+        executor.collectives.begin()
+        replay = _Replay(part, executor)
         try:
-            return _Replay(part, executor).run(*inputs)
+            return replay.run(*inputs), replay.plans
         except _Again:
             executor.library._clear_pending_irs(executor.device)
 
@@ -382,6 +397,8 @@ class _Replay(Replay):
         super().__init__(part, plan(part.graph).copied, executor.device)
         self._types = executor.types
         self._library = executor.library
+        self._collectives = executor.collectives
+        self.plans: dict[str, str] = {}
 
     def call_node(self, node: Node) -> None:
         before = self._count_fallbacks()
@@ -397,6 +414,12 @@ class _Replay(Replay):
     def call(self, node: Node, op: Callable[..., Any], args: list[Any], kwargs: Any) -> Any:
         if "generator" in kwargs:
             return self._draw(node, args, kwargs)
+        if node.op in collective.OPS:
+            seen = [args[0]] if isinstance(args[0], Tensor) else args[0]
+            before = self.plans.get(args[-1])
+            plan = plan_of(node, seen)
+            self.plans[args[-1]] = plan if before is None else f"{before}; {plan}"
+            return self._collectives.call(node, args)
         if node.op is _BITS:
             op = self._types.view_bits(op)
         return _decomposed.get(node.op, op)(*args, **kwargs)
