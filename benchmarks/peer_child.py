@@ -55,6 +55,8 @@ def _begin(peer_name: str, model: str, device: str) -> tuple[dict[str, Any], Cal
             return training.run(**arguments)
         if command == "execute_alone":
             return training.execute_alone(**arguments)
+        if command == "counts":
+            return peer.counts()
         if command == "device_peak_bytes":
             return torch.cuda.max_memory_allocated() if device == "cuda" else 0
         raise ValueError(command)

@@ -61,7 +61,8 @@ class PeerFigures:
 
     `losses` are the first ones of each process; `round_s` is the time of a step in each round;
     `cold_peak_bytes` is the peak of the process that compiled, `peak_bytes` that of the one that
-    found everything in the cache; the children's is the most that they all had together.
+    found everything in the cache; the children's is the most that they all had together. `counts` are
+    those of peers that run on XLA: what was compiled until the end, what is moved in a step.
     """
 
     error: str = ""
@@ -78,6 +79,7 @@ class PeerFigures:
     cold_peak_bytes: int = 0
     children_peak_bytes: int = 0
     device_peak_bytes: int = 0
+    counts: dict[str, float] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -119,6 +121,15 @@ class ModelFigures:
         if OURS not in working or "eager" not in working:
             return None
         return median_ratio(working[OURS].first_loss_cold_s, working["eager"].first_loss_cold_s)
+
+    def compiles_ratio(self) -> float | None:
+        """Return how often XLA compiled for us over how often it did for torch_xla."""
+        working = self.working()
+        found = [working[name].counts for name in (OURS, "xla") if name in working]
+        if len(found) < 2 or not all(found):
+            return None
+        ours, theirs = found
+        return ours["compiles"] / theirs["compiles"]
 
     def loss_differences(self) -> dict[str, float]:
         """Return for each peer how far its losses are from those of eager, in the worst process."""
@@ -171,6 +182,9 @@ def compare(models: Mapping[str, ModelFigures]) -> list[Comparison]:
         },
         "step of 20 ms or more in the loop, ltc / its execution alone": {
             name: model.overlap_ratio() for name, model in models.items()
+        },
+        "compiles of XLA, ltc / torch_xla": {
+            name: model.compiles_ratio() for name, model in models.items()
         },
     }
     found = [Comparison.of(title, of_models) for title, of_models in ratios.items()]

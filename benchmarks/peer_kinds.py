@@ -32,7 +32,7 @@ class Peer:
     of a batch and to the optimizer's step. `wait_compiler` blocks until nothing is compiled in the
     background, so many seconds at most, and returns whether that is so; `is_compiled` tells whether
     the step now runs compiled. `execute_s` is the time the device spent on programs so far, 0 where
-    that is not known.
+    that is not known. `counts` are what was compiled and moved so far, empty where nobody counts.
     """
 
     device: torch.device
@@ -42,6 +42,7 @@ class Peer:
     wait_compiler: Callable[[float], bool] = lambda timeout_s: True
     is_compiled: Callable[[], bool] = lambda: True
     execute_s: Callable[[], float] = lambda: 0.0
+    counts: Callable[[], dict[str, int]] = dict
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -85,6 +86,12 @@ def _lazy(hardware: str) -> Peer:
 
 # ---- other packages ------------------------------------------------------------------------------
 
+_XLA_METRICS = {  # their samples are counted
+    "compiles": "CompileTime",
+    "sent": "TransferToDeviceTime",
+    "fetched": "TransferFromDeviceTime",
+}
+
 
 def _xla(hardware: str) -> Peer:
     if hardware != "cpu":
@@ -92,15 +99,33 @@ def _xla(hardware: str) -> Peer:
     torch_xla: Any = importlib.import_module("torch_xla")  # mypy's environment does not have it
     xm: Any = importlib.import_module("torch_xla.core.xla_model")
     versions = _versions(hardware, "torch_xla")
-    return Peer(torch_xla.device(), xm.wait_device_ops, xm.mark_step, versions=versions)
+    return Peer(
+        torch_xla.device(), xm.wait_device_ops, xm.mark_step, counts=_xla_counts, versions=versions
+    )
+
+
+def _xla_counts() -> dict[str, int]:
+    """Ask the library that torch_xla and our executor for it share, so that both are counted alike."""
+    library: Any = importlib.import_module("_XLAC")
+    found = {name: library._xla_metric_data(metric) for name, metric in _XLA_METRICS.items()}
+    return {name: data[0] if data else 0 for name, data in found.items()}
 
 
 def _ltc(hardware: str) -> Peer:
     import ltc_core as ltc
+    from ltc_core.settings import settings
 
-    stands_for = ltc.lazy_device_hw().lower()
-    if stands_for != hardware:
-        raise RuntimeError(f"the lazy device stands for {stands_for}, not for {hardware}")
+    if settings.device != hardware:
+        raise RuntimeError(f"the lazy device stands for {settings.device}, not for {hardware}")
+    if hardware == "xla":  # compiles at the first run; a launch does not wait for what it started
+        return Peer(
+            ltc.lazy_device(),
+            ltc.wait_device_ops,
+            ltc.mark_step,
+            is_compiled=_ltc_is_compiled,
+            counts=_ltc_xla_counts,
+            versions=_versions(hardware, "torch_xla"),
+        )
     return Peer(
         ltc.lazy_device(),
         ltc.wait_device_ops,
@@ -130,6 +155,14 @@ def _ltc_execute_s() -> float:
 
     data = metrics.metric_data("ExecuteTime")
     return 0.0 if data is None else data[1] / 1e9
+
+
+def _ltc_xla_counts() -> dict[str, int]:
+    from ltc_core import metrics
+
+    counters = {"programs": "CompiledProgram", "graphs": "UncachedCompile"}
+    ours = {name: metrics.counter_value(counter) or 0 for name, counter in counters.items()}
+    return _xla_counts() | ours
 
 
 PEERS: dict[str, Callable[[str], Peer]] = {

@@ -53,6 +53,20 @@ def _mib(peer: PeerFigures) -> str:
     return f"{text}, GPU {peer.device_peak_bytes / _MIB:.0f}" if peer.device_peak_bytes else text
 
 
+def _counts(peer: PeerFigures) -> str:
+    counts = peer.counts
+    if not counts:
+        return _NONE
+    return f"{counts['compiles']:.0f} / {counts['sent']:.1f} / {counts['fetched']:.1f}"
+
+
+def _programs(model: ModelFigures) -> str:
+    ours = model.working().get(OURS)
+    if ours is None or not ours.counts:
+        return _NONE
+    return f"{ours.counts['programs']:.0f} / {ours.counts['graphs']:.0f}"
+
+
 def _ratio(value: float | None) -> str:
     return _NONE if value is None else f"{value:.2f}"
 
@@ -116,6 +130,16 @@ def _first_loss_table(models: Models) -> str:
     return _wide(models, columns)
 
 
+def _counts_table(models: Models) -> str:
+    columns = _of_peers(models, _counts)
+    if OURS in _peer_names(models):
+        columns += [
+            ("programs / graphs of ltc", _programs),
+            ("compiles, ltc / xla", lambda m: _ratio(m.compiles_ratio())),
+        ]
+    return _wide(models, columns)
+
+
 def _losses_table(models: Models) -> str:
     def column(name: str) -> Column:
         return TITLES[name], lambda m: _difference(m, name)
@@ -171,6 +195,13 @@ def report(models: Models, machine: str, date: str) -> str:
         "Peak resident MiB: of the process / of the one that filled the caches / of its children.",
         _wide(models, _of_peers(models, _mib)),
     ]
+    if any(peer.counts for model in models.values() for peer in model.peers.values()):
+        parts += [
+            "What XLA's library counted: compiles until the end / transfers to the device / from it, in "
+            "a step of a block of ten of which the last loss is fetched. Programs and graphs are what "
+            "ltc itself counted as compiled.",
+            _counts_table(models),
+        ]
     if "eager" in _peer_names(models) and len(_peer_names(models)) > 1:
         parts += [
             "Largest relative difference of the first losses to those of eager.",

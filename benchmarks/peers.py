@@ -4,11 +4,16 @@ Each peer trains each model in processes of its own. A cold start has empty cach
 that the first cold start left. The first warm processes stay, and run blocks of steps in turns, one at
 a time; in each round another one begins. A block is waited for at its end only. Peers that wait for
 their turn sleep. torch_xla needs a PyTorch of its own: name an interpreter that has it.
+
+    python -m benchmarks.peers --executor torch_xla --torch-xla-python PATH
+
+runs ltc's graphs on XLA too, and all peers with that interpreter; then compiles and transfers are counted.
 """
 
 import argparse
 import dataclasses
 import datetime
+import importlib.util
 import json
 import math
 import os
@@ -32,16 +37,21 @@ from benchmarks.peer_report import report
 
 _TRIAL_MODEL = "tiny"
 _WITH_CACHE = ("compile", OURS)
+_ON_XLA = ("eager", "xla", OURS)  # with --executor torch_xla; eager's losses are compared with
 _STARTED_AGAIN = ("eager", OURS)  # their first losses are compared, those of the others only shown
 _WARM_UP_STEPS = 20
 _BLOCK_S = 0.5
 _STEPS_A_BLOCK = (5, 100)
+_COUNTED_STEPS = 10
 _PAUSE_S = 0.05  # between turns: the threads of the peer before spin on for some milliseconds
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured; `steps` of a block, 0: as many as take half a second."""
+    """What is measured; `steps` of a block, 0: as many as take half a second.
+
+    On the device "xla" ltc's graphs run on PJRT's CPU client, and all peers run under `torch_xla_python`.
+    """
 
     models: tuple[str, ...]
     peers: tuple[str, ...]
@@ -91,14 +101,14 @@ class Contest:
 
     def _start(self, peer: str, cache: int) -> PeerProcess:
         options = self._options
-        python = options.torch_xla_python if peer == "xla" else sys.executable
+        on_xla = options.device == "xla"
+        python = options.torch_xla_python if on_xla or peer == "xla" else sys.executable
         if not python:
             raise PeerFailed("--torch-xla-python names no interpreter that has it")
         self._say(f"{peer} starts, cache {cache}")
         environ = _environ(peer, options.device, self._caches / peer / str(cache))
-        return PeerProcess(
-            python, peer, self._model, options.device, environ, options.answer_timeout_s
-        )
+        device = "cpu" if on_xla and peer != OURS else options.device
+        return PeerProcess(python, peer, self._model, device, environ, options.answer_timeout_s)
 
     def cold(self, peer: str, index: int) -> None:
         """Start with empty caches; the first start goes on until they are full."""
@@ -161,8 +171,22 @@ class Contest:
             steps = self._steps(figures)
             for _ in range(self._options.rounds):
                 alone_s = process.ask("execute_alone", steps=steps)
+                if not alone_s:  # not known
+                    return
                 loop_s = process.ask("run", steps=steps)
                 self.figures.overlap.append(loop_s / alone_s)
+
+    def counts(self) -> None:
+        """Ask those that run on XLA how often it compiled so far, and what a step moves."""
+        if self._options.device != "xla":
+            return
+        for peer, process in list(self.running.items()):
+            with self._may_fail(peer) as figures:
+                before = process.ask("counts")
+                process.ask("run", steps=_COUNTED_STEPS)
+                figures.counts = process.ask("counts")
+                for name in {"sent", "fetched"} & before.keys():
+                    figures.counts[name] = (figures.counts[name] - before[name]) / _COUNTED_STEPS
 
     def peaks(self) -> None:
         """Ask for the memory that the running peers needed."""
@@ -185,8 +209,10 @@ def _environ(peer: str, device: str, cache: Path) -> dict[str, str]:
     """Return the variables of a peer: its own caches, and what its backend is told that way."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "LTC_CACHE_DIR")
     environ = {name: str(cache / name.lower()) for name in names}
-    if peer == "xla":
+    if peer == "xla" or device == "xla":
         environ["PJRT_DEVICE"] = "CPU"
+    if device == "xla":  # ltc would keep XLA's programs on the disk, torch_xla does not
+        environ["XLA_PERSISTENT_CACHE_PATH"] = ""
     if peer == "lazy" and device == "cuda":
         environ["LTC_TS_CUDA"] = "1"
     if peer == OURS:
@@ -202,7 +228,9 @@ def measure(options: Options) -> Iterator[tuple[str, ModelFigures]]:
     for model in options.models:
         with tempfile.TemporaryDirectory(prefix="peers-") as caches, ExitStack() as processes:
             contest = Contest(model, options, Path(caches), processes)
-            for stage in (contest.starts, contest.rounds, contest.overlap, contest.peaks):
+            for stage in (
+                contest.starts, contest.rounds, contest.overlap, contest.counts, contest.peaks,
+            ):  # fmt: skip
                 stage()
         yield model, contest.figures
 
@@ -235,11 +263,17 @@ def to_json(
         "options": dataclasses.asdict(options),
         "environ": {name: v for name, v in os.environ.items() if name.startswith("LTC_")},
         "models": {
-            name: dataclasses.asdict(model) | {"loss_differences": model.loss_differences()}
+            name: dataclasses.asdict(model, dict_factory=_counted)
+            | {"loss_differences": model.loss_differences()}
             for name, model in models.items()
         },
         "summary": [dataclasses.asdict(comparison) for comparison in compare(models)],
     }
+
+
+def _counted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Leave out the counts of a peer that does not count."""
+    return {name: value for name, value in pairs if name != "counts" or value}
 
 
 def _names(text: str, known: list[str], parser: argparse.ArgumentParser) -> tuple[str, ...]:
@@ -264,7 +298,10 @@ def _parse() -> tuple[Options, str]:
     add = parser.add_argument
     default = "(default: %(default)s)"
     add("--models", default=",".join(models), help=default)
-    add("--peers", default=",".join(PEERS), help=default)
+    add(
+        "--peers",
+        help=f"(default: {','.join(PEERS)}; with --executor torch_xla {','.join(_ON_XLA)})",
+    )
     add("--rounds", type=_positive, default=Options.rounds, help=f"of each model {default}")
     add("--steps", type=_positive, default=0, help="of a block (default: for 0.5 s)")
     add(
@@ -272,6 +309,11 @@ def _parse() -> tuple[Options, str]:
         help=f"cold and warm ones of eager and ltc; one of the others {default}",
     )  # fmt: skip
     add("--device", default="cpu", choices=("cpu", "cuda"))
+    add(
+        "--executor", default="inductor", choices=("inductor", "torch_xla"),
+        help="what ltc's graphs run on; torch_xla: on XLA, all peers with the interpreter that has "
+        f"torch_xla (this one if none is named) {default}",
+    )  # fmt: skip
     add("--torch-xla-python", default="", metavar="PATH", help="an interpreter that has torch_xla")
     add(
         "--json", nargs="?", default="", const="-", metavar="FILE",
@@ -282,8 +324,22 @@ def _parse() -> tuple[Options, str]:
         parser.error("the peak of a process is read from /proc, which only Linux has")
     if args.json and not Path(args.json).absolute().parent.is_dir():
         parser.error(f"there is no directory for {args.json}")
+    peers = ",".join(PEERS)
+    if args.executor == "torch_xla":
+        peers = ",".join(_ON_XLA)
+        if args.device != "cpu":
+            parser.error(
+                "--executor torch_xla runs on PJRT's CPU client only, not on --device cuda"
+            )
+        if not args.torch_xla_python and importlib.util.find_spec("torch_xla") is None:
+            parser.error(
+                "--executor torch_xla needs torch_xla 2.9 and the torch 2.9 it is built for, which "
+                "this interpreter does not have: name one that has them with --torch-xla-python"
+            )
+        args.device, args.torch_xla_python = "xla", args.torch_xla_python or sys.executable
     options = Options(
-        _names(args.models, list(WORKLOADS), parser), _names(args.peers, list(PEERS), parser),
+        _names(args.models, list(WORKLOADS), parser),
+        _names(args.peers or peers, list(PEERS), parser),
         args.rounds, args.steps, args.starts, args.device, args.torch_xla_python,
     )  # fmt: skip
     return options, args.json

@@ -78,7 +78,7 @@ def _parser() -> _Parser:
     )
     add = parser.add_argument
     add("--nprocs", "--nproc-per-node", default="1", metavar="N",
-        help="processes on this host; 'auto': one for each GPU with LTC_DEVICE=cuda, else for each core")  # fmt: skip
+        help="processes on this host; 'auto': one for each GPU or chip (LTC_DEVICE=cuda, tpu), else each core")  # fmt: skip
     add("--nnodes", type=int, default=1, metavar="N", help="hosts; run the command on each")
     add("--node-rank", type=int, default=0, metavar="K", help="which host this is, from 0")
     add(
@@ -111,7 +111,7 @@ def _parser() -> _Parser:
     add("--tee", action=argparse.BooleanOptionalAction, default=True,
         help="with --log-dir: show the output too")  # fmt: skip
     add("--devices", default="", metavar="K,K,...",
-        help="the GPU of each process, with LTC_DEVICE=cuda; 0, 1, ... by default")  # fmt: skip
+        help="the GPU or chip of each process, with LTC_DEVICE=cuda or tpu; 0, 1, ... by default")  # fmt: skip
     add("--grace", type=float, default=30.0, metavar="S",
         help="after SIGTERM: seconds processes have to save their work and end")  # fmt: skip
     add("--hang-timeout", type=float, default=0.0, metavar="S",
@@ -227,10 +227,15 @@ def _devices(parser: _Parser, text: str, nprocs: int) -> str:
 
 
 def _one_each() -> int:
-    if os.environ.get("LTC_DEVICE") == "cuda":
+    asked = (os.environ.get("LTC_DEVICE") or os.environ.get("PJRT_DEVICE") or "").lower()
+    if asked in ("cuda", "gpu"):
         import torch  # takes a second: only for who asks for GPUs
 
         return max(1, torch.cuda.device_count())
+    if asked == "tpu":
+        from ltc_core.tpu_chips import count_chips  # as above
+
+        return max(1, count_chips())
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -8,7 +8,7 @@ the op that failed. Comes from `recorder` and `runtime`, goes to `compiler` and 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -269,12 +269,18 @@ class Context:
 
     def place(self, tensor: torch.Tensor) -> Value:
         """Copy a CPU tensor to the device."""
+        return self.place_all([tensor])[0]
+
+    def place_all(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
+        """Copy CPU tensors to the device."""
         with metrics.timer("TransferToDeviceTime"):
-            data = self.executor.place(tensor)
-        metrics.observe("OutboundData", tensor.nbytes)
-        return Value.of(
-            Buffer.ready(self.memory, data, self.executor.nbytes(TensorMeta.like(tensor)))
-        )
+            placed = self.executor.place_all(tensors)
+        metrics.observe("OutboundData", sum(tensor.nbytes for tensor in tensors))
+        sizes = [self.executor.nbytes(TensorMeta.like(tensor)) for tensor in tensors]
+        return [
+            Value.of(Buffer.ready(self.memory, data, nbytes))
+            for data, nbytes in zip(placed, sizes, strict=True)
+        ]
 
 
 def _use_threads(count: int) -> None:

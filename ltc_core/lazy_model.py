@@ -17,6 +17,7 @@ from ltc_core.cell import base_of
 from ltc_core.closures import add_step_closure
 from ltc_core.debug.dump import graph_text
 from ltc_core.device import register
+from ltc_core.executors.hardware import hardware_kind
 from ltc_core.graph import Graph
 from ltc_core.passes import prune
 from ltc_core.record_view import make_operands
@@ -77,9 +78,9 @@ def get_lazy_supported_devices(
 
 
 def lazy_device_hw(device: DeviceLike = None) -> str:
-    """Give what a device computes on: 'CPU' or 'CUDA'."""
+    """Give what a device computes on: 'CPU', 'CUDA', 'TPU', or what else PJRT_DEVICE names."""
     _index(device)
-    return settings.device.upper()
+    return hardware_kind()
 
 
 def is_lazy_tensor(tensor: object) -> bool:

@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -32,6 +33,7 @@ __all__ = [
     "fetch",
     "real",
     "upload",
+    "upload_all",
 ]
 
 # -- the devices of this process -------------------------------------------------------------------
@@ -114,9 +116,17 @@ def fetch(handle: Handle, reason: str = "Fetch") -> torch.Tensor:
 
 def upload(tensor: torch.Tensor, index: int) -> LazyTensor:
     """Make a lazy tensor with a copy of a CPU tensor's values."""
+    return upload_all([tensor], index)[0]
+
+
+def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
+    """Make lazy tensors with copies of CPU tensors' values. Cost: one transfer, where the device has such."""
     ctx = context(index)
-    meta = TensorMeta.packed(tensor.shape, tensor.dtype)
-    return wrap(Cell(ctx.trace, ctx.place(tensor.contiguous()), meta))
+    values = ctx.place_all([tensor.contiguous() for tensor in tensors])
+    return [
+        wrap(Cell(ctx.trace, value, TensorMeta.packed(tensor.shape, tensor.dtype)))
+        for tensor, value in zip(tensors, values, strict=True)
+    ]
 
 
 # -- leaving and forking ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ltc_core.errors import SettingsError, listed
+from ltc_core.tpu_chips import count_chips
 
 # The names PyTorch itself reads (libtorch_cpu.so and torch/_lazy/closure.py, torch 2.13). Those
 # that are rows below keep PyTorch's meaning; the others are left to torch._lazy.
@@ -146,6 +147,15 @@ def _default_device_ordinal(environ: Mapping[str, str]) -> int:
     return local_rank
 
 
+def _default_num_devices(environ: Mapping[str, str]) -> int:
+    """A process that has a TPU host for itself has all its chips; one of several has one."""
+    asked = environ.get("LTC_DEVICE") or environ.get("PJRT_DEVICE") or ""
+    has_chosen = any(environ.get(name) for name in ("LTC_DEVICES", "LTC_DEVICE_ORDINAL"))
+    processes = environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or "1"
+    is_alone = processes == "1" and "SLURM_LOCALID" not in environ
+    return max(count_chips(), 1) if asked.upper() == "TPU" and is_alone and not has_chosen else 1
+
+
 _OF_PJRT = {"CUDA": "cuda", "GPU": "cuda", "TPU": "tpu"}
 
 
@@ -165,7 +175,8 @@ SETTINGS: tuple[Setting, ...] = (
             fixed=True, check=_check_device_name),
     Setting("num_devices", "LTC_NUM_DEVICES",
             ("CPU_NUM_DEVICES", "TPU_NUM_DEVICES", "GPU_NUM_DEVICES"), int, 1,
-            "Devices of this process, and the processes of spawn where it is not told.", at_least=1),
+            "Devices of this process, and the processes of spawn where it is not told (default: 1, or a TPU's chips).",
+            at_least=1, default_of=_default_num_devices),
     Setting("executor", "LTC_EXECUTOR", (), str, "inductor",
             "What runs the graphs; reference runs op by op, null does no maths.",
             choices=("inductor", "reference", "null")),

@@ -22,6 +22,7 @@ NAMES = {  # an old package -> what its device is called
     "torch._lazy": "lazy",
 }
 _DEFAULT = "xla"
+_OWN = "ltc"
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -34,15 +35,25 @@ def name_the_device() -> None:
 def expected_by(script: str) -> str:
     """Give the name that goes with what a script imports; 'xla' if it does not say.
 
+    With the executor that runs on torch_xla it is 'ltc': 'xla' is that library's own device there.
+
     Args:
         script: its path; a file that cannot be read says nothing.
     """
+    if _runs_on_torch_xla():
+        return _OWN
     try:
         tree = ast.parse(Path(script).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return _DEFAULT
     roots = (root_of(module) for module in _imported(tree))
     return next((NAMES[root] for root in roots if root), _DEFAULT)
+
+
+def _runs_on_torch_xla() -> bool:
+    """Tell what `settings.device` will be, before the settings are read."""
+    asked = os.environ.get("LTC_DEVICE") or os.environ.get("PJRT_DEVICE") or ""
+    return asked.strip().lower() in (("tpu", "xla") if os.environ.get("LTC_DEVICE") else ("tpu",))
 
 
 def _imported(tree: ast.AST) -> list[str]:

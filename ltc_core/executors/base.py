@@ -86,6 +86,10 @@ class Executor(abc.ABC):
     def place(self, tensor: torch.Tensor) -> Any:
         """Copy a CPU tensor to the device."""
 
+    def place_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Copy CPU tensors to the device, in one transfer where it has such."""
+        return [self.place(tensor) for tensor in tensors]
+
     @abc.abstractmethod
     def copy(self, data: Any) -> Any:
         """Copy data within the device."""
@@ -101,6 +105,11 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def compile(self, graph: Graph) -> Program:
         """Make a program of a graph."""
+
+    @property
+    def kind(self) -> str:
+        """Name the model of the hardware, such as 'NVIDIA H100' or 'TPU v4'."""
+        return self.hardware.type.upper()
 
     def synchronize(self) -> None:
         """Wait until everything that programs have started is done."""

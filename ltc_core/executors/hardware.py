@@ -6,12 +6,21 @@ LTC_DEVICE_ORDINAL says. Asked once for each device, when `context` makes its ex
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from ltc_core.errors import DeviceError
 from ltc_core.settings import settings
 
-__all__ = ["hardware"]
+__all__ = ["hardware", "hardware_kind"]
+
+
+def hardware_kind() -> str:
+    """Name what the graphs run on, as PJRT does: 'CPU', 'CUDA', 'TPU'."""
+    if settings.device == "xla":
+        return os.environ.get("PJRT_DEVICE", "").upper() or "CPU"
+    return settings.device.upper()
 
 
 def hardware(index: int) -> torch.device:

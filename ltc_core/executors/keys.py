@@ -17,7 +17,7 @@ from ltc_core.executors import threefry
 from ltc_core.executors.draws import DRAWS
 from ltc_core.graph import Graph, Node, Ref, TensorMeta, Write
 
-__all__ = ["NEXT_KEY", "is_draw", "states", "with_keys"]
+__all__ = ["NEXT_KEY", "is_draw", "of_host", "with_keys"]
 
 _library: Any = torch.library.Library("ltc_random", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("next_key(Tensor(a!) state) -> Tensor")
@@ -73,10 +73,12 @@ def with_keys(graph: Graph, refused: frozenset[str]) -> Graph:
     return replace(graph, nodes=tuple(nodes), outputs=outputs)
 
 
-def states(graph: Graph) -> frozenset[int]:
-    """Give the values that are states of streams."""
+def of_host(graph: Graph) -> frozenset[int]:
+    """Give the values that stay on the host: states of streams, and keys until a program takes them."""
     found: set[int] = set()
     for node in graph.nodes:
+        if node.op is NEXT_KEY:
+            found.add(node.first)
         if node.op is NEXT_KEY or is_draw(node):
             found.update((node.writes[-1], node.first + len(node.outs) - 1))
     return frozenset(found)

@@ -337,6 +337,12 @@ class ReferenceExecutor(Executor):
             graph = self._types.rewrite(graph)
         return ReferenceProgram(graph, plan(graph), self._types, self.hardware)
 
+    @property
+    def kind(self) -> str:
+        if self.hardware.type == "cuda":
+            return torch.cuda.get_device_name(self.hardware)
+        return super().kind
+
     def synchronize(self) -> None:
         if self.hardware.type == "cuda":
             torch.cuda.synchronize(self.hardware)

@@ -41,9 +41,16 @@ class StorageTypes:
 
     @classmethod
     def for_xla(cls) -> StorageTypes:
-        """Give the mapping of a TPU, which has no float64: it is float32 unless the settings ask for less."""
+        """Give the mapping of a TPU, which has no float64: it is float32 unless the settings ask for less.
+
+        XLA has one type of complex numbers on all devices.
+        """
         asked = cls.from_settings()
-        stored = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+        stored = {
+            torch.float64: torch.float32,
+            torch.complex128: torch.complex64,
+            torch.complex32: torch.complex64,
+        }
         return cls({**stored, **(asked.stored if asked is not None else {})})
 
     def of(self, dtype: torch.dtype) -> torch.dtype:

@@ -8,13 +8,14 @@ and collectives between processes, run on the host between compiled parts. State
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
 
 from ltc_core import collective, errors, metrics
 from ltc_core.executors import keys, xla_runtime
@@ -29,6 +30,7 @@ from ltc_core.executors.spelled_out import EVERYWHERE
 from ltc_core.executors.stages import stages
 from ltc_core.executors.storage import StorageTypes
 from ltc_core.executors.xla_collectives import Collectives, plan_of
+from ltc_core.executors.xla_lowering import Lowering
 from ltc_core.graph import Graph, Node, TensorMeta
 from ltc_core.passes import origins, plan
 from ltc_core.settings import settings
@@ -43,9 +45,7 @@ _MAX_CHAINS = 16
 
 # Tracing changes state that all of the library's tensors share.
 _tracing = threading.RLock()
-# Ops that torch_xla does not lower, by their overload's name: those run on the host, or as what they consist of.
-_refused: set[str] = set()
-_decomposed: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+_lowering = Lowering()
 
 
 class XlaExecutor(Executor):
@@ -71,15 +71,18 @@ class XlaExecutor(Executor):
             )
         super().__init__(torch.device("xla", index))
         self.device = f"xla:{index}"
+        self._real_device = self.library._xla_real_devices([self.device])  # such as ['TPU:0']
         self.types = StorageTypes.for_xla()
         self.collectives = Collectives(self.library, self.device)
 
     # -- data ----------------------------------------------------------------------------------
 
     def place(self, tensor: Tensor) -> Any:
-        stored = tensor.detach().to(self.types.of(tensor.dtype))
-        # The transfer may still read while the caller writes.
-        return self.send([stored.clone() if stored.data_ptr() == tensor.data_ptr() else stored])[0]
+        return self.place_all([tensor])[0]
+
+    def place_all(self, tensors: Sequence[Tensor]) -> list[Any]:
+        # Copies: the transfer may still read while the caller writes.
+        return self.send([t.detach().to(self.types.of(t.dtype), copy=True) for t in tensors])
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy CPU tensors, that nobody writes any more, to the device in one transfer."""
@@ -115,7 +118,7 @@ class XlaExecutor(Executor):
         return XlaProgram(self.types.rewrite_all(graph), self)
 
     def synchronize(self) -> None:
-        self.library._xla_wait_device_ops([])
+        self.library._xla_wait_device_ops(self._real_device)
 
     def memory_info(self) -> tuple[int, int]:
         try:
@@ -180,12 +183,14 @@ def _chain(
     graph: Graph, scalars: Sequence[Any], varied: frozenset[int], executor: XlaExecutor
 ) -> Chain:
     if settings.random == "device":
-        graph = keys.with_keys(graph, frozenset(_refused))
-    on_host = {at for at, node in enumerate(graph.nodes) if _runs_on_host(node, executor)}
-    parts = parts_of(graph, stages(graph, on_host), scalars, varied)
-    states = keys.states(graph)
+        graph = keys.with_keys(graph, frozenset(_lowering.refused))
+    metas = graph.metas()
+    refused = {at for at, node in enumerate(graph.nodes) if _lowering.refuses(node, metas)}
+    others = {at for at, node in enumerate(graph.nodes) if _runs_on_host(node, executor)}
+    parts = parts_of(graph, stages(graph, refused | others), scalars, varied, refused)
+    of_host = keys.of_host(graph)
     links = [
-        _Compiled(part, executor) if part.compiled else _Host(part, executor, states)
+        _Compiled(part, executor) if part.compiled else _Host(part, executor, of_host)
         for part in parts
     ]
     return Chain(graph, links, memory_of=id)
@@ -194,19 +199,24 @@ def _chain(
 def _runs_on_host(node: Node, executor: XlaExecutor) -> bool:
     if node.op in collective.OPS:
         return not executor.collectives.reduces_in_graph(node)
-    return str(node.op) in _refused or node.op is keys.NEXT_KEY or keys.is_draw(node)
+    return node.op is keys.NEXT_KEY or keys.is_draw(node)
 
 
 class _Host(Link):
-    """A part on the host, op by op. States of streams stay there, other results go to the device."""
+    """A part on the host, op by op. What is `of_host` stays there, other results go to the device."""
 
-    def __init__(self, part: Part, executor: XlaExecutor, states: frozenset[int]) -> None:
+    def __init__(self, part: Part, executor: XlaExecutor, of_host: frozenset[int]) -> None:
         super().__init__(part)
         self._executor = executor
         # The graph names stored dtypes already; this is for ops without a narrow kernel.
         self._program = ReferenceProgram(part.graph, plan(part.graph), StorageTypes({}), CPU)
-        self._sent = [k for k, value in enumerate(part.outputs) if value not in states]
-        self._fallbacks = [f"aten::{n.op._opname}" for n in part.nodes if str(n.op) in _refused]
+        self._sent = [k for k, value in enumerate(part.outputs) if value not in of_host]
+        metas = part.graph.metas()
+        self._fallbacks = [
+            f"aten::{node.op._opname}"
+            for node in part.graph.nodes
+            if _lowering.refuses(node, metas)
+        ]
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         part = self.part
@@ -241,8 +251,7 @@ class _Compiled(Link):
             inputs = self._on_device(given, scalars)
             try:
                 results = self._launched(inputs)
-            except Refused as refused:
-                _refused.add(refused.op)
+            except Refused:  # _lowering knows by now
                 numbers = [scalars[k] for k in part.numbers]
                 varied = frozenset(range(len(numbers)))
                 self._chain = _chain(part.graph, numbers, varied, self._executor)
@@ -306,14 +315,20 @@ class _Launch:
         library = self._library = executor.library
         with _tracing, torch.no_grad():
             executor.synchronize()  # what is still being computed has no handle yet
-            handles = library._get_tensors_handle(list(inputs))
-            assert len(set(handles)) == len(handles), "two inputs share one buffer"
             library._xla_set_default_device(executor.device)
             try:
-                outputs, self._plans = _trace(part, executor, inputs)
-                self._finish(part.graph, inputs, outputs, handles)
+                replay, outputs = _trace(part, executor, inputs)
+                # Not before: an op that ran on the host while it was traced may have given its operands others.
+                handles = library._get_tensors_handle(list(inputs))
+                assert len(set(handles)) == len(handles), "two inputs share one buffer"
+                self._plans = replay.plans
+                try:
+                    self._finish(part.graph, inputs, outputs, handles)
+                except RuntimeError:
+                    replay.refuse_what_is_not_lowered()
+                    raise
             finally:
-                outputs = ()
+                replay, outputs = None, ()
                 executor.collectives.begin()
                 library._clear_pending_irs(executor.device)
 
@@ -343,6 +358,9 @@ class _Launch:
         self._takes: list[int | Tensor] = []
         if not computed:
             return
+        # The library's hash of a graph does not tell inputs of one shape apart: (x * y, -x) and (x * y, -y) would be
+        # one program. So each part has a result of no elements, whose shape is its own.
+        computed.append(torch.zeros(_shape_of(graph), device=self._executor.device))
         _, leaves = library._get_tensors_xla_device_data_node(computed)
         index = {handle: k for k, handle in enumerate(handles)}
         for leaf, handle in zip(leaves, library._get_tensors_handle(leaves), strict=True):
@@ -355,6 +373,8 @@ class _Launch:
         if self._hash is not None:
             # It runs on the calling thread's device, wherever its inputs are.
             self._library._xla_set_default_device(self._executor.device)
+            # The launch waits for the run before, and has Python's lock; so wait here without it.
+            self._executor.synchronize()
             taken = [inputs[k] if type(k) is int else k for k in self._takes]
             start = functools.partial(self._library._run_cached_graph, self._hash, taken)
             if self._plans:
@@ -372,15 +392,29 @@ class _Launch:
         return found
 
 
+def _shape_of(graph: Graph) -> tuple[int, ...]:
+    """Give the shape of no elements that stands for a graph: 60 bits of its digest.
+
+    Replicas run one program, but each may call its group by another name.
+    """
+    nodes = tuple(
+        dataclasses.replace(node, args=node.args[:-1]) if node.op in collective.OPS else node
+        for node in graph.nodes
+    )
+    text = dataclasses.replace(graph, nodes=nodes).text(lines=False)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return (0, *((digest >> shift & 0x7FFF) + 1 for shift in (0, 15, 30, 45)))
+
+
 def _trace(
     part: Part, executor: XlaExecutor, inputs: Sequence[Tensor]
-) -> tuple[tuple[Tensor, ...], dict[str, str]]:
-    """Give the outputs, and the collectives that they need: group -> plan."""
+) -> tuple[_Replay, tuple[Tensor, ...]]:
+    """Give the outputs, and what made them."""
     while True:
         executor.collectives.begin()
         replay = _Replay(part, executor)
         try:
-            return replay.run(*inputs), replay.plans
+            return replay, replay.run(*inputs)
         except _Again:
             executor.library._clear_pending_irs(executor.device)
 
@@ -402,14 +436,54 @@ class _Replay(Replay):
 
     def call_node(self, node: Node) -> None:
         before = self._count_fallbacks()
-        super().call_node(node)
+        try:
+            super().call_node(node)
+        except Exception as error:
+            _lowering.refuse_call(node, self._metas)
+            raise Refused(str(node.op), f"{type(error).__name__}: {error}") from error
         if self._count_fallbacks() == before:
-            return
-        spelled = decomposition_table.get(node.op)
-        if spelled is None or node.op in _decomposed:
+            self._check(node)
+        elif _lowering.spell(node):
+            raise _Again
+        else:
+            _lowering.refuse_op(node)
             raise Refused(str(node.op), "torch_xla does not lower it")
-        _decomposed[node.op] = spelled
-        raise _Again
+
+    def _check(self, node: Node) -> None:
+        """See that a node's results are what was recorded; give them its dtypes."""
+        for i, meta in enumerate(node.outs):
+            if meta is None:
+                continue
+            t = self._values.get(node.first + i)
+            if t is None or t.shape != meta.size:
+                _lowering.refuse_call(node, self._metas)
+                found = None if t is None else list(t.shape)
+                raise Refused(str(node.op), f"a result of it is {found}, not {meta}")
+            self._values[node.first + i] = self.laid_out(t, meta)
+
+    def refuse_what_is_not_lowered(self) -> None:
+        """Find the first node that cannot be lowered after all.
+
+        Raises:
+            Refused: there is one.
+        """
+        nodes = self._part.graph.nodes
+        good, bad = 0, len(nodes)
+        if self._is_lowered(nodes):
+            return
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if self._is_lowered(nodes[:middle]) else (good, middle)
+        _lowering.refuse_call(nodes[good], self._metas)
+        raise Refused(str(nodes[good].op), "torch_xla cannot lower it with these operands")
+
+    def _is_lowered(self, nodes: Sequence[Node]) -> bool:
+        made = [self._values.get(n.first + i) for n in nodes for i in range(len(n.outs))]
+        try:
+            self._library._get_xla_tensors_hlo([t for t in made if t is not None])
+        except RuntimeError:
+            return False
+        return True
 
     def call(self, node: Node, op: Callable[..., Any], args: list[Any], kwargs: Any) -> Any:
         if "generator" in kwargs:
@@ -422,7 +496,7 @@ class _Replay(Replay):
             return self._collectives.call(node, args)
         if node.op is _BITS:
             op = self._types.view_bits(op)
-        return _decomposed.get(node.op, op)(*args, **kwargs)
+        return _lowering.rules.get(node.op, op)(*args, **kwargs)
 
     def _draw(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Make a draw's numbers, and write those that the op writes."""

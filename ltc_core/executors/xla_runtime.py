@@ -20,9 +20,11 @@ import torch
 
 from ltc_core.errors import DeviceError
 from ltc_core.executors import xla_topology
+from ltc_core.executors.hardware import hardware_kind
 from ltc_core.settings import settings
+from ltc_core.tpu_chips import has_megacores
 
-__all__ = ["hardware_kind", "load"]
+__all__ = ["load"]
 
 # Flags that torch_xla sets too. Fast math would not give eager's numbers.
 _XLA_FLAGS = {"xla_cpu_enable_fast_math": "false"}
@@ -32,14 +34,8 @@ _LIBTPU_FLAGS = {
     "xla_tpu_use_enhanced_launch_barrier": "false",
     "xla_tpu_enable_flash_attention": "false",
 }
+_STORED_NARROW = {"XLA_USE_BF16": "LTC_USE_BF16", "XLA_DOWNCAST_BF16": "LTC_DOWNCAST_BF16"}
 _HOW_TO_GET_IT = "pip install '.[tpu]' in an environment of its own: torch_xla 2.9 and the torch 2.9 it is built for"
-
-
-def hardware_kind() -> str:
-    """Name what PJRT runs on, such as 'TPU' or 'CPU'."""
-    if settings.device == "tpu":
-        return "TPU"
-    return os.environ.get("PJRT_DEVICE", "").upper() or "CPU"
 
 
 @functools.cache
@@ -103,13 +99,16 @@ def _prepare_environment() -> None:
     environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     environ.setdefault("GRPC_VERBOSITY", "ERROR")
     _add_flags("XLA_FLAGS", _XLA_FLAGS)
-    cache = settings.compiled_cache_dir or os.path.join(settings.cache_dir, "xla")
-    environ.setdefault("XLA_PERSISTENT_CACHE_PATH", cache)
-    environ.setdefault(
-        "XLA_PERSISTENT_CACHE_READ_ONLY", str(int(settings.compiled_cache_read_only))
-    )
-    if kind.upper() == "CPU":
+    for theirs, ours in _STORED_NARROW.items():  # the library would do it a second time
+        if theirs in environ:
+            environ.setdefault(ours, environ.pop(theirs))
+    if kind.upper() == "CPU":  # its programs can be written to disk, and not be read again
         environ.setdefault("CPU_NUM_DEVICES", str(settings.num_devices))
+    else:
+        cache = settings.compiled_cache_dir or os.path.join(settings.cache_dir, "xla")
+        read_only = str(int(settings.compiled_cache_read_only))
+        environ.setdefault("XLA_PERSISTENT_CACHE_PATH", cache)
+        environ.setdefault("XLA_PERSISTENT_CACHE_READ_ONLY", read_only)
     if kind.upper() == "TPU":
         _prepare_tpu()
 
@@ -119,7 +118,7 @@ def _prepare_tpu() -> None:
     _add_flags("LIBTPU_INIT_ARGS", _LIBTPU_FLAGS)
     environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     environ.setdefault("TPU_ML_PLATFORM", "PyTorch/XLA")
-    if xla_topology.has_megacores():
+    if has_megacores():
         environ.setdefault("TPU_MEGACORE", "megacore_dense")
     if "TPU_LIBRARY_PATH" not in environ and importlib.util.find_spec("libtpu") is not None:
         path = Path(importlib.import_module("libtpu").get_library_path())

@@ -14,18 +14,14 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ltc_core.errors import DeviceError, listed
+from ltc_core.tpu_chips import count_chips
 
-__all__ = ["TpuHost", "chip_variables", "count_chips", "has_megacores", "read_tpu_host"]
+__all__ = ["TpuHost", "chip_variables", "read_tpu_host"]
 
 _BASE_PORT = 8476
 _ATTRIBUTES = "/computeMetadata/v1/instance/attributes/"
-_BUS = "/sys/bus/pci/devices"
-_VENDOR = "0x1ae0"  # Google
-_CHIP_IDS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
-_V4 = "0x005e"
 _OF_SLICE = frozenset({"TPU_PROCESS_BOUNDS", "TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID"})
 _BY_HAND = (
     "set TPU_SKIP_MDS_QUERY=1 and, as for a v5litepod-8 alone, TPU_ACCELERATOR_TYPE=v5litepod-8, "
@@ -57,21 +53,6 @@ class TpuHost:
     @property
     def num_chips(self) -> int:
         return math.prod(self.shape) // len(self.hosts)
-
-
-def count_chips(devices: str = _BUS) -> int:
-    """Count the TPU chips on this host's PCI bus; 0 where that cannot be seen."""
-    return sum(chip in _CHIP_IDS for chip in _of_google(devices))
-
-
-def has_megacores(devices: str = _BUS) -> bool:
-    """Tell whether the chips here are v4, whose two cores can work as one device."""
-    return _V4 in _of_google(devices)
-
-
-def _of_google(devices: str) -> list[str]:
-    vendors = [p for p in Path(devices).glob("*/vendor") if p.read_text().strip() == _VENDOR]
-    return [path.with_name("device").read_text().strip() for path in vendors]
 
 
 def read_tpu_host(

@@ -108,7 +108,7 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
 
 
 def device_type() -> str:
-    """Give what the devices compute on: 'CPU' or 'CUDA'."""
+    """Give what the devices compute on: 'CPU', 'CUDA', 'TPU'."""
     return ltc.lazy_device_hw()
 
 

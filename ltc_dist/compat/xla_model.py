@@ -26,6 +26,7 @@ from ltc_core import (
 )
 from ltc_core.closures import run_step_closures
 from ltc_core.lazy_model import DeviceLike
+from ltc_core.runtime import context
 from ltc_dist import (
     MpDeviceLoader,
     RateTracker,
@@ -153,8 +154,8 @@ def xla_device_hw(device: DeviceLike = None) -> str:
 
 
 def xla_device_kind(device: DeviceLike = None) -> str:
-    """Give the kind of a device, without its number."""
-    return ltc.lazy_device_hw(device)
+    """Give the model of what a device computes on, such as 'TPU v4'."""
+    return context(_number(device)).executor.kind
 
 
 def xla_real_devices(devices: Sequence[DeviceLike] | None = None) -> list[str]:

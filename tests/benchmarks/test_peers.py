@@ -1,5 +1,6 @@
 """The harness of benchmarks.peers: what it computes, by known numbers; what it runs, on a tiny model."""
 
+import importlib.util
 import json
 import math
 import os
@@ -8,11 +9,13 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import peers
+from benchmarks import peer_kinds, peers
 from benchmarks.models import WORKLOADS
 from benchmarks.peer_figures import (
     Comparison,
@@ -260,6 +263,88 @@ class TestProcesses:
             PeerProcess(sys.executable, "eager", "tiny", "cpu", {}, timeout_s=0)
 
 
+class XlaProcess:
+    """Stands for a process on a machine that has torch_xla: takes no time, and counts steps."""
+
+    started: list[tuple[str, str, str, dict[str, str]]]
+    children_peak_bytes = 0
+
+    def __init__(
+        self, python: str, peer: str, model: str, device: str, environ: dict[str, str], timeout_s: float
+    ) -> None:  # fmt: skip
+        self.started.append((peer, python, device, environ))
+        self.hello = {"import_s": 1.0, "first_loss_s": 1.0, "versions": {"torch": "2.9.0"}}
+        counts = {"xla": {"compiles": 2}, "ltc": {"compiles": 1, "programs": 1, "graphs": 1}}
+        self.compiled = counts.get(peer)
+        self.steps = 0
+
+    def ask(self, command: str, watch: bool = False, **arguments: Any) -> Any:
+        if command == "warm_up":
+            return {"is_compiled": True, "times_s": [0.1] * 20, "losses": [2.0] * 20}
+        if command == "run":
+            self.steps += arguments["steps"]
+            return 0.1
+        if command == "counts":
+            moved = {"sent": 50 + 3 * self.steps, "fetched": 20}
+            return self.compiled | moved if self.compiled else {}
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 2**20
+
+    def __enter__(self) -> "XlaProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class TestOnXla:
+    def test_measure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(XlaProcess, "started", [], raising=False)
+        monkeypatch.setattr(peers, "PeerProcess", XlaProcess)
+        names = ("eager", "xla", "ltc")
+        options = peers.Options(
+            ("tiny",), names, rounds=2, steps=3, starts=1, device="xla", torch_xla_python="/xla/python"
+        )  # fmt: skip
+        models = dict(peers.measure(options))
+        for peer, python, device, environ in XlaProcess.started:
+            assert (python, device) == ("/xla/python", "xla" if peer == "ltc" else "cpu")
+            assert environ["PJRT_DEVICE"] == "CPU" and environ["XLA_PERSISTENT_CACHE_PATH"] == ""
+            assert environ.get("LTC_DEVICE") == ("xla" if peer == "ltc" else None)
+        found = json.loads(json.dumps(peers.to_json(models, options, "here", "2026-11-20")))
+        tiny = found["models"]["tiny"]
+        assert "counts" not in tiny["peers"]["eager"]
+        assert tiny["peers"]["xla"]["counts"] == {"compiles": 2, "sent": 3, "fetched": 0}
+        assert tiny["peers"]["ltc"]["counts"]["graphs"] == 1
+        assert tiny["overlap"] == []  # how long XLA's programs run is not known
+        assert [line["title"] for line in found["summary"]][
+            -1
+        ] == "compiles of XLA, ltc / torch_xla"
+        text = report(models, "here", "today")
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+        title = WORKLOADS["tiny"].title
+        assert [title, "-", "2 / 3.0 / 0.0", "1 / 3.0 / 0.0", "1 / 1", "0.50"] in rows
+
+    def test_counts_of_both_come_from_the_same_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ltc_core import metrics
+
+        samples = {"CompileTime": (3, 1e9, []), "TransferToDeviceTime": (8, 1e6, [])}
+        library = SimpleNamespace(_xla_metric_data=samples.get)
+        monkeypatch.setitem(sys.modules, "_XLAC", library)
+        monkeypatch.setattr(metrics, "counter_value", {"CompiledProgram": 2}.get)
+        theirs = {"compiles": 3, "sent": 8, "fetched": 0}
+        assert peer_kinds._xla_counts() == theirs
+        assert peer_kinds._ltc_xla_counts() == theirs | {"programs": 2, "graphs": 0}
+
+    def test_without_it_nothing_is_counted(self, two_models: dict[str, ModelFigures]) -> None:
+        options = peers.Options(("a", "b"), ("eager", "compile", "lazy", "ltc"))
+        found = peers.to_json(two_models, options, "here", "2026-11-20")
+        assert not any("counts" in p for m in found["models"].values() for p in m["peers"].values())
+        assert not any("compiles" in line["title"] for line in found["summary"])
+        assert "XLA" not in report(two_models, "here", "today")
+
+
 class TestCommandLine:
     def refused(
         self,
@@ -294,3 +379,30 @@ class TestCommandLine:
         peers.main()
         reason = "- torch_xla (all models): --torch-xla-python names no interpreter that has it"
         assert capsys.readouterr().out.splitlines()[-1] == reason
+
+    def test_no_interpreter_for_the_xla_executor(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        err = self.refused(["--executor", "torch_xla"], monkeypatch, capsys)
+        assert (
+            "needs torch_xla 2.9 and the torch 2.9 it is built for, which this interpreter" in err
+        )
+        err = self.refused(["--executor", "torch_xla", "--device", "cuda"], monkeypatch, capsys)
+        assert "--executor torch_xla runs on PJRT's CPU client only, not on --device cuda" in err
+
+    def test_the_executor_chooses_peers_and_interpreter(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["peers"])
+        options, _ = peers._parse()
+        assert options.peers == tuple(peer_kinds.PEERS)
+        assert (options.device, options.torch_xla_python) == ("cpu", "")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(sys, "argv", ["peers", "--executor", "torch_xla"])
+        options, _ = peers._parse()
+        assert options.peers == ("eager", "xla", "ltc")
+        assert (options.device, options.torch_xla_python) == ("xla", sys.executable)
+        sys.argv += ["--torch-xla-python", "/xla/python", "--peers", "xla,ltc"]
+        options, _ = peers._parse()
+        assert (options.peers, options.torch_xla_python) == (("xla", "ltc"), "/xla/python")

@@ -18,6 +18,10 @@ INSIDE_FUNCTIONS = {
         "ltc_launch",
     ): "a mistake on the command line is told before PyTorch is there",
     ("ltc_launch.spec", "torch"): "only for who asks for one process for each GPU",
+    (
+        "ltc_launch.spec",
+        "ltc_core.tpu_chips",
+    ): "only for who asks for one process for each TPU chip",
 }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ltc_core.executors.part import Part
-from ltc_core.graph import Graph, Node, TensorMeta
+from ltc_core.graph import TensorMeta
 
 __all__ = ["Request", "decode", "encode", "key"]
 
@@ -88,7 +88,7 @@ def key(request: Request) -> str:
     """Give the key of a request, 64 hexadecimal digits. Cost: about 5 us a node."""
     digest = hashlib.sha256(_environment().encode())
     digest.update(f"{request.device} {_gpu(request.device)} {request.num_threads}\n".encode())
-    digest.update(_part_text(request.part).encode())
+    digest.update(request.part.text().encode())
     return digest.hexdigest()
 
 
@@ -97,32 +97,6 @@ def _gpu(device: str) -> str:
     """Name what compiled programs of a GPU depend on."""
     is_there = device == "cuda" and torch.cuda.is_available()
     return f"{torch.cuda.get_device_capability()}" if is_there else ""
-
-
-def _part_text(part: Part) -> str:
-    numbers = " ".join(kind.__name__ for kind in part.types)
-    return "\n".join((numbers, *_graph_rows(part.graph)))
-
-
-def _graph_rows(graph: Graph) -> list[str]:
-    rows = [f"{i} {_meta_text(meta)}" for i, meta in graph.inputs.items()]
-    rows += [_node_text(node) for node in graph.nodes]
-    rows.append(f"{graph.outputs} {sorted(graph.donated)}")
-    return rows
-
-
-def _meta_text(meta: TensorMeta | None) -> str:
-    if meta is None:
-        return "-"
-    return f"{meta.dtype}{tuple(meta.size)}{meta.stride}{meta.offset}"
-
-
-def _node_text(node: Node) -> str:
-    outs = " ".join(map(_meta_text, node.outs))
-    return (
-        f"{node.first} {node.op} {node.args} {sorted(node.kwargs.items())} {node.writes} "
-        f"{node.result} {node.follows_default} {outs}"
-    )
 
 
 @functools.cache

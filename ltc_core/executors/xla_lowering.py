@@ -1,0 +1,275 @@
+"""What torch_xla lowers, and what it does not, or wrongly.
+
+Most of it is learned while parts are traced: ops without a lowering, calls whose result has another shape than the
+recorded one, calls that XLA refuses. What gives wrong numbers has a rule here, each with what is wrong. An op without a
+lowering is traced as what it consists of, where PyTorch knows that; else it runs on the host. Used by `torch_xla`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+from ltc_core.graph import Node, Ref, Scalar, TensorMeta, Write
+
+__all__ = ["Lowering"]
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+_Op = torch._ops.OpOverload
+_Metas = Mapping[int, TensorMeta]
+
+# Views that are copies when they are traced: what is written through them would be lost, or go to the wrong place.
+_COPIES = frozenset(
+    {
+        aten._conj.default,
+        aten._neg_view.default,
+        aten.as_strided.default,
+        aten.view.dtype,
+        aten.view_as_complex.default,
+    }
+)
+
+
+class Lowering:
+    """What is known of the ops so far; one for the process, as torch_xla is."""
+
+    def __init__(self) -> None:
+        self.refused: set[str] = set()  # names of ops that are not lowered at all
+        self.rules: dict[_Op, Callable[..., Any]] = dict(_RULES)
+        self._calls: set[tuple[Any, ...]] = set()
+        self._ops_of_calls: set[_Op] = set()
+
+    def refuses(self, node: Node, metas: _Metas) -> bool:
+        """Tell whether a node has to run on the host."""
+        if str(node.op) in self.refused or (node.writes and _writes_through_copy(node)):
+            return True
+        return node.op in self._ops_of_calls and _call(node, metas) in self._calls
+
+    def refuse_op(self, node: Node) -> None:
+        self.refused.add(str(node.op))
+
+    def refuse_call(self, node: Node, metas: _Metas) -> None:
+        """Let calls like this one run on the host: those of the same shapes, dtypes and arguments."""
+        self._calls.add(_call(node, metas))
+        self._ops_of_calls.add(node.op)
+
+    def spell(self, node: Node) -> bool:
+        """Tell whether an op that is not lowered can be traced as what it consists of, from now on."""
+        found = decomposition_table.get(node.op)
+        if found is None or node.op in self.rules:
+            return False
+        self.rules[node.op] = found
+        return True
+
+
+def _writes_through_copy(node: Node) -> bool:
+    stack: list[Any] = [*node.args, *node.kwargs.values()]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Write):
+            if any(step.op in _COPIES for step in item.lens):
+                return True
+        elif type(item) in (list, tuple):
+            stack.extend(item)
+    return False
+
+
+def _call(node: Node, metas: _Metas) -> tuple[Any, ...]:
+    """Describe a call without the numbers of its operands."""
+
+    def described(item: Any) -> Any:
+        if isinstance(item, Ref):
+            return metas.get(item)
+        if isinstance(item, Write):
+            return metas.get(node.writes[item.base]), str(item.lens)
+        if isinstance(item, Scalar):
+            return Scalar
+        if isinstance(item, list | tuple):
+            return tuple(map(described, item))
+        return repr(item)
+
+    named = tuple((name, described(item)) for name, item in node.kwargs.items())
+    return node.op, described(node.args), named
+
+
+# -- rules ---------------------------------------------------------------------------------------
+
+
+class _Wrong(Exception):
+    """A call that torch_xla would lower to something else."""
+
+
+def _unless(op: _Op, is_wrong: Callable[[dict[str, Any]], bool], why: str) -> Callable[..., Any]:
+    """Give what calls `op`, but for some arguments, with which it runs on the host."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if is_wrong({**dict(zip(names, args, strict=False)), **kwargs}):
+            raise _Wrong(why)
+        return op(*args, **kwargs)
+
+    return run
+
+
+def _in_place(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.copy_(rule(x, *args, **kwargs))
+
+    return run
+
+
+def _has_divisor(given: dict[str, Any]) -> bool:
+    return given.get("divisor_override") is not None
+
+
+def _has_other_scale(given: dict[str, Any]) -> bool:
+    """Tell whether an image is scaled by something else than the ratio of the sizes."""
+    x = given.get("self")
+    sizes = given["input_size"] if x is None else x.shape
+    pairs = zip(given["output_size"], sizes[2:], strict=True)
+    scales = (given.get("scales_h"), given.get("scales_w"))
+    return any(s is not None and s * n != out for (out, n), s in zip(pairs, scales, strict=True))
+
+
+def _upsample_nearest2d(x: Tensor, output_size: Any, *scales: Any, **named: Any) -> Any:
+    op = aten.upsample_nearest2d.default
+    if _has_other_scale(
+        {
+            "self": x,
+            "output_size": output_size,
+            **dict(zip(("scales_h", "scales_w"), scales, strict=False)),
+            **named,
+        }
+    ):
+        return decomposition_table[op](x, output_size, *scales, **named)
+    return op(x, output_size, *scales, **named)
+
+
+def _native_batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Any,
+    mean: Any,
+    var: Any,
+    save_mean: Any,
+    save_rstd: Any,
+    train: bool,
+    eps: float,
+    mask: Any,
+) -> Any:
+    op = aten.native_batch_norm_backward.default
+    call = op if train else decomposition_table[op]
+    return call(grad, x, weight, mean, var, save_mean, save_rstd, train, eps, mask)
+
+
+def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+    """Divide; whole numbers exactly. Each round leaves the error of a float32 division, a part in 2**23."""
+    operands = [t for t in (x, y) if isinstance(t, Tensor)]
+    dtype = torch.result_type(x, y)
+    if rounding_mode is None or dtype.is_floating_point or dtype is torch.bool:
+        return torch.div(x, y, rounding_mode=rounding_mode)
+    rest = torch.remainder(x, y) if rounding_mode == "floor" else torch.fmod(x, y)
+    rest = x - rest
+    quotient = torch.zeros_like(rest, device=operands[0].device)
+    for _ in range(-(-dtype.itemsize * 8 // 23)):
+        step = torch.round(rest / y).to(dtype)
+        quotient = quotient + step
+        rest = rest - step * y
+    return quotient
+
+
+def _floor_divide(x: Any, y: Any) -> Any:
+    return _divide(x, y, rounding_mode="floor")
+
+
+def _power(x: Any, exponent: Any) -> Any:
+    result = torch.pow(x, exponent)
+    if result.is_floating_point() or result.is_complex():
+        return result
+    if not isinstance(exponent, Tensor):  # a negative one is an error
+        return result
+    is_odd = (exponent % 2) != 0
+    sign = torch.where(is_odd, -1, 1)
+    of_negative = torch.where(
+        torch.as_tensor(x == 1, device=exponent.device),
+        1,
+        torch.where(torch.as_tensor(x == -1, device=exponent.device), sign, 0),
+    )
+    return torch.where(exponent < 0, of_negative.to(result.dtype), result)
+
+
+def _as_strided_scatter(
+    x: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> Tensor:
+    at = torch.full((), storage_offset or 0, dtype=torch.int64, device=x.device)
+    for n, step in zip(size, stride, strict=True):
+        at = at.unsqueeze(-1) + torch.arange(n, device=x.device) * step
+    return x.reshape(-1).scatter(0, at.reshape(-1), src.reshape(-1)).reshape(x.shape)
+
+
+def _nll_loss(op: _Op) -> Callable[..., Any]:
+    """One sample without a batch ends the process."""
+    return _unless(op, lambda given: given["self"].dim() == 1, "it has no batch")
+
+
+def _of_extreme_power(given: dict[str, Any]) -> bool:
+    return given["p"] in (0, float("inf"))
+
+
+_DIVISOR = "it ignores divisor_override"
+_SCALE = "it takes the ratio of the sizes for the scale"
+_RULES: dict[_Op, Callable[..., Any]] = {
+    # The gradient by the result is computed as that by the operand.
+    aten.elu_backward.default: decomposition_table[aten.elu_backward.default],
+    # It takes the batch's mean and variance where the running ones are meant.
+    aten.native_batch_norm_backward.default: _native_batch_norm_backward,
+    # A kind of tensor that only autograd knows.
+    aten._efficientzerotensor.default: lambda size, **options: torch.zeros(size, **options),
+    # Dense strides in another order go to other places.
+    aten.as_strided_scatter.default: _as_strided_scatter,
+    # Whole numbers are divided as float32.
+    aten.div.Tensor_mode: _divide,
+    aten.div.Scalar_mode: _divide,
+    aten.div_.Tensor_mode: _in_place(_divide),
+    aten.div_.Scalar_mode: _in_place(_divide),
+    aten.floor_divide.default: _floor_divide,
+    aten.floor_divide.Scalar: _floor_divide,
+    aten.floor_divide_.Tensor: _in_place(_floor_divide),
+    aten.floor_divide_.Scalar: _in_place(_floor_divide),
+    # It divides, which rounds negative numbers up.
+    aten.__rshift__.Tensor: torch.bitwise_right_shift,
+    aten.__rshift__.Scalar: torch.bitwise_right_shift,
+    aten.__irshift__.Tensor: _in_place(torch.bitwise_right_shift),
+    aten.__irshift__.Scalar: _in_place(torch.bitwise_right_shift),
+    # -1 to a negative power is 0.
+    aten.pow.Tensor_Tensor: _power,
+    aten.pow.Scalar: _power,
+    aten.pow_.Tensor: _in_place(_power),
+    aten.upsample_nearest2d.default: _upsample_nearest2d,
+    aten.upsample_nearest2d_backward.default: _unless(
+        aten.upsample_nearest2d_backward.default, _has_other_scale, _SCALE
+    ),
+    aten.nll_loss_forward.default: _nll_loss(aten.nll_loss_forward.default),
+    aten.nll_loss_backward.default: _nll_loss(aten.nll_loss_backward.default),
+    aten.roll.default: _unless(
+        aten.roll.default,
+        lambda given: given["self"].numel() == 0,
+        "a division by zero ends the process",
+    ),
+    aten._pdist_forward.default: _unless(
+        aten._pdist_forward.default, _of_extreme_power, "it does not know these norms"
+    ),
+    **{
+        op: _unless(op, _has_divisor, _DIVISOR)
+        for op in (
+            aten.avg_pool2d.default,
+            aten.avg_pool2d_backward.default,
+            aten.avg_pool3d.default,
+            aten.avg_pool3d_backward.default,
+        )
+    },
+}

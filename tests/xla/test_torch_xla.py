@@ -1,0 +1,350 @@
+"""Training on torch_xla's PJRT, here its CPU client: eager's losses, and how much is compiled and transferred for them.
+
+Runs where LTC_DEVICE is xla: `make test-xla`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ltc_core as ltc
+from ltc_core import metrics
+from ltc_core.executors import xla_runtime
+from ltc_core.settings import settings
+
+pytestmark = pytest.mark.skipif(settings.device != "xla", reason="make test-xla runs these")
+
+ROOT = Path(__file__).parents[2]
+
+
+def device() -> torch.device:
+    return ltc.lazy_device()
+
+
+def transfers() -> tuple[int, int]:
+    """Transfers to and from PJRT's device so far, as the library itself counts them."""
+    library = xla_runtime.load()
+    counts = []
+    for name in ("TransferToDeviceTime", "TransferFromDeviceTime"):
+        data = library._xla_metric_data(name)
+        counts.append(0 if data is None else data[0])
+    return counts[0], counts[1]
+
+
+def compiled_by_xla() -> int:
+    data = xla_runtime.load()._xla_metric_data("CompileTime")
+    return 0 if data is None else int(data[0])
+
+
+class Loop:
+    """A model, an optimizer and a step."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.model = model.to(device())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, **options)
+
+    def step(self, *batch: torch.Tensor) -> torch.Tensor:
+        x, y = (t.to(device()) for t in batch)
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        ltc.mark_step()
+        return loss.detach()
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 4)
+    )
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(32, 8), torch.randint(0, 4, (32,))
+
+
+class TestSteps:
+    def test_a_step_is_one_program_its_batch_and_its_numbers(self) -> None:
+        loop = Loop(mlp(dropout=0.5))
+        with settings.override(random="device"):
+            for _ in range(3):
+                loop.step(*batch())
+            ltc.wait_device_ops()
+        sent, fetched = transfers()
+        compiled = compiled_by_xla()
+        for _ in range(5):
+            loop.step(*batch())
+        ltc.wait_device_ops()
+        now_sent, now_fetched = transfers()
+        assert compiled_by_xla() == compiled
+        # Two tensors of the batch; the numbers of the optimizer and the keys of the dropout go together.
+        assert (now_sent - sent, now_fetched - fetched) == (5 * 3, 0)
+
+    def test_a_loader_sends_a_batch_in_one_transfer(self) -> None:
+        from ltc_dist.batch import to_device
+
+        ltc.wait_device_ops()
+        sent, _ = transfers()
+        x, (y, z) = to_device((torch.ones(3), [torch.zeros(2), torch.ones(1).bool()]), device())
+        assert transfers()[0] - sent == 1
+        assert [t.tolist() for t in (x, y, z)] == [[1.0] * 3, [0.0] * 2, [True]]
+
+    def test_a_learning_rate_is_an_input(self) -> None:
+        loop = Loop(mlp())
+        for _ in range(3):
+            loop.step(*batch())
+        ltc.wait_device_ops()
+        compiled = compiled_by_xla()
+        for step in range(5):
+            loop.optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            loop.step(*batch())
+        ltc.wait_device_ops()
+        assert compiled_by_xla() == compiled
+
+    def test_a_number_that_is_a_constant_is_compiled_for_again(self) -> None:
+        x = torch.full((3,), 2.0).to(device())
+        results = [x.clone().pow(p).cpu() for p in (1.5, 2.5, 1.5)]
+        for p, result in zip((1.5, 2.5, 1.5), results, strict=True):
+            torch.testing.assert_close(result, torch.full((3,), 2.0**p))
+
+    def test_a_smaller_last_batch_while_steps_are_under_way(self) -> None:
+        """A program is traced on tensors that are still being computed."""
+        losses = []
+        for size in range(1, 7):
+            loop = Loop(mlp())
+            for n in (size, size, 32 + size):
+                x, y = batch()
+                losses.append(loop.step(x[:n], y[:n]))
+        assert torch.stack(losses).isfinite().all()
+
+    def test_parameters_are_written_in_their_own_memory(self) -> None:
+        loop = Loop(mlp())
+        loop.step(*batch())
+        loop.step(*batch())
+        ltc.wait_device_ops()
+        old = loop.model[0].weight._h.value.buffer.take()
+        loop.step(*batch())
+        ltc.wait_device_ops()
+        with pytest.raises(RuntimeError, match="donated|HasValue"):
+            xla_runtime.load()._xla_get_cpu_tensors([old])
+        assert loop.model[0].weight.isfinite().all()
+
+    def test_a_kept_value_is_not_overwritten(self) -> None:
+        loop = Loop(mlp())
+        loop.step(*batch())
+        before = loop.model[0].weight.detach().clone()
+        kept = before.cpu()
+        loop.step(*batch())
+        assert before.cpu().equal(kept) and not loop.model[0].weight.cpu().equal(kept)
+
+
+class TestValues:
+    def test_outputs_that_are_one_value_are_two_tensors(self) -> None:
+        x = torch.ones(4).to(device())
+        a, b = x + 1, x + 1
+        ltc.mark_step()
+        a.add_(1)
+        ltc.mark_step()
+        assert (a.tolist(), b.tolist()) == ([3.0] * 4, [2.0] * 4)
+
+    def test_an_input_that_is_an_output_too(self) -> None:
+        x = torch.ones(4).to(device())
+        y = x.clone()
+        z = x * 2
+        ltc.mark_step()
+        x.mul_(5)
+        ltc.mark_step()
+        assert (x.tolist(), y.tolist(), z.tolist()) == ([5.0] * 4, [1.0] * 4, [2.0] * 4)
+
+    def test_programs_that_differ_in_which_input_they_take_alone(self) -> None:
+        x, y = torch.full((3,), 2.0).to(device()), torch.full((3,), 3.0).to(device())
+        first = [(x * y).tolist(), (-x).tolist()]
+        one, two = x * y, -x
+        ltc.mark_step()
+        three, four = x * y, -y
+        ltc.mark_step()
+        assert [one.tolist(), two.tolist()] == first
+        assert [three.tolist(), four.tolist()] == [[6.0] * 3, [-3.0] * 3]
+
+    def test_float64_is_stored_as_float32(self) -> None:
+        x = torch.full((2,), 1 + 2**-40, dtype=torch.float64).to(device())
+        assert x.dtype is torch.float64 and (x * 2).dtype is torch.float64
+        assert (x * 2).cpu().tolist() == [2.0, 2.0]
+
+    def test_an_op_that_is_not_lowered_runs_on_the_host_and_is_counted(self) -> None:
+        x = torch.rand(4, 4)
+        for count in (1, 2):
+            ours = (torch.special.bessel_j0(x.to(device()) * 2) + 1).cpu()
+            torch.testing.assert_close(ours, torch.special.bessel_j0(x * 2) + 1)
+            assert metrics.counter_value("aten::special_bessel_j0") == count
+
+
+class TestRandomNumbers:
+    def draw(self, size: int = 1000) -> torch.Tensor:
+        return torch.rand(size, device=device()).cpu()
+
+    def test_a_seed_makes_them_and_a_state_brings_them_back(self) -> None:
+        with settings.override(random="device"):
+            torch.manual_seed(3)
+            first, state = self.draw(), ltc.get_rng_state()
+            second = self.draw()
+            ltc.set_rng_state(state)
+            again = self.draw()
+            torch.manual_seed(3)
+            assert self.draw().equal(first) and again.equal(second) and not first.equal(second)
+        assert 0.45 < first.mean() < 0.55 and 0 <= first.min() and first.max() < 1
+
+    def test_those_of_the_host_are_eagers(self) -> None:
+        with settings.override(random="host"):
+            torch.manual_seed(3)
+            ours = self.draw(999)
+        torch.manual_seed(3)
+        assert ours.equal(torch.rand(999))
+
+    def test_a_recomputed_dropout_is_the_same(self) -> None:
+        def gradient(run: Callable[..., Any]) -> torch.Tensor:
+            torch.manual_seed(0)
+            x = torch.ones(64, 64, device=device(), requires_grad=True)
+            run(lambda t: nn.functional.dropout(t * 2, 0.5).square(), x).sum().backward()
+            assert x.grad is not None
+            return x.grad.cpu()
+
+        with settings.override(random="device"):
+            plain = gradient(lambda f, x: f(x))
+            recomputed = gradient(lambda f, x: checkpoint(f, x, use_reentrant=False))
+        assert plain.equal(recomputed) and 0 < (plain == 0).float().mean() < 1
+
+
+def run_script(code: str, **environ: str) -> str:
+    """Run a program of its own: settings, and the number of devices, are those of a process."""
+    inherited = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=inherited, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+NARROW = """
+import torch, ltc_core as ltc
+from torch import nn
+from ltc_core.runtime import context
+
+def losses(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(64, 16).to(device), torch.randint(0, 4, (64,)).to(device)
+    found = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        ltc.mark_step()
+        found.append(loss.item())
+    return torch.tensor(found), model[0].weight
+
+ours, weight = losses("ltc")
+eagers, _ = losses("cpu")
+wide = torch.ones(2, dtype=torch.float64, device="ltc") * 3
+stored = [str(t._h.value.buffer.take().dtype) for t in (weight.detach(), wide) if ltc.wait_device_ops() is None]
+assert weight.dtype is torch.float32 and wide.dtype is torch.float64
+print(*stored, (ours - eagers).abs().max().item() < 0.03, ours[-1].item() < ours[0].item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("LTC_USE_BF16", "torch.bfloat16 torch.bfloat16"),
+        ("LTC_DOWNCAST_BF16", "torch.bfloat16 torch.float32"),
+        ("XLA_USE_BF16", "torch.bfloat16 torch.bfloat16"),
+        ("LTC_EXPLAIN", "torch.float32 torch.float32"),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_what_is_stored_narrow_stays_within_its_rounding(name: str, stored: str) -> None:
+    assert run_script(NARROW, **{name: "1"}).strip() == f"{stored} True True"
+
+
+TWO_DEVICES = """
+import torch, ltc_core as ltc, ltc_dist as ltd
+from ltc_dist import data_parallel as dp
+from ltc_core import metrics
+
+data = [(torch.randn(16, 8), torch.randint(0, 4, (16,))) for _ in range(8)]
+
+def loop(model, loader, device, context):
+    optimizer = context.getattr_or("optimizer", lambda: torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for _, (x, y) in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        ltd.optimizer_step(optimizer)
+        gathered = ltd.all_gather(loss.detach())
+        found.append((loss.detach(), gathered))
+    return [(a.item(), b.tolist()) for a, b in found]
+
+def net():
+    torch.manual_seed(1)
+    return torch.nn.Linear(8, 4)
+
+model = dp.DataParallel(net)
+first, second = model(loop, data)
+again = model(loop, data)
+alone = net()
+optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+for k in range(0, 8, 2):  # what the two see together
+    (x, y), (x2, y2) = data[k : k + 2]
+    optimizer.zero_grad()
+    pair = [torch.nn.functional.cross_entropy(alone(a), b) for a, b in ((x, y), (x2, y2))]
+    (sum(pair) / 2).backward()
+    optimizer.step()
+    for mine, other, got in zip(pair, reversed(pair), (first[k // 2], second[k // 2])):
+        assert abs(mine.item() - got[0]) < 1e-5
+        assert torch.allclose(torch.stack(pair).detach(), torch.tensor(got[1]), atol=1e-5)
+a, b = ([p.detach().cpu() for p in m.parameters()] for m in model.models)
+assert all(x.equal(y) for x, y in zip(a, b))
+print(len(again[0]), metrics.counter_value("CompiledProgram"), len(ltc.get_lazy_supported_devices()))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_two_devices_reduce_within_their_programs() -> None:
+    environ = {"CPU_NUM_DEVICES": "2", "LTC_NUM_DEVICES": "2"}
+    # One program for each device; the second run compiles nothing.
+    assert run_script(TWO_DEVICES, **environ).strip() == "4 2 2"
+
+
+DIFFERENT = """
+import torch, ltc_core as ltc, ltc_dist as ltd
+from ltc_dist import data_parallel as dp
+
+def loop(model, loader, device, context):
+    for number, (x, _) in loader:
+        size = 3 if device.index else 4
+        ltd.all_reduce("sum", [torch.ones(size).to(device)])
+        ltc.mark_step()
+
+data = [(torch.randn(2, 2), torch.zeros(2)) for _ in range(4)]
+try:
+    dp.DataParallel(lambda: torch.nn.Linear(2, 2))(loop, data)
+except RuntimeError as error:
+    print(type(error).__mro__[1].__name__, "different collectives" in str(error))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_devices_at_different_collectives_are_told_and_do_not_hang() -> None:
+    environ = {"CPU_NUM_DEVICES": "2", "LTC_NUM_DEVICES": "2"}
+    assert run_script(DIFFERENT, **environ).split()[-1] == "True"
