@@ -78,7 +78,7 @@ def _parser() -> _Parser:
     )
     add = parser.add_argument
     add("--nprocs", "--nproc-per-node", default="1", metavar="N",
-        help="processes on this host; 'auto': one for each GPU or chip (LTC_DEVICE=cuda, tpu), else each core")  # fmt: skip
+        help="processes on this host; 'auto': one for each GPU or TPU chip, or each core")  # fmt: skip
     add("--nnodes", type=int, default=1, metavar="N", help="hosts; run the command on each")
     add("--node-rank", type=int, default=0, metavar="K", help="which host this is, from 0")
     add(

@@ -15,7 +15,7 @@ from torch._decomp import decomposition_table
 
 from ltc_core.graph import Node, Ref, Scalar, TensorMeta, Write
 
-__all__ = ["Lowering"]
+__all__ = ["LOWERING"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ _COPIES = frozenset(
 )
 
 
-class Lowering:
+class _Lowering:
     """What is known of the ops so far; one for the process, as torch_xla is."""
 
     def __init__(self) -> None:
@@ -273,3 +273,6 @@ _RULES: dict[_Op, Callable[..., Any]] = {
         )
     },
 }
+
+
+LOWERING = _Lowering()

@@ -7,13 +7,13 @@ graph into parts that run one after the other, each of one kind. Comes from `tie
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ltc_core import collective
+from ltc_core.executors.first_values import without_operands
 from ltc_core.executors.inductor.indices import find_bounds
 from ltc_core.executors.inductor.layout import keep_channels_last
 from ltc_core.executors.inductor.spread import spread
@@ -38,34 +38,10 @@ def partition(
         refused: names of ops the compiler cannot take.
     """
     graph = spread(graph)
-    graph = dataclasses.replace(graph, nodes=tuple(_without_operand(node) for node in graph.nodes))
+    graph = without_operands(graph)
     stage_of = stages(graph, _eager_nodes(graph, refused))
     graph = keep_channels_last(graph, stage_of)
     return parts_of(graph, stage_of, scalars, varied)
-
-
-# Ops that read nothing of their operand but its metadata; what they fill in with.
-_LIKE: dict[torch._ops.OpOverload, int | None] = {
-    aten.empty_like.default: None,
-    aten.zeros_like.default: 0,
-    aten.ones_like.default: 1,
-}
-
-
-def _without_operand(node: Node) -> Node:
-    """Write `empty_like(x)` and its kin as what does not wait for `x`: a draw into it would cut the graph in two."""
-    if node.op not in _LIKE:
-        return node
-    meta, fill = node.outs[0], _LIKE[node.op]
-    assert meta is not None
-    kwargs = {"dtype": meta.dtype}
-    if fill is None or not meta.contiguous:
-        if fill is not None:
-            return node
-        args: tuple[Any, ...] = (tuple(meta.size), meta.stride)
-        return dataclasses.replace(node, op=aten.empty_strided.default, args=args, kwargs=kwargs)
-    args = (tuple(meta.size), fill)
-    return dataclasses.replace(node, op=aten.full.default, args=args, kwargs=kwargs)
 
 
 def _eager_nodes(graph: Graph, refused: frozenset[str]) -> set[int]:
