@@ -1,11 +1,17 @@
-# Everything one has to type: make setup | demo | test | check | bench.
+# Everything one has to type: make setup | demo | test | check | bench | test-xla.
 #   PYTHON=...  the Python (3.11 or newer) the environment is made from; found by itself if not given
 #   VENV=...    where the environment lives (given on the command line only; default .venv)
+#   XLA_VENV=...  the same for the one with torch_xla (default .venv-xla)
 #   ARGS=...    more arguments for demo, test and bench, such as ARGS="--device cpu" or ARGS="-k views"
 
 VENV := .venv
+XLA_VENV := .venv-xla
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+XLA_STAMP := $(XLA_VENV)/.setup-done
+# What runs on torch_xla: its own tests, the lazy device's parity with eager, and the digits, on one device and on two.
+XLA_TESTS := tests/xla tests/core/test_parity.py tests/core/test_draws.py tests/core/test_xla_runtime.py \
+    tests/examples/test_mnist.py tests/examples/test_mnist_threads.py
 PYTHON ?=
 ARGS ?=
 
@@ -15,29 +21,34 @@ unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV PIP_CONSTRAINT
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test test-xla check bench clean
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
 	@echo "make demo    train a CNN on handwritten digits, in two processes"
 	@echo "make test    run the tests"
+	@echo "make test-xla  run the tests of the TPU executor on the CPU (an environment of 8 GB of its own)"
 	@echo "make check   formatting, lint, types"
 	@echo "make bench   measure recording speed, memory, and training beside its peers (over an hour)"
 
 setup: $(STAMP)
 
 # A candidate counts if it runs, is new enough and can make environments (Debian splits ensurepip off).
+define find_python
+for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python); do \
+    if "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+    then found="$$python"; break; fi; \
+done; \
+if [ -z "$$found" ]; then \
+    echo "make: no Python that can make the environment." >&2; \
+    echo "  got: $(or $(PYTHON),no python3.11 or newer with the modules venv and ensurepip on PATH)" >&2; \
+    echo "  Next: install Python 3.11 or newer (Debian: also python3-venv), or PYTHON=/path/to/python" >&2; \
+    exit 1; \
+fi
+endef
+
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	@for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python); do \
-	    if "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
-	    then found="$$python"; break; fi; \
-	done; \
-	if [ -z "$$found" ]; then \
-	    echo "make: no Python that can make the environment." >&2; \
-	    echo "  got: $(or $(PYTHON),no python3.11 or newer with the modules venv and ensurepip on PATH)" >&2; \
-	    echo "  Next: install Python 3.11 or newer (Debian: also python3-venv), or PYTHON=/path/to/python" >&2; \
-	    exit 1; \
-	fi; \
+	@$(find_python); \
 	echo "environment: $(VENV), made from $$found"; \
 	"$$found" -m venv "$(VENV)"
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,tty]'
@@ -51,6 +62,28 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
+# torch_xla 2.9 wants torch 2.9, whose standard build brings CUDA: 7 GB, and 1 GB for pip's cache.
+$(XLA_STAMP): setup.cfg pyproject.toml constraints.txt
+	@room=$$(df -Pk . | awk 'NR == 2 {print int($$4 / 1048576)}'); \
+	if [ "$$room" -lt 8 ]; then \
+	    echo "make: no room for the environment with torch_xla." >&2; \
+	    echo "  got: $$room GiB free here, 8 wanted" >&2; \
+	    echo "  Next: free some, or XLA_VENV=/where/there/is/room" >&2; \
+	    exit 1; \
+	fi
+	@$(find_python); \
+	echo "environment: $(XLA_VENV), made from $$found"; \
+	"$$found" -m venv "$(XLA_VENV)"
+	grep -v '^torch==' constraints.txt > $(XLA_VENV)/constraints.txt
+	$(XLA_VENV)/bin/python -m pip install -c $(XLA_VENV)/constraints.txt -e '.[dev,tpu]'
+	$(XLA_VENV)/bin/python -m ltc_core.build
+	@touch $@
+
+# Random numbers of the host are eager's, which the parity tests compare with.
+test-xla: $(XLA_STAMP)
+	LTC_DEVICE=xla PJRT_DEVICE=CPU LTC_RANDOM=host \
+	    $(XLA_VENV)/bin/python -m pytest $(or $(ARGS),$(XLA_TESTS))
+
 check: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
@@ -63,4 +96,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 clean:
-	rm -rf .venv build ltc.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-xla build ltc.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -49,6 +49,12 @@ PROCESS_VARIABLES = (
     "TMPDIR",  # set here
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it when it first compiles
     "KMP_INIT_AT_FORK",  # set by torch
+    # set before torch_xla's library is loaded
+    "CPU_NUM_DEVICES",
+    "GRPC_VERBOSITY",
+    "PJRT_DEVICE",
+    "TF_CPP_MIN_LOG_LEVEL",
+    "XLA_FLAGS",
 )
 PROCESS_FILES = (
     "torchinductor_",  # torch's compile cache, reused by later tests

@@ -103,9 +103,7 @@ class Replay:
         numbers = _numbers_in(node)
         whole = WHOLE_RULES.get(node.op._opname)
         if whole is not None and (numbers or self.all_by_rule):
-            old = [self._values[w] for w in node.writes]
-            results = whole(*self._fill(node.args, old), **self._fill_named(node.kwargs, old))
-            self._place_all(node, results)
+            self._call_whole(node, whole)
         elif not (numbers or _is_foreach(node)):
             self._call(node)
         elif _writes_whole(node):
@@ -115,6 +113,19 @@ class Replay:
             self._write_parts(node)
         else:
             self._call(node)
+
+    def _call_whole(self, node: Node, rule: Callable[..., Sequence[Any]]) -> None:
+        """Call the rule of a whole op; what it writes through views, it writes in a copy."""
+        written = _writes_of(node)
+        through_views = any(w.lens for w in written)
+        olds = self._wholes(node) if through_views else [self._values[w] for w in node.writes]
+        results = list(rule(*self._fill(node.args, olds), **self._fill_named(node.kwargs, olds)))
+        if through_views:
+            count = len(results) - len(written)
+            for w, new in zip(written, results[count:], strict=True):
+                apply_lens(olds[w.base], w.lens).copy_(new)
+            results[count:] = olds
+        self._place_all(node, results)
 
     def _apply(self, node: Node, written: Sequence[Tensor]) -> list[Tensor]:
         """Call a node's rule, for each tensor of a foreach op."""
@@ -203,6 +214,14 @@ def _numbers_in(node: Node) -> bool:
         if type(item) in (list, tuple):
             stack.extend(item)
     return False
+
+
+def _writes_of(node: Node) -> list[Write]:
+    """Give the operands that a node writes, in order."""
+    found: list[Write] = []
+    for item in (*node.args, *node.kwargs.values()):
+        found += [w for w in (item if type(item) in (list, tuple) else (item,)) if type(w) is Write]
+    return found
 
 
 def _is_foreach(node: Node) -> bool:

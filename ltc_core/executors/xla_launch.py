@@ -8,9 +8,10 @@ give their memory to outputs. Used by `torch_xla`.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,14 @@ __all__ = ["Launch"]
 
 Tensor = torch.Tensor
 _BITS = torch.ops.aten.view.dtype
+
+
+class _From(enum.Enum):
+    """Where an output comes from."""
+
+    INPUT = enum.auto()
+    RESULT = enum.auto()
+    CONSTANT = enum.auto()
 
 
 class Launch:
@@ -71,19 +80,23 @@ class Launch:
     ) -> None:
         """Compile what computes the outputs."""
         library = self._library
-        sources: dict[int, tuple[bool, int]] = {
-            library._unique_id_for_ir_and_data(t): (True, k) for k, t in enumerate(inputs)
+        index = {handle: k for k, handle in enumerate(handles)}
+        sources = {
+            library._unique_id_for_ir_and_data(t): (_From.INPUT, k) for k, t in enumerate(inputs)
         }
         computed: list[Tensor] = []
-        # For each output: whether it is an input as it is, and which input or result.
-        self._sources: list[tuple[bool, int]] = []
+        self._constants: list[Tensor] = []
+        self._sources: list[tuple[_From, int]] = []  # of each output
         for t in outputs:
             identity = library._unique_id_for_ir_and_data(t)
             if identity not in sources:
-                sources[identity] = (False, len(computed))
-                computed.append(t)
+                if library._check_tensor_need_materialization([t])[0]:
+                    sources[identity] = _From.RESULT, len(computed)
+                    computed.append(t)
+                else:
+                    sources[identity] = self._known(t, index)
             self._sources.append(sources[identity])
-        passing = {k for is_input, k in self._sources if is_input}
+        passing = {k for kind, k in self._sources if kind is _From.INPUT}
         for k, value in enumerate(graph.inputs):
             donated = value in graph.donated and k not in passing
             library._set_buffer_donation(inputs[k], donated)
@@ -96,11 +109,19 @@ class Launch:
         # one program. So each part has a result of no elements, whose shape is its own.
         computed.append(torch.zeros(_shape_of(graph), device=self._device.name))
         _, leaves = library._get_tensors_xla_device_data_node(computed)
-        index = {handle: k for k, handle in enumerate(handles)}
         for leaf, handle in zip(leaves, library._get_tensors_handle(leaves), strict=True):
             self._takes.append(index.get(handle, leaf))  # a leaf of its own is a constant
         self._hash = library._get_graph_hash(computed)
         library._xla_warm_up_cache(computed, [])
+
+    def _known(self, t: Tensor, index: Mapping[int, int]) -> tuple[_From, int]:
+        """Find where an output comes from that a program would not compute: a copy of an input, or a filled tensor."""
+        _, (leaf,) = self._library._get_tensors_xla_device_data_node([t])
+        (handle,) = self._library._get_tensors_handle([leaf])
+        if handle in index:
+            return _From.INPUT, index[handle]
+        self._constants.append(leaf)
+        return _From.CONSTANT, len(self._constants) - 1
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         results: list[Tensor] = []
@@ -115,13 +136,15 @@ class Launch:
                 results = self._device.collectives.launch(self._plans, start)
             else:
                 results = start()
+        there = {_From.INPUT: inputs, _From.RESULT: results, _From.CONSTANT: self._constants}
         found, used = [], set()
-        for is_input, k in self._sources:
-            data = inputs[k] if is_input else results[k]
-            is_free = k in self._donated if is_input else True
-            if not is_free or (is_input, k) in used:
+        for source in self._sources:
+            kind, k = source
+            data = there[kind][k]
+            is_free = kind is _From.RESULT or (kind is _From.INPUT and k in self._donated)
+            if not is_free or source in used:
                 data = self._device.copy(data)
-            used.add((is_input, k))
+            used.add(source)
             found.append(data)
         return found
 

@@ -223,6 +223,10 @@ def _of_extreme_power(given: dict[str, Any]) -> bool:
 _DIVISOR = "it ignores divisor_override"
 _SCALE = "it takes the ratio of the sizes for the scale"
 _RULES: dict[_Op, Callable[..., Any]] = {
+    # Not lowered, which would else be learned while the first part that has it is traced: one program more.
+    aten.native_layer_norm_backward.default: decomposition_table[
+        aten.native_layer_norm_backward.default
+    ],
     # The gradient by the result is computed as that by the operand.
     aten.elu_backward.default: decomposition_table[aten.elu_backward.default],
     # It takes the batch's mean and variance where the running ones are meant.

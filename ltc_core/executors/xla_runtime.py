@@ -103,7 +103,7 @@ def _prepare_environment() -> None:
         if theirs in environ:
             environ.setdefault(ours, environ.pop(theirs))
     if kind.upper() == "CPU":  # its programs can be written to disk, and not be read again
-        environ.setdefault("CPU_NUM_DEVICES", str(settings.num_devices))
+        environ["CPU_NUM_DEVICES"] = str(settings.num_devices)
     else:
         cache = settings.compiled_cache_dir or os.path.join(settings.cache_dir, "xla")
         read_only = str(int(settings.compiled_cache_read_only))
