@@ -11,7 +11,7 @@ STAMP := $(VENV)/.setup-done
 XLA_STAMP := $(XLA_VENV)/.setup-done
 # What runs on torch_xla: its own tests, the lazy device's parity with eager, and the digits, on one device and on two.
 XLA_TESTS := tests/xla tests/core/test_parity.py tests/core/test_draws.py tests/core/test_xla_runtime.py \
-    tests/examples/test_mnist.py tests/examples/test_mnist_threads.py
+    tests/examples/test_mnist_threads.py
 PYTHON ?=
 ARGS ?=
 

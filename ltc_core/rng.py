@@ -3,7 +3,8 @@
 Each device has a default stream, each `torch.Generator` of the device another. A stream's state is a cell of
 bytes in the format of PyTorch's CPU generator; a random op reads it and writes it as it would any operand.
 So the same seed gives the numbers eager PyTorch draws on the CPU, in the order they are recorded, whatever
-executor runs them, and saving or restoring a state records nothing and waits for nothing.
+executor runs them (XLA's makes others of the same state, unless LTC_RANDOM=host), and saving or restoring a state
+records nothing and waits for nothing.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ lowering is traced as what it consists of, where PyTorch knows that; else it run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ _COPIES = frozenset(
         aten._conj.default,
         aten._neg_view.default,
         aten.as_strided.default,
+        aten.diagonal.default,
+        aten.unfold.default,
         aten.view.dtype,
         aten.view_as_complex.default,
     }
@@ -202,13 +204,76 @@ def _power(x: Any, exponent: Any) -> Any:
     return torch.where(exponent < 0, of_negative.to(result.dtype), result)
 
 
+def _strided_places(x: Tensor, size: Any, stride: Any, offset: int | None) -> Tensor:
+    """Give the position of each element of a strided view in the packed tensor."""
+    at = torch.full((), offset or 0, dtype=torch.int64, device=x.device)
+    for n, step in zip(size, stride, strict=True):
+        at = at.unsqueeze(-1) + torch.arange(n, device=x.device) * step
+    return at
+
+
+def _as_strided(x: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+    places = _strided_places(x, size, stride, storage_offset)
+    return x.reshape(-1).index_select(0, places.reshape(-1)).reshape(places.shape)
+
+
 def _as_strided_scatter(
     x: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> Tensor:
-    at = torch.full((), storage_offset or 0, dtype=torch.int64, device=x.device)
-    for n, step in zip(size, stride, strict=True):
-        at = at.unsqueeze(-1) + torch.arange(n, device=x.device) * step
-    return x.reshape(-1).scatter(0, at.reshape(-1), src.reshape(-1)).reshape(x.shape)
+    places = _strided_places(x, size, stride, storage_offset)
+    return x.reshape(-1).scatter(0, places.reshape(-1), src.reshape(-1)).reshape(x.shape)
+
+
+def _diagonal_places(x: Tensor, offset: int, dim1: int, dim2: int) -> tuple[Tensor, Tensor]:
+    """Give a tensor with a matrix's elements in its last dim, and which of them are the diagonal."""
+    rows, columns = x.shape[dim1], x.shape[dim2]
+    first_row, first_column = max(-offset, 0), max(offset, 0)
+    count = max(min(rows - first_row, columns - first_column), 0)
+    places = torch.arange(count, device=x.device) * (columns + 1)
+    return x.movedim((dim1, dim2), (-2, -1)).flatten(
+        -2
+    ), places + first_row * columns + first_column
+
+
+def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    flat, places = _diagonal_places(x, offset, dim1, dim2)
+    return flat.index_select(-1, places)
+
+
+def _diagonal_scatter(
+    x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Tensor:
+    flat, places = _diagonal_places(x, offset, dim1, dim2)
+    matrix = x.movedim((dim1, dim2), (-2, -1)).shape
+    return flat.index_copy(-1, places, src).reshape(matrix).movedim((-2, -1), (dim1, dim2))
+
+
+def _diagonal_backward(
+    grad: Tensor, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int
+) -> Tensor:
+    return _diagonal_scatter(grad.new_zeros(input_sizes), grad, offset, dim1, dim2)
+
+
+def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    if x.dim() == 0:
+        return x.reshape(1)[:size]
+    dim = dimension % x.dim()
+    starts = torch.arange((x.shape[dim] - size) // step + 1, device=x.device) * step
+    places = starts.unsqueeze(1) + torch.arange(size, device=x.device)
+    windows = x.index_select(dim, places.reshape(-1)).unflatten(dim, tuple(places.shape))
+    return windows.movedim(dim + 1, -1)
+
+
+def _index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    """Write one value where a mask says so; that of several is of a size that only the device knows."""
+    if len(indices) == 1 and not accumulate and values.numel() == 1:
+        (mask,) = indices
+        if mask is not None and mask.dtype is torch.bool:
+            mask = mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
+            return torch.where(mask, values.reshape(()), x)
+    return aten.index_put.default(x, indices, values, accumulate)
 
 
 def _nll_loss(op: _Op) -> Callable[..., Any]:
@@ -233,8 +298,18 @@ _RULES: dict[_Op, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: _native_batch_norm_backward,
     # A kind of tensor that only autograd knows.
     aten._efficientzerotensor.default: lambda size, **options: torch.zeros(size, **options),
-    # Dense strides in another order go to other places.
+    # Of a view it is that of the whole; dense strides in another order go to other places.
+    aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
+    # That of the first two of more dims is another one.
+    aten.diagonal.default: _diagonal,
+    aten.diagonal_scatter.default: _diagonal_scatter,
+    aten.diagonal_backward.default: _diagonal_backward,
+    # A view of a view is another one.
+    aten.unfold.default: _unfold,
+    # With a mask it runs on the host, whatever it writes.
+    aten.index_put.default: _index_put,
+    aten.index_put_.default: _in_place(_index_put),
     # Whole numbers are divided as float32.
     aten.div.Tensor_mode: _divide,
     aten.div.Scalar_mode: _divide,
