@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
-from ltc_core.errors import LtcError
+from ltc_core.errors import to_raise
 
 __all__ = ["Buffer", "MemoryCounter"]
 
@@ -122,6 +122,4 @@ class Buffer:
     def check(self) -> None:
         """Raise what made the op fail whose result this would be."""
         if self.error is not None:
-            if isinstance(self.error, LtcError):
-                self.error.seen = True
-            raise self.error
+            raise to_raise(self.error)

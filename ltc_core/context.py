@@ -238,10 +238,9 @@ class Context:
         self.failures.clear()
         if unseen:
             first, more = unseen[0], len(unseen) - 1
-            first.seen = True
             if more:
                 first.add_note(f"  {more} more failed after it.")
-            raise first
+            raise errors.to_raise(first)
 
     def wait(self) -> None:
         """Cut, block until the device is idle, raise what failed."""

@@ -20,6 +20,7 @@ An error has four parts: what failed, what was got, where the user recorded it, 
 `op_error` makes an LtcError that is also the exception type which eager PyTorch raised.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -175,6 +176,19 @@ def op_error(
             setattr(error, name, getattr(original, name))
     # Without its frames, which would keep the op's operands alive.
     error.__cause__ = cause.with_traceback(None) if cause is not None else None
+    return error
+
+
+def to_raise(kept: BaseException) -> BaseException:
+    """Give an error that is kept as one to raise.
+
+    Raised itself it would keep the frames that it goes through, with the tensors in them, as long as it is kept.
+    """
+    if not isinstance(kept, LtcError):
+        return kept
+    kept.seen = True
+    error = copy.copy(kept)
+    error.__cause__ = kept.__cause__
     return error
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ltc_core import collective, metrics
+from ltc_core.errors import CollectiveError
 from ltc_core.executors import keys
 from ltc_core.executors.base import CPU, Executor, NodeFailure, Program
 from ltc_core.executors.chain import Chain, Link
@@ -230,6 +231,10 @@ class _Compiled(Link):
             inputs = self._on_device(given, scalars)
             try:
                 results = self._launched(inputs)
+            except NodeFailure as failure:
+                if self._launch is not None and not isinstance(failure.__cause__, CollectiveError):
+                    self._forget_donated(values)
+                raise
             except Refused:  # LOWERING knows by now
                 numbers = [scalars[k] for k in part.numbers]
                 varied = frozenset(range(len(numbers)))
@@ -237,6 +242,12 @@ class _Compiled(Link):
         if self._chain is not None:
             results = self._by_chain(given, [scalars[k] for k in part.numbers])
         values.update(zip(part.outputs, results, strict=True))
+
+    def _forget_donated(self, values: dict[int, Any]) -> None:
+        """Take what a failed launch was given to write: it is gone, or no longer what it was."""
+        for number, value in zip(self.part.graph.inputs, self.part.inputs, strict=True):
+            if number in self.part.graph.donated:
+                del values[value]
 
     def _on_device(self, given: Sequence[Any], scalars: Sequence[Any]) -> list[Tensor]:
         """Give the inputs with the vectors of numbers; what is on the host is sent in one transfer."""

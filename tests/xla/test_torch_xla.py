@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ltc_core as ltc
 from ltc_core import metrics
-from ltc_core.executors import xla_runtime
+from ltc_core.executors import torch_xla, xla_runtime
 from ltc_core.settings import settings
 
 pytestmark = pytest.mark.skipif(settings.device != "xla", reason="make test-xla runs these")
@@ -144,6 +144,29 @@ class TestSteps:
         kept = before.cpu()
         loop.step(*batch())
         assert before.cpu().equal(kept) and not loop.model[0].weight.cpu().equal(kept)
+
+
+class TestFailures:
+    def test_a_failed_launch_loses_what_it_was_to_write_and_no_more(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loop = Loop(mlp())
+        x, y = (t.to(device()) for t in batch())
+        for _ in range(3):
+            loop.step(x, y)
+        ltc.wait_device_ops()
+
+        def fail(*args: Any) -> Any:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_xla.Launch, "run", fail)
+            with pytest.raises(RuntimeError, match="a compiled program failed(?s:.*)out of memory"):
+                loop.step(x, y)
+                ltc.wait_device_ops()
+        assert x.isfinite().all() and y.max().item() < 4
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loop.model[0].weight.detach().cpu()
 
 
 class TestValues:
