@@ -260,7 +260,8 @@ def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     dim = dimension % x.dim()
     starts = torch.arange((x.shape[dim] - size) // step + 1, device=x.device) * step
     places = starts.unsqueeze(1) + torch.arange(size, device=x.device)
-    windows = x.index_select(dim, places.reshape(-1)).unflatten(dim, tuple(places.shape))
+    windows = x.index_select(dim, places.reshape(-1))
+    windows = windows.reshape(*x.shape[:dim], *places.shape, *x.shape[dim + 1 :])
     return windows.movedim(dim + 1, -1)
 
 
@@ -273,7 +274,7 @@ def _index_put(
         if mask is not None and mask.dtype is torch.bool:
             mask = mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
             return torch.where(mask, values.reshape(()), x)
-    return aten.index_put.default(x, indices, values, accumulate)
+    return aten.index_put.default(x, indices, values, accumulate)  # type: ignore[no-any-return]
 
 
 def _nll_loss(op: _Op) -> Callable[..., Any]:

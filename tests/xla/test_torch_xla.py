@@ -344,9 +344,46 @@ print(len(again[0]), metrics.counter_value("CompiledProgram"), len(ltc.get_lazy_
 
 @pytest.mark.timeout(300)
 def test_two_devices_reduce_within_their_programs() -> None:
-    environ = {"CPU_NUM_DEVICES": "2", "LTC_NUM_DEVICES": "2"}
+    environ = {"LTC_NUM_DEVICES": "2"}
     # One program for each device; the second run compiles nothing.
     assert run_script(TWO_DEVICES, **environ).strip() == "4 2 2"
+
+
+EACH_COLLECTIVE = """
+import torch, ltc_core as ltc, ltc_dist as ltd
+from ltc_dist import data_parallel as dp
+from ltc_core import metrics
+
+def loop(model, loader, device, context):
+    k = device.index
+    x = (torch.arange(8.0).reshape(4, 2) + 10 * k).to(device)
+    flags = torch.tensor([k == 1, True]).to(device)
+    whole = torch.tensor([3, 5 + k]).to(device)
+    found = {kind: ltd.all_reduce(kind, x, scale=0.5) for kind in ("sum", "mul", "min", "max")}
+    found |= {kind: ltd.all_reduce(kind, whole) for kind in ("and", "or")}
+    found["gathered"] = ltd.all_gather(x, dim=1)
+    found["flags"] = ltd.all_gather(flags)
+    found["scattered"] = ltd.reduce_scatter("sum", x, 0.5, 0, 2)
+    found["to all"] = ltd.all_to_all(x, 0, 1, 2)
+    found["permuted"] = ltd.collective_permute(x, [[0, 1], [1, 0]])
+    parts = [x.clone(), flags.clone(), whole.clone()]
+    ltd.collective_broadcast(parts, root_ordinal=1)
+    found["broadcast"] = parts
+    ltc.mark_step()
+    return {name: [v.tolist() for v in (t if isinstance(t, list) else [t])] for name, t in found.items()}
+
+data = [(torch.ones(1), torch.ones(1))] * 2
+first, second = dp.DataParallel(lambda: torch.nn.Linear(1, 1))(loop, data)
+for name in first:
+    print(name, first[name], second[name])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_each_collective_of_two_devices_gives_what_it_gives_on_the_cpu() -> None:
+    ours = run_script(EACH_COLLECTIVE, LTC_NUM_DEVICES="2")
+    assert ours == run_script(EACH_COLLECTIVE, LTC_NUM_DEVICES="2", LTC_DEVICE="cpu")
+    assert ours.count("\n") == 12
 
 
 DIFFERENT = """
@@ -369,5 +406,5 @@ except RuntimeError as error:
 
 @pytest.mark.timeout(300)
 def test_devices_at_different_collectives_are_told_and_do_not_hang() -> None:
-    environ = {"CPU_NUM_DEVICES": "2", "LTC_NUM_DEVICES": "2"}
+    environ = {"LTC_NUM_DEVICES": "2"}
     assert run_script(DIFFERENT, **environ).split()[-1] == "True"
