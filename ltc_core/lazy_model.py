@@ -6,6 +6,7 @@ Names and semantics are those of torch_xla's `xla_model`, torch._lazy and lazy_t
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
     Args:
         wait: block until the device has run it.
         reset_scope: accepted for old scripts.
-        device: cut this device only; all that recorded something by default.
+        device: cut this device only; all that recorded something by default, in a replica's thread its own.
 
     Raises:
         LtcError: an op of an earlier step failed in the background.
@@ -157,7 +158,23 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
 
 
 def _chosen(device: DeviceLike) -> list[Context]:
-    return contexts() if device is None or device == "" else [context(_index(device))]
+    if device is not None and device != "":
+        return [context(_index(device))]
+    own = getattr(_thread, "device", None)
+    return contexts() if own is None else [context(own)]
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def alone_on(index: int) -> Iterator[None]:
+    """Let this thread's steps be those of one device: what other threads record on theirs is not cut by it."""
+    _thread.device = index
+    try:
+        yield
+    finally:
+        del _thread.device
 
 
 def wait_device_ops(devices: Iterable[DeviceLike] | DeviceLike = None) -> None:

@@ -18,6 +18,7 @@ import ltc_core as ltc
 from ltc_core import collective
 from ltc_core.device import register
 from ltc_core.errors import LoaderError, LtcError, RankError
+from ltc_core.lazy_model import alone_on
 from ltc_dist.parallel_loader import ParallelLoader
 from ltc_dist.ranks import Ranks, ranks, replica
 from ltc_dist.thread_group import Meeting, Stopped, ThreadTransport
@@ -188,7 +189,8 @@ class _Run:
         if self._enumerates:
             batches = enumerate(batches)
         try:
-            with replica(Ranks(number, count, number, count, self._names[number])):
+            own = alone_on(device.index or 0)
+            with own, replica(Ranks(number, count, number, count, self._names[number])):
                 self._results[number] = self._loop_fn(
                     parallel.models[number],
                     batches,

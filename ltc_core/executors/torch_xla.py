@@ -223,6 +223,8 @@ class _Compiled(Link):
         self._vectors = [
             (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind]) for kind in kinds(part.types)
         ]
+        self._numbers: list[tuple[Any, ...]] = []  # of the last run, and as they were sent
+        self._vectors_sent: list[Tensor] = []
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         part = self.part
@@ -251,17 +253,20 @@ class _Compiled(Link):
 
     def _on_device(self, given: Sequence[Any], scalars: Sequence[Any]) -> list[Tensor]:
         """Give the inputs with the vectors of numbers; what is on the host is sent in one transfer."""
-        inputs = [
-            *given,
-            *(
-                torch.tensor([scalars[k] for k in positions], dtype=dtype)
-                for dtype, positions in self._vectors
-            ),
-        ]
+        numbers = [tuple(scalars[k] for k in positions) for _, positions in self._vectors]
+        are_new = numbers != self._numbers
+        vectors = self._vectors_sent
+        if are_new:
+            vectors = [
+                torch.tensor(row, dtype=dtype)
+                for row, (dtype, _) in zip(numbers, self._vectors, strict=True)
+            ]
+        inputs = [*given, *vectors]
         here = [k for k, data in enumerate(inputs) if data.device.type == "cpu"]
         if here:
             for k, data in zip(here, self._device.send([inputs[k] for k in here]), strict=True):
                 inputs[k] = data
+        self._numbers, self._vectors_sent = numbers, inputs[len(given) :]
         return inputs
 
     def _launched(self, inputs: list[Tensor]) -> list[Tensor]:

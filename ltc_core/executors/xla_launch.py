@@ -68,7 +68,9 @@ class Launch:
         # Not before: an op that ran on the host while it was traced may have given its operands others.
         handles = self._library._get_tensors_handle(list(inputs))
         assert len(set(handles)) == len(handles), "two inputs share one buffer"
-        self._plans = replay.plans
+        # Replicas run one program, or wait for each other for ever.
+        program = "x".join(map(str, _shape_of(part.graph)[1:]))
+        self._plans = {g: f"{plan}; program {program}" for g, plan in replay.plans.items()}
         try:
             self._finish(part.graph, inputs, outputs, handles)
         except RuntimeError:

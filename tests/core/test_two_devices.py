@@ -53,6 +53,19 @@ assert torch.ones(1, device=name).device == a
 text = raised(ltc.lazy_device, 5)
 assert f"there is no device {name}:5" in text and f"{name}:0, {name}:1" in text and "Next:" in text
 """,
+    "a thread that has one for itself": """
+from ltc_core.lazy_model import alone_on
+def cuts():
+    return ltc.metrics.counter_value("ExecuteComputation") or 0
+x, y = torch.ones(1, device=a) + 1, torch.ones(1, device=b) + 1
+before = cuts()
+with alone_on(1):
+    ltc.mark_step()
+    ltc.wait_device_ops()
+assert cuts() - before == 1
+ltc.mark_step()
+assert cuts() - before == 2 and (x + y.to(a)).item() == 4.0
+""",
     "random numbers": """
 torch.manual_seed(3)
 x, y = torch.rand(2, device=a), torch.rand(2, device=b)

@@ -88,6 +88,20 @@ class TestSteps:
         # Two tensors of the batch; the numbers of the optimizer and the keys of the dropout go together.
         assert (now_sent - sent, now_fetched - fetched) == (5 * 3, 0)
 
+    def test_numbers_are_sent_when_they_change(self) -> None:
+        weight = nn.Parameter(torch.ones(4, device=device()))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        counts = []
+        for rate in (0.5, 0.5, 0.5, 0.25, 0.25):
+            optimizer.param_groups[0]["lr"] = rate
+            weight.grad = torch.ones_like(weight)
+            before, _ = transfers()
+            optimizer.step()
+            ltc.mark_step(wait=True)
+            counts.append(transfers()[0] - before)
+        assert counts[2:] == [0, 1, 0]  # the first two are programs of their own
+        assert weight.tolist() == [-1.0] * 4
+
     def test_a_loader_sends_a_batch_in_one_transfer(self) -> None:
         from ltc_dist.batch import to_device
 

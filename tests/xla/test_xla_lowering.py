@@ -89,7 +89,7 @@ def test_one_call_that_is_refused_leaves_the_others_of_its_op_on_the_device() ->
     for options, fallbacks in (({"divisor_override": 2}, 1), ({}, 0), ({"padding": 1}, 0)):
         before = metrics.counter_value("aten::avg_pool2d") or 0
         found = torch.nn.functional.avg_pool2d(lazy, 3, **options)
-        assert_same(found, torch.nn.functional.avg_pool2d(x, 3, **options))
+        torch.testing.assert_close(found.cpu(), torch.nn.functional.avg_pool2d(x, 3, **options))
         assert (metrics.counter_value("aten::avg_pool2d") or 0) - before == fallbacks
 
 
@@ -110,12 +110,13 @@ def test_what_is_not_lowered_in_one_shape_runs_on_the_host() -> None:
         assert_same(torch.linalg.svdvals(x.to(ltc.lazy_device())), torch.linalg.svdvals(x))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_complex_numbers() -> None:
     for dtype in (torch.complex32, torch.complex64, torch.complex128):
         x = torch.tensor([1 + 2j, 3 - 4j]).to(dtype)
         lazy = x.to(ltc.lazy_device())
-        assert torch.equal(lazy.cpu(), x)
         wide = x.to(torch.complex64)
+        assert lazy.cpu().dtype is dtype and torch.equal(lazy.cpu().to(torch.complex64), wide)
         assert_same(
             torch.view_as_real(lazy.to(torch.complex64).conj() * 2),
             torch.view_as_real(wide.conj() * 2).contiguous(),
