@@ -12,7 +12,9 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist
+from ltc_core import collective
 from ltc_dist.multiprocessing import MpSerialExecutor
+from ltc_dist.process_group import group_of
 from ltc_dist.ranks import ranks
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "learn_unlike",
     "numbers",
     "reduce_each_kind",
+    "replicate",
     "serial",
     "tell",
     "train",
@@ -444,3 +447,13 @@ def normalise_more(rank: int) -> None:
     norm(batch).square().sum().backward()
     assert batch.grad is not None and batch.grad.shape == batch.shape
     assert norm.running_mean.tolist() == pytest.approx([0.3, 0.4])
+
+
+def replicate(index: int, directory: str) -> None:
+    """Which replica each process is, if chips are counted the other way round; and a plan they agree on."""
+    transport = collective.TRANSPORTS[group_of().name]
+    assert isinstance(transport, collective.Replicated)
+    found = [transport.replicas(1 - index, 2), transport.replicas(index, 2)]  # the first is kept
+    transport.agree("a program")
+    transport.launched("a program")
+    torch.save([found, transport.replicas(index, 4)], Path(directory, f"{index}.pt"))

@@ -70,6 +70,13 @@ def test_each_kind_of_reduction(nprocs: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+def test_processes_tell_each_other_which_replica_they_are(tmp_path: Path) -> None:
+    ltd.spawn(spawned.replicate, (str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt") == [[[1, 0], [1, 0]], None]
+
+
+@pytest.mark.dist
 def test_gradients_flow_and_many_tensors_go_in_few_vectors(tmp_path: Path) -> None:
     ltd.spawn(spawned.differentiate, (str(tmp_path),), nprocs=2)
     found = [torch.load(tmp_path / f"{k}.pt") for k in range(2)]
