@@ -13,6 +13,7 @@ import torch
 
 from ltc_core.errors import DeviceError, listed
 from ltc_core.executors import xla_runtime
+from ltc_core.executors.hardware import hardware_kind
 from ltc_core.executors.storage import StorageTypes
 from ltc_core.executors.xla_collectives import Collectives
 from ltc_core.settings import settings
@@ -52,6 +53,7 @@ class XlaDevice:
             )
         self.name = f"xla:{index}"
         self._real_names = self.library._xla_real_devices([self.name])  # such as ['TPU:0']
+        self._runs_inline = hardware_kind() == "CPU"
         self.types = StorageTypes.for_xla()
         self.collectives = Collectives(self.library, self.name)
 
@@ -77,6 +79,14 @@ class XlaDevice:
             with TRACING:
                 self.library._xla_sync_multi([copied], [self.name], False, True)
         return copied
+
+    def prepare_launch(self) -> None:
+        """Let this thread's next launch run here."""
+        # It runs on the calling thread's device, wherever its inputs are.
+        self.library._xla_set_default_device(self.name)
+        if self._runs_inline:
+            # A launch on PJRT's CPU client waits for the run before, with Python's lock: better wait here, without.
+            self.synchronize()
 
     def synchronize(self) -> None:
         """Wait until what was launched is done. Other threads of Python go on meanwhile."""

@@ -51,7 +51,6 @@ class Launch:
 
     def __init__(self, part: Part, device: XlaDevice, inputs: Sequence[Tensor]) -> None:
         self._device = device
-        self._graph = part.graph
         library = self._library = device.library
         with TRACING, torch.no_grad():
             device.synchronize()  # what is still being computed has no handle yet
@@ -128,10 +127,7 @@ class Launch:
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         results: list[Tensor] = []
         if self._hash is not None:
-            # It runs on the calling thread's device, wherever its inputs are.
-            self._library._xla_set_default_device(self._device.name)
-            # The launch waits for the run before, and has Python's lock; so wait here without it.
-            self._device.synchronize()
+            self._device.prepare_launch()
             taken = [inputs[k] if type(k) is int else k for k in self._takes]
             start = functools.partial(self._library._run_cached_graph, self._hash, taken)
             if self._plans:
