@@ -14,7 +14,10 @@ import ltc_core as ltc
 from ltc_core.settings import settings
 from tests.core import test_opinfo as core
 
-pytestmark = pytest.mark.skipif(settings.device != "xla", reason="make test-xla runs these")
+pytestmark = [
+    pytest.mark.skipif(settings.device != "xla", reason="make test-xla runs these"),
+    pytest.mark.timeout(300),  # hundreds of compiles for some
+]
 
 SAMPLES = {torch.float32: 12, torch.int64: 3}
 # The first sample is run again: the second time its program is only launched.
