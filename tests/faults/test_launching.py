@@ -87,7 +87,8 @@ def test_row_26_who_is_missing_is_said(tmp_path: Path) -> None:
 
 
 LINES = """
-    import os, sys
+    import os, sys, time
+    from pathlib import Path
     out = sys.stdout.buffer
     out.write(b"x" * 3_000_000)
     out.write(b"\\n\\xff\\xfe not text\\n")
@@ -95,7 +96,12 @@ LINES = """
     out.flush()
     class Odd(Exception):
         def __reduce__(self): raise TypeError
-    if os.environ["RANK"] == "1":
+    written = Path(__file__).with_suffix(".written")
+    if os.environ["RANK"] == "0":
+        written.touch()
+    else:
+        while not written.exists():  # whose failure ends the other before it has written
+            time.sleep(0.01)
         raise Odd("caf\\u00e9 \\udcff " + "y" * 100_000)
 """
 

@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ltc_core.settings import settings
 from tests.core.models import MODELS, Run
 
-pytestmark = [
-    pytest.mark.skipif(settings.device != "xla", reason="make test-xla runs these"),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 8

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ltc_core.settings import settings
-
-pytestmark = [
-    pytest.mark.skipif(settings.device != "xla", reason="make test-xla runs these"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
 

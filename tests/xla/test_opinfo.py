@@ -2,7 +2,7 @@
 
 Every operator in float32 forward and backward, and in int64 forward with fewer samples; each sample is a compile of
 XLA. Ops that torch_xla does not lower run on the host and are checked as well. `tests/core/test_opinfo.py` has the
-samples and what is skipped on every executor. Runs where LTC_DEVICE is xla: `make test-xla`.
+samples and what is skipped on every executor.
 """
 
 import itertools
@@ -11,13 +11,9 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.settings import settings
 from tests.core import test_opinfo as core
 
-pytestmark = [
-    pytest.mark.skipif(settings.device != "xla", reason="make test-xla runs these"),
-    pytest.mark.timeout(300),  # hundreds of compiles for some
-]
+pytestmark = pytest.mark.timeout(300)  # hundreds of compiles for some
 
 SAMPLES = {torch.float32: 12, torch.int64: 3}
 # The first sample is run again: the second time its program is only launched.

@@ -1,7 +1,4 @@
-"""Training on torch_xla's PJRT, here its CPU client: eager's losses, and how much is compiled and transferred for them.
-
-Runs where LTC_DEVICE is xla: `make test-xla`.
-"""
+"""Training on torch_xla's PJRT, here its CPU client: eager's losses, what is compiled and what is transferred."""
 
 import os
 import subprocess
@@ -19,8 +16,6 @@ import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.executors import torch_xla, xla_runtime
 from ltc_core.settings import settings
-
-pytestmark = pytest.mark.skipif(settings.device != "xla", reason="make test-xla runs these")
 
 ROOT = Path(__file__).parents[2]
 

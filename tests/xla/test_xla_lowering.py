@@ -1,7 +1,4 @@
-"""What torch_xla lowers wrongly, or not, gives eager's numbers all the same; what is refused is only what has to be.
-
-Runs where LTC_DEVICE is xla: `make test-xla`.
-"""
+"""What torch_xla lowers wrongly, or not, gives eager's numbers all the same; what is refused is only what has to be."""
 
 from collections.abc import Callable
 
@@ -11,10 +8,7 @@ from torch import Tensor
 
 import ltc_core as ltc
 from ltc_core import metrics
-from ltc_core.settings import settings
 from tests.core.beside_eager import assert_same
-
-pytestmark = pytest.mark.skipif(settings.device != "xla", reason="make test-xla runs these")
 
 LARGE = torch.tensor([10**9 + 7, 2**53 + 1, 2**62 + 3, -(2**53) - 1, 2**63 - 2, -7, 7])
 DIVISORS = torch.tensor([3, 7, 2**40 + 1, 3, 5, -2, -2])
