@@ -15,7 +15,7 @@ import torch
 
 from ltc_core.graph import Graph, Node, TensorMeta
 
-__all__ = ["CPU", "Executor", "NodeFailure", "Program"]
+__all__ = ["CPU", "Executor", "NodeFailure", "Program", "run_to_end"]
 
 
 CPU = torch.device("cpu")
@@ -33,6 +33,15 @@ class NodeFailure(Exception):
         super().__init__(str(node))
         self.node = node
         self.salvaged = salvaged
+
+
+def run_to_end(steps: Generator[None, None, list[Any]]) -> list[Any]:
+    """Go through the steps of a run without a pause, and give its results."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 class Program(abc.ABC):

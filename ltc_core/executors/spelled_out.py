@@ -7,8 +7,10 @@ Used by `inductor.lower` and `torch_xla`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -103,43 +105,24 @@ def _pays(query: Tensor, key: Tensor, dropout: float, mask: Tensor | None) -> bo
     return short and dropout == 0.0 and mask is None and query.dtype is torch.float32
 
 
-def _short_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float = 0.0,
-    causal: bool = False,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> list[Tensor] | None:
-    if not _pays(query, key, dropout, attn_mask):
-        return None
-    return attention(query, key, value, dropout, causal, scale=scale)
+def _where_it_pays(rule: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor] | None]:
+    signature = inspect.signature(rule)
 
+    def run(*args: Any, **kwargs: Any) -> list[Tensor] | None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        named = given.arguments
+        if not _pays(named["query"], named["key"], named["dropout"], named["attn_mask"]):
+            return None
+        return rule(*args, **kwargs)
 
-def _short_attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_total: Tensor,
-    dropout: float,
-    causal: bool,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> list[Tensor] | None:
-    if not _pays(query, key, dropout, attn_mask):
-        return None
-    return attention_backward(grad, query, key, value, out, log_total, dropout, causal, scale=scale)
+    return run
 
 
 Rule = Callable[..., Sequence[Tensor] | None]
-EVERYWHERE: dict[str, Rule] = {
+_ATTENTION: dict[str, Callable[..., list[Tensor]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
 }
-WHERE_IT_PAYS: dict[str, Rule] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _short_attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _short_attention_backward,
-}
+EVERYWHERE: dict[str, Rule] = dict(_ATTENTION)
+WHERE_IT_PAYS: dict[str, Rule] = {name: _where_it_pays(rule) for name, rule in _ATTENTION.items()}

@@ -17,7 +17,7 @@ import torch
 from ltc_core import collective, metrics
 from ltc_core.errors import CollectiveError
 from ltc_core.executors import keys
-from ltc_core.executors.base import CPU, Executor, NodeFailure, Program
+from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, run_to_end
 from ltc_core.executors.chain import Chain, Link
 from ltc_core.executors.first_values import first_values, without_operands
 from ltc_core.executors.number_rules import NUMBER_DTYPES, kinds
@@ -120,12 +120,7 @@ class XlaProgram(Program):
         chain = next((chain for chain in self._chains if chain.fits(scalars)), None)
         if chain is None:
             chain = self._make(scalars)
-        steps = chain.run_in_steps(inputs, scalars)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
+        return run_to_end(chain.run_in_steps(inputs, scalars))
 
     def _make(self, scalars: Sequence[Any]) -> Chain:
         """Make the chain for these numbers; those seen to change are inputs of it where ops allow that."""
@@ -242,7 +237,8 @@ class _Compiled(Link):
                 varied = frozenset(range(len(numbers)))
                 self._chain = _chain(part.graph, numbers, varied, self._device)
         if self._chain is not None:
-            results = self._by_chain(given, [scalars[k] for k in part.numbers])
+            numbers = [scalars[k] for k in part.numbers]
+            results = run_to_end(self._chain.run_in_steps(given, numbers))
         values.update(zip(part.outputs, results, strict=True))
 
     def _forget_donated(self, values: dict[int, Any]) -> None:
@@ -292,12 +288,3 @@ class _Compiled(Link):
             found = _launches[self._device.name, text] = Launch(self.part, self._device, inputs)
             metrics.count("CompiledProgram")
         return found
-
-    def _by_chain(self, given: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-        assert self._chain is not None
-        steps = self._chain.run_in_steps(given, numbers)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]

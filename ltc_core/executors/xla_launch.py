@@ -68,18 +68,24 @@ class Launch:
         handles = self._library._get_tensors_handle(list(inputs))
         assert len(set(handles)) == len(handles), "two inputs share one buffer"
         # Replicas run one program, or wait for each other for ever.
-        program = "x".join(map(str, _shape_of(part.graph)[1:]))
+        shape = _shape_of(part.graph)
+        program = "x".join(map(str, shape[1:]))
         self._plans = {g: f"{plan}; program {program}" for g, plan in replay.plans.items()}
         try:
-            self._finish(part.graph, inputs, outputs, handles)
+            self._finish(part.graph, inputs, outputs, handles, shape)
         except RuntimeError:
             replay.refuse_what_is_not_lowered()
             raise
 
     def _finish(
-        self, graph: Graph, inputs: Sequence[Tensor], outputs: Sequence[Tensor], handles: list[int]
+        self,
+        graph: Graph,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        handles: list[int],
+        shape: tuple[int, ...],
     ) -> None:
-        """Compile what computes the outputs."""
+        """Compile what computes the outputs; `shape` is the graph's own."""
         library = self._library
         index = {handle: k for k, handle in enumerate(handles)}
         sources = {
@@ -108,7 +114,7 @@ class Launch:
             return
         # The library's hash of a graph does not tell inputs of one shape apart: (x * y, -x) and (x * y, -y) would be
         # one program. So each part has a result of no elements, whose shape is its own.
-        computed.append(torch.zeros(_shape_of(graph), device=self._device.name))
+        computed.append(torch.zeros(shape, device=self._device.name))
         _, leaves = library._get_tensors_xla_device_data_node(computed)
         for leaf, handle in zip(leaves, library._get_tensors_handle(leaves), strict=True):
             self._takes.append(index.get(handle, leaf))  # a leaf of its own is a constant

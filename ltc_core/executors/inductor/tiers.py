@@ -21,7 +21,7 @@ import torch
 
 from ltc_core import metrics
 from ltc_core.errors import listed
-from ltc_core.executors.base import Program
+from ltc_core.executors.base import Program, run_to_end
 from ltc_core.executors.chain import Chain
 from ltc_core.executors.inductor.chain import compiled_chain
 from ltc_core.executors.inductor.launcher import Model, load
@@ -77,12 +77,7 @@ class TieredProgram(Program):
         return not self._chains
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        steps = self.run_in_steps(inputs, scalars)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
+        return run_to_end(self.run_in_steps(inputs, scalars))
 
     def run_in_steps(
         self, inputs: Sequence[Any], scalars: Sequence[Any]
