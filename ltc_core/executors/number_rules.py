@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._decomp.decompositions import native_batch_norm_helper
 
+from ltc_core.executors.fused_optimizers import fused_adagrad, fused_adam, fused_sgd
 from ltc_core.graph import TensorMeta
 
 __all__ = [
@@ -177,7 +178,7 @@ def leaky_relu_backward(grad: Tensor, x: Tensor, slope: Number, is_result: bool)
 # Ops whose floats are learning rates, decays, scales.
 _CHANGING = frozenset(
     {"add", "addcdiv", "addcmul", "div", "lerp", "mul", "rsub", "sub"}
-    | {"_fused_adam", "_fused_adamw"}
+    | {"_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"}
 )
 
 # Base name of an op -> its arithmetic, elementwise, on tensors of the dtype ATen computes in.
@@ -223,65 +224,11 @@ def native_batch_norm(
     return native_batch_norm_helper(x, weight, bias, mean, var, training, momentum, eps, True)
 
 
-def _fused_adam(
-    decoupled: bool,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    firsts: Sequence[Tensor],
-    seconds: Sequence[Tensor],
-    maxima: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    lr: Number,
-    beta1: Number,
-    beta2: Number,
-    weight_decay: Number,
-    eps: Number,
-    amsgrad: bool,
-    maximize: bool,
-    grad_scale: Any = None,
-    found_inf: Any = None,
-) -> list[Tensor]:
-    """Give the new parameters, gradients, moments and maxima, in the order the op writes them.
-
-    Source: torch.optim.Adam, and the kernels of _fused_adam_ and _fused_adamw_.
-    """
-    rows = []
-    for i, (p, g, m, v, step) in enumerate(zip(params, grads, firsts, seconds, steps, strict=True)):
-        if grad_scale is not None:
-            g = g / grad_scale
-        scaled = g
-        if maximize:
-            g = -g
-        new = p
-        if decoupled:
-            new = new * (1 - lr * weight_decay)
-        else:
-            g = g + weight_decay * new
-        m = m + (1 - beta1) * (g - m)
-        v = beta2 * v + (1 - beta2) * g * g
-        top = torch.maximum(maxima[i], v) if amsgrad else v
-        size = lr / (1 - torch.pow(beta1, step))
-        new = new - size * m / (top.sqrt() / (1 - torch.pow(beta2, step)).sqrt() + eps)
-        rows.append((new, scaled, m, v, top))
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    olds = (params, grads, firsts, seconds, maxima)
-    if found_inf is not None:
-        columns = [
-            [torch.where(found_inf > 0, old, new) for old, new in zip(before, column, strict=False)]
-            for before, column in zip(olds, columns, strict=True)
-        ]
-    count = 5 if amsgrad else 4
-    return [
-        t.to(old.dtype)
-        for before, column in zip(olds[:count], columns, strict=False)
-        for old, t in zip(before, column, strict=True)
-    ]
-
-
 # Name of an op -> what it gives as a list: its results, then what it writes.
 WHOLE_RULES: dict[str, Callable[..., Sequence[Any]]] = {
     "native_batch_norm": native_batch_norm,
-    "_fused_adam_": functools.partial(_fused_adam, False),
-    "_fused_adamw_": functools.partial(_fused_adam, True),
+    "_fused_adagrad_": fused_adagrad,
+    "_fused_adam_": functools.partial(fused_adam, False),
+    "_fused_adamw_": functools.partial(fused_adam, True),
+    "_fused_sgd_": fused_sgd,
 }

@@ -120,6 +120,7 @@ class Replay:
         through_views = any(w.lens for w in written)
         olds = self._wholes(node) if through_views else [self._values[w] for w in node.writes]
         results = list(rule(*self._fill(node.args, olds), **self._fill_named(node.kwargs, olds)))
+        del results[len(node.outs) :]  # an overload may write less
         if through_views:
             count = len(results) - len(written)
             for w, new in zip(written, results[count:], strict=True):
