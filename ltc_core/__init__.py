@@ -23,6 +23,7 @@ from ltc_core import (  # noqa: F401
     hooks,
     host_storage,
     metrics,
+    momentum,
     profiler,
     syncfree,
     tensor,
@@ -98,4 +99,5 @@ autocast.register_autocast()
 attention.register_attention()
 tensor.name_methods()
 tensor.join_foreach()
+momentum.register_first_momentum()
 follow.install()
