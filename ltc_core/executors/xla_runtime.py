@@ -104,6 +104,8 @@ def _prepare_environment() -> None:
             environ.setdefault(ours, environ.pop(theirs))
     if kind.upper() == "CPU":  # its programs can be written to disk, and not be read again
         environ["CPU_NUM_DEVICES"] = str(settings.num_devices)
+        if settings.num_devices > 1:
+            _prepare_cpu_replicas()
     else:
         cache = settings.compiled_cache_dir or os.path.join(settings.cache_dir, "xla")
         read_only = str(int(settings.compiled_cache_read_only))
@@ -111,6 +113,18 @@ def _prepare_environment() -> None:
         environ.setdefault("XLA_PERSISTENT_CACHE_READ_ONLY", read_only)
     if kind.upper() == "TPU":
         _prepare_tpu()
+
+
+def _prepare_cpu_replicas() -> None:
+    """Let the programs of all devices run at the same time, since their collectives wait for each other.
+
+    The CPU client runs what one thread launches one after the other, and torch_xla launches in the threads of a pool:
+    the device that got the thread of another one waited for it, and that one for the collective, until XLA ended the
+    process. A client that is not asynchronous runs a program in the thread itself, which so takes no other.
+    """
+    os.environ.setdefault("PJRT_CPU_ASYNC_CLIENT", "0")
+    num_threads = (os.cpu_count() or 1) + settings.num_devices
+    os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(num_threads))
 
 
 def _prepare_tpu() -> None:

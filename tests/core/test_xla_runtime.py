@@ -104,6 +104,15 @@ class TestWhatItFinds:
         assert "XLA_PERSISTENT_CACHE_PATH" not in os.environ
         assert os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
 
+    @pytest.mark.parametrize(("count", "is_asynchronous"), [(1, None), (3, "0")])
+    def test_programs_of_several_devices_run_at_the_same_time(
+        self, count: int, is_asynchronous: str | None
+    ) -> None:
+        with settings.override(device="xla", num_devices=count):
+            xla_runtime._prepare_environment()
+        assert os.environ.get("PJRT_CPU_ASYNC_CLIENT") == is_asynchronous
+        assert int(os.environ.get("XLA_THREAD_POOL_SIZE", "9")) > count
+
     def test_a_tpu_keeps_its_programs_on_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(xla_runtime.xla_topology, "chip_variables", lambda e: {"A": "b"})
         with settings.override(device="tpu", cache_dir="/c", compiled_cache_read_only=True):
