@@ -160,7 +160,7 @@ def _chain(
     """
     first_ones = {graph.nodes[at].first for at in firsts}
     if settings.random == "device":
-        graph = keys.with_keys(graph, frozenset(LOWERING.refused))
+        graph = keys.with_keys(graph, LOWERING.refused_ops)
     metas = graph.metas()
     refused = {at for at, node in enumerate(graph.nodes) if LOWERING.refuses(node, metas)}
     others = {at for at, node in enumerate(graph.nodes) if _runs_on_host(node, device)}

@@ -196,18 +196,18 @@ class _Replay(Replay):
         self.plans: dict[str, str] = {}
 
     def call_node(self, node: Node) -> None:
-        before = self._count_fallbacks()
+        before = self._ran_on_host()
         try:
             super().call_node(node)
         except Exception as error:
             LOWERING.refuse_call(node, self._metas)
             raise Refused(str(node.op), f"{type(error).__name__}: {error}") from error
-        if self._count_fallbacks() == before:
+        on_host = {name for name, _ in self._ran_on_host() ^ before}
+        if not on_host:
             self._check(node)
-        elif LOWERING.spell(node):
+        elif LOWERING.learn(node, self._metas, on_host):
             raise _Again
         else:
-            LOWERING.refuse_op(node)
             raise Refused(str(node.op), "torch_xla does not lower it")
 
     def _check(self, node: Node) -> None:
@@ -257,7 +257,8 @@ class _Replay(Replay):
             return self._collectives.call(node, args)
         if node.op is _BITS:
             op = self._types.view_bits(op)
-        return LOWERING.rules.get(node.op, op)(*args, **kwargs)
+        rule = LOWERING.rule(node, self._metas)
+        return (op if rule is None else rule)(*args, **kwargs)
 
     def _draw(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Make a draw's numbers, and write those that the op writes."""
@@ -274,10 +275,10 @@ class _Replay(Replay):
     def laid_out(self, t: Tensor, meta: TensorMeta) -> Tensor:
         return t if t.dtype is meta.dtype else t.to(meta.dtype)
 
-    def _count_fallbacks(self) -> int:
-        library = self._library
-        names = [n for n in library._xla_counter_names() if n.startswith("aten::")]
-        return sum(library._xla_counter_value(name) for name in names)
+    def _ran_on_host(self) -> set[tuple[str, int]]:
+        """Give the names of the ops that torch_xla ran on the host so far, and how often it did."""
+        names = [name for name in self._library._xla_counter_names() if name.startswith("aten::")]
+        return {(name, self._library._xla_counter_value(name)) for name in names}
 
 
 def _written(op: torch._ops.OpOverload) -> list[int]:

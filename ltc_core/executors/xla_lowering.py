@@ -7,7 +7,7 @@ lowering is traced as what it consists of, where PyTorch knows that; else it run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -36,36 +36,67 @@ _COPIES = frozenset(
 )
 
 
-class _Lowering:
-    """What is known of the ops so far; one for the process, as torch_xla is."""
+class _Noted:
+    """Ops, and calls of ops: those of the same shapes, dtypes and arguments are one call."""
 
     def __init__(self) -> None:
-        self.refused: set[str] = set()  # names of ops that are not lowered at all
-        self.rules: dict[_Op, Callable[..., Any]] = dict(_RULES)
+        self.ops: set[_Op] = set()
         self._calls: set[tuple[Any, ...]] = set()
         self._ops_of_calls: set[_Op] = set()
 
-    def refuses(self, node: Node, metas: _Metas) -> bool:
-        """Tell whether a node has to run on the host."""
-        if str(node.op) in self.refused or (node.writes and _writes_through_copy(node)):
-            return True
-        return node.op in self._ops_of_calls and _call(node, metas) in self._calls
-
-    def refuse_op(self, node: Node) -> None:
-        self.refused.add(str(node.op))
-
-    def refuse_call(self, node: Node, metas: _Metas) -> None:
-        """Let calls like this one run on the host: those of the same shapes, dtypes and arguments."""
+    def note_call(self, node: Node, metas: _Metas) -> None:
         self._calls.add(_call(node, metas))
         self._ops_of_calls.add(node.op)
 
-    def spell(self, node: Node) -> bool:
-        """Tell whether an op that is not lowered can be traced as what it consists of, from now on."""
-        found = decomposition_table.get(node.op)
-        if found is None or node.op in self.rules:
-            return False
-        self.rules[node.op] = found
-        return True
+    def has(self, node: Node, metas: _Metas) -> bool:
+        if node.op in self.ops:
+            return True
+        return node.op in self._ops_of_calls and _call(node, metas) in self._calls
+
+
+class _Lowering:
+    """What is known so far; one for the process, as torch_xla is."""
+
+    def __init__(self) -> None:
+        self._refused = _Noted()  # run on the host
+        self._spelled = _Noted()  # traced as what they consist of
+
+    @property
+    def refused_ops(self) -> frozenset[str]:
+        """Names of the ops that always run on the host."""
+        return frozenset(map(str, self._refused.ops))
+
+    def refuses(self, node: Node, metas: _Metas) -> bool:
+        """Tell whether a node has to run on the host."""
+        if node.writes and _writes_through_copy(node):
+            return True
+        return self._refused.has(node, metas)
+
+    def rule(self, node: Node, metas: _Metas) -> Callable[..., Any] | None:
+        """Give what a node is traced as; None: its op."""
+        if self._spelled.has(node, metas):
+            return decomposition_table[node.op]
+        return _RULES.get(node.op)
+
+    def refuse_call(self, node: Node, metas: _Metas) -> None:
+        """Let calls like this one run on the host."""
+        self._refused.note_call(node, metas)
+
+    def learn(self, node: Node, metas: _Metas, on_host: Set[str]) -> bool:
+        """Learn from a node for which torch_xla ran ops on the host; tell whether it can be traced otherwise.
+
+        An op without a kernel never is lowered; with one, the next call may be.
+        """
+        is_lowered = node.op.has_kernel_for_dispatch_key(torch._C.DispatchKey.XLA)
+        never = not is_lowered and f"aten::{node.op._opname}" in on_host
+        can_be_spelled = node.op in decomposition_table and node.op not in _RULES
+        can_be_spelled = can_be_spelled and not self._spelled.has(node, metas)
+        noted = self._spelled if can_be_spelled else self._refused
+        if never:
+            noted.ops.add(node.op)
+        else:
+            noted.note_call(node, metas)
+        return can_be_spelled
 
 
 def _writes_through_copy(node: Node) -> bool:
