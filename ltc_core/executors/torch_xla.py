@@ -67,8 +67,8 @@ class XlaExecutor(Executor):
 
     def place_all(self, tensors: Sequence[Tensor]) -> list[Any]:
         # Copies: the transfer may still read while the caller writes.
-        of = self.xla.types.of
-        return self.xla.send([t.detach().to(of(t.dtype), copy=True) for t in tensors])
+        stored = self.xla.stored
+        return self.xla.send([t.detach().to(stored(t.dtype), copy=True) for t in tensors])
 
     def copy(self, data: Any) -> Any:
         return self.xla.copy(data)
@@ -80,6 +80,10 @@ class XlaExecutor(Executor):
         return self.xla.types.stored_meta(meta).nbytes
 
     def compile(self, graph: Graph) -> Program:
+        for node in graph.nodes:
+            for meta in node.outs:
+                if meta is not None:
+                    self.xla.stored(meta.dtype, node.line)
         return XlaProgram(without_operands(self.xla.types.rewrite_all(graph)), self.xla)
 
     def synchronize(self) -> None:

@@ -22,6 +22,15 @@ __all__ = ["TRACING", "XlaDevice"]
 
 Tensor = torch.Tensor
 
+_DTYPES = frozenset(
+    {
+        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+        torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32,
+        torch.complex64,
+    }
+)  # fmt: skip
+
 # Held while something is traced: that changes state which all of the library's tensors share.
 TRACING = threading.RLock()
 
@@ -51,11 +60,28 @@ class XlaDevice:
                 got=f"{len(found)} in this process: {listed(found)}",
                 next="lower LTC_NUM_DEVICES, or start fewer processes",
             )
+        self.index = index
         self.name = f"xla:{index}"
         self._real_names = self.library._xla_real_devices([self.name])  # such as ['TPU:0']
         self._runs_inline = hardware_kind() == "CPU"
         self.types = StorageTypes.for_xla()
         self.collectives = Collectives(self.library, self.name)
+
+    def stored(self, dtype: torch.dtype, where: str = "") -> torch.dtype:
+        """Give the dtype that a tensor is stored as.
+
+        Raises:
+            DeviceError: XLA has no such type.
+        """
+        found = self.types.of(dtype)
+        if found not in _DTYPES:
+            raise DeviceError(
+                f"a tensor of {dtype} cannot be on {settings.device_name}:{self.index}: XLA has no such type",
+                got=f"{dtype}, expected one of {listed(sorted(map(str, _DTYPES)))}",
+                where=where,
+                next="convert it on the CPU, x.to(torch.float8_e5m2), or keep it there",
+            )
+        return found
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy CPU tensors, that nobody writes any more, to the device in one transfer."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ltc_core as ltc
+from ltc_core.errors import DeviceError
 from ltc_core.executors import torch_xla, xla_runtime
 from ltc_core.settings import settings
 from tests.core.counting import Counting
@@ -201,6 +202,30 @@ class TestFailures:
         assert x.isfinite().all() and y.max().item() < 4
         with pytest.raises(RuntimeError, match="out of memory"):
             loop.model[0].weight.detach().cpu()
+
+    def test_an_op_that_fails_on_the_host_is_named_and_takes_nothing_with_it(self) -> None:
+        weight, bad = torch.ones(3, 3).to(device()), torch.full((3, 3), torch.nan).to(device())
+        weight.add_(1)
+        result = torch.linalg.eig(bad * 2)
+        words = (
+            r"linalg_eig.default failed(?s:.*)infs or NaNs. \(first recorded at .*test_torch_xla"
+        )
+        with pytest.raises(RuntimeError, match=words):
+            ltc.mark_step(wait=True)
+        del result
+        weight.mul_(3)
+        assert weight.tolist() == [[6.0] * 3] * 3
+
+    @pytest.mark.parametrize("made", ["moved", "made there"])
+    def test_a_type_that_xla_does_not_have(self, made: str) -> None:
+        dtype = torch.float8_e4m3fnuz
+        words = "float8_e4m3fnuz cannot be on .*: XLA has no such type(?s:.*)Next: convert it"
+        with pytest.raises(DeviceError, match=words):
+            if made == "moved":
+                torch.zeros(4).to(dtype).to(device())
+            else:
+                torch.zeros(4, dtype=dtype, device=device()).cpu()
+        assert (torch.ones(2, device=device()) + 1).tolist() == [2.0] * 2
 
 
 class TestValues:
