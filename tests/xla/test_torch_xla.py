@@ -17,27 +17,13 @@ from ltc_core.errors import DeviceError
 from ltc_core.executors import torch_xla, xla_runtime
 from ltc_core.settings import settings
 from tests.core.counting import Counting
+from tests.xla.library_counts import compiled_by_xla, transfers
 
 ROOT = Path(__file__).parents[2]
 
 
 def device() -> torch.device:
     return ltc.lazy_device()
-
-
-def transfers() -> tuple[int, int]:
-    """Transfers to and from PJRT's device so far, as the library itself counts them."""
-    library = xla_runtime.load()
-    counts = []
-    for name in ("TransferToDeviceTime", "TransferFromDeviceTime"):
-        data = library._xla_metric_data(name)
-        counts.append(0 if data is None else data[0])
-    return counts[0], counts[1]
-
-
-def compiled_by_xla() -> int:
-    data = xla_runtime.load()._xla_metric_data("CompileTime")
-    return 0 if data is None else int(data[0])
 
 
 class Loop:

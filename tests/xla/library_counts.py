@@ -1,0 +1,17 @@
+"""What torch_xla's library itself counted so far."""
+
+from ltc_core.executors import xla_runtime
+
+
+def compiled_by_xla() -> int:
+    return _count("CompileTime")
+
+
+def transfers() -> tuple[int, int]:
+    """Transfers to PJRT's devices, and from them."""
+    return _count("TransferToDeviceTime"), _count("TransferFromDeviceTime")
+
+
+def _count(name: str) -> int:
+    data = xla_runtime.load()._xla_metric_data(name)
+    return 0 if data is None else int(data[0])
