@@ -194,15 +194,16 @@ class _Replay(Replay):
         self._library = device.library
         self._collectives = device.collectives
         self.plans: dict[str, str] = {}
+        self._on_host = self._ran_on_host()
 
     def call_node(self, node: Node) -> None:
-        before = self._ran_on_host()
         try:
             super().call_node(node)
         except Exception as error:
             LOWERING.refuse_call(node, self._metas)
             raise Refused(str(node.op), f"{type(error).__name__}: {error}") from error
-        on_host = {name for name, _ in self._ran_on_host() ^ before}
+        before, self._on_host = self._on_host, self._ran_on_host()
+        on_host = {name for name, _ in self._on_host ^ before}
         if not on_host:
             self._check(node)
         elif LOWERING.learn(node, self._metas, on_host):
