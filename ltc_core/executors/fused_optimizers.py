@@ -1,25 +1,28 @@
 """The arithmetic of fused optimizers, whose numbers may be tensors of no dimension.
 
-Each function gives what its op writes, list after list in the order of its operands. Rules of `number_rules`, for
-compilers that would run the kernel as it is, with learning rates as constants, or have none.
+Each rule gives what its op writes, list after list in the order of its operands. Used by `number_rules`, for compilers
+that would run the kernel as it is, with learning rates as constants, or have none.
 Source: torch.optim, and the kernels of the ops on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["fused_adagrad", "fused_adam", "fused_sgd"]
+from ltc_core.executors.spelled_out import wide
+
+__all__ = ["FUSED_OPTIMIZERS"]
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Number = Any  # a Python number or a tensor of no dimension
 
 
-def fused_sgd(
+def _sgd(
     params: Tensors,
     grads: Tensors,
     buffers: Tensors,
@@ -46,7 +49,7 @@ def fused_sgd(
     return _written([params, grads, buffers], rows, found_inf)
 
 
-def fused_adam(
+def _adam(
     decoupled: bool,
     params: Tensors,
     grads: Tensors,
@@ -84,7 +87,7 @@ def fused_adam(
     return _written([params, grads, firsts, seconds, maxima], rows, found_inf)
 
 
-def fused_adagrad(
+def _adagrad(
     params: Tensors,
     grads: Tensors,
     sums: Tensors,
@@ -111,7 +114,7 @@ def fused_adagrad(
 def _each(*lists: Tensors) -> Iterator[list[Tensor]]:
     """Give what belongs to each parameter, out of the lists that are not empty, as floats in which to compute."""
     for row in zip(*filter(None, lists), strict=True):
-        yield [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in row]
+        yield wide(*row)
 
 
 def _unscaled(grads: Tensors, scale: Tensor | None) -> Tensors:
@@ -128,3 +131,11 @@ def _written(
             new = new.to(old.dtype)
             written.append(new if found_inf is None else torch.where(found_inf > 0, old, new))
     return written
+
+
+FUSED_OPTIMIZERS: dict[str, Callable[..., list[Tensor]]] = {
+    "_fused_adagrad_": _adagrad,
+    "_fused_adam_": functools.partial(_adam, False),
+    "_fused_adamw_": functools.partial(_adam, True),
+    "_fused_sgd_": _sgd,
+}

@@ -9,14 +9,13 @@ Comes from `part`, used by `lower`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._decomp.decompositions import native_batch_norm_helper
 
-from ltc_core.executors.fused_optimizers import fused_adagrad, fused_adam, fused_sgd
+from ltc_core.executors.fused_optimizers import FUSED_OPTIMIZERS
 from ltc_core.graph import TensorMeta
 
 __all__ = [
@@ -50,7 +49,8 @@ def takes_number(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
         return False
     if rule_for(op) is None and op._opname not in WHOLE_RULES:
         return False
-    return varied or (type(value) is float and base_name(op) in _CHANGING)
+    changes = base_name(op) in _CHANGING or op._opname in FUSED_OPTIMIZERS
+    return varied or (type(value) is float and changes)
 
 
 def kinds(types: Sequence[type]) -> list[type]:
@@ -175,11 +175,8 @@ def leaky_relu_backward(grad: Tensor, x: Tensor, slope: Number, is_result: bool)
     return torch.where(x > 0, grad, grad * slope)
 
 
-# Ops whose floats are learning rates, decays, scales.
-_CHANGING = frozenset(
-    {"add", "addcdiv", "addcmul", "div", "lerp", "mul", "rsub", "sub"}
-    | {"_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"}
-)
+# Ops whose floats are learning rates, decays, scales, by base name; those of the fused optimizers are, too.
+_CHANGING = frozenset({"add", "addcdiv", "addcmul", "div", "lerp", "mul", "rsub", "sub"})
 
 # Base name of an op -> its arithmetic, elementwise, on tensors of the dtype ATen computes in.
 RULES: dict[str, Callable[..., Any]] = {
@@ -227,8 +224,5 @@ def native_batch_norm(
 # Name of an op -> what it gives as a list: its results, then what it writes.
 WHOLE_RULES: dict[str, Callable[..., Sequence[Any]]] = {
     "native_batch_norm": native_batch_norm,
-    "_fused_adagrad_": fused_adagrad,
-    "_fused_adam_": functools.partial(fused_adam, False),
-    "_fused_adamw_": functools.partial(fused_adam, True),
-    "_fused_sgd_": fused_sgd,
+    **FUSED_OPTIMIZERS,
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["EVERYWHERE", "WHERE_IT_PAYS", "attention", "attention_backward"]
+__all__ = ["EVERYWHERE", "WHERE_IT_PAYS", "attention", "attention_backward", "wide"]
 
 Tensor = torch.Tensor
 # Scores that fit the second-level cache (1 MiB a core here) are not worth flash attention's passes over them.
@@ -37,8 +37,8 @@ def _scores(
     return scores
 
 
-def _wide(*tensors: Tensor) -> list[Tensor]:
-    """Give narrow floats as float32, in which flash attention adds up."""
+def wide(*tensors: Tensor) -> list[Tensor]:
+    """Give narrow floats as float32, in which ATen's kernels compute."""
     return [t.float() if t.dtype in _NARROW else t for t in tensors]
 
 
@@ -53,7 +53,7 @@ def attention(
 ) -> list[Tensor]:
     """Give (output, logarithm of the sum of exponentials), with flash attention's strides."""
     dtype = query.dtype
-    query, key, value = _wide(query, key, value)
+    query, key, value = wide(query, key, value)
     scores = _scores(query, key, causal, attn_mask, scale)
     top = scores.amax(-1, keepdim=True)
     if attn_mask is not None:  # where all is hidden the op gives zeros, for this one too
@@ -81,7 +81,7 @@ def attention_backward(
 ) -> list[Tensor]:
     """Give the gradients of query, key and value."""
     dtype = query.dtype
-    grad, query, key, value, out, log_total = _wide(grad, query, key, value, out, log_total)
+    grad, query, key, value, out, log_total = wide(grad, query, key, value, out, log_total)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = _scores(query, key, causal, attn_mask, scale)
     weights = (scores - log_total.unsqueeze(-1)).exp()

@@ -89,8 +89,8 @@ class _Lowering:
         """
         is_lowered = node.op.has_kernel_for_dispatch_key(torch._C.DispatchKey.XLA)
         never = not is_lowered and f"aten::{node.op._opname}" in on_host
-        can_be_spelled = node.op in decomposition_table and node.op not in RULES
-        can_be_spelled = can_be_spelled and not self._spelled.has(node, metas)
+        is_known = node.op in RULES or self._spelled.has(node, metas)
+        can_be_spelled = node.op in decomposition_table and not is_known
         noted = self._spelled if can_be_spelled else self._refused
         if never:
             noted.ops.add(node.op)

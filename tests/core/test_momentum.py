@@ -54,7 +54,6 @@ def test_parameters_and_state_are_eagers_after_each_step(name: str) -> None:
             found.append((parameters, {k: dict(v) for k, v in loop.state.items()}))
         return found
 
-    # Parameters without momentum keep an empty state in eager, too.
     beside_eager(program, rtol=1e-5, atol=1e-5)
 
 
