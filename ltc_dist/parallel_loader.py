@@ -7,9 +7,7 @@ first. The threads are those of `prefetch`.
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +17,15 @@ import torch
 import ltc_core as ltc
 from ltc_core.errors import LoaderError
 from ltc_dist.data_workers import tied_to_this_process
-from ltc_dist.prefetch import Limits, Prefetch
+from ltc_dist.prefetch import Limits, Prefetch, Resumed
+from ltc_dist.sample_order import (
+    base_seed,
+    draws_base_seed,
+    global_states,
+    order_of,
+    set_order,
+    with_states,
+)
 
 __all__ = ["MpDeviceLoader", "ParallelLoader", "PerDeviceLoader"]
 
@@ -114,7 +120,7 @@ class ParallelLoader:
         self.batches_per_execution = batches_per_execution
         self._position = _Position(cpu_loader, _resume)
         self._prefetch = Prefetch(
-            _begun(cpu_loader) if _resume is None else _resumed(cpu_loader, _resume),
+            self._position.batches(cpu_loader),
             self._devices,
             Limits(loader_prefetch_size, device_prefetch_size, prefetch_bytes),
             host_to_device_transfer_threads,
@@ -187,20 +193,54 @@ class _Position:
 
     def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None) -> None:
         self.keeps_state = _keeps_state(loader)
-        self._rng_state = torch.get_rng_state() if resume is None else resume["rng_state"]
-        self._skipped = 0 if resume is None else resume["num_batches"]
+        self._loader = loader
+        self._draws_base_seed = draws_base_seed(loader)
+        if resume is not None:
+            self._draws_base_seed = resume.get("draws_base_seed", self._draws_base_seed)
+        self._goes_on = resume is not None and resume["rng_state"] is not None
+        if resume is not None and self._goes_on:
+            self._begun_with = {"torch": resume["rng_state"], **resume.get("host", {})}
+            self._order = resume.get("order")  # None: of a version that did not keep it
+            self._skipped = resume["num_batches"]
+        elif not self.keeps_state:
+            self._begun_with, self._order, self._skipped = global_states(), order_of(loader), 0
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate as the pass does that this is a position of."""
+        if not self._goes_on:
+            return _begun(loader, self._draws_base_seed)
+        if self._order is not None:
+            set_order(loader, self._order, in_mid_epoch=True)
+        begin = partial(_begun, loader, self._draws_base_seed)
+        return Resumed(begin, partial(with_states, self._begun_with), self._skipped)
 
     def state_dict(self, prefetch: Prefetch) -> dict[str, Any]:
         progress = prefetch.progress()
-        if progress is None:
-            return {"loader": prefetch.final_state} if self.keeps_state else dict(_BEGINNING)
-        num_taken, state = progress
         if self.keeps_state:
-            return {"loader": state}
-        return {"num_batches": self._skipped + num_taken, "rng_state": self._rng_state}
+            return {"loader": prefetch.final_state if progress is None else progress[1]}
+        if progress is None:
+            return _beginning(self._loader)
+        host = dict(self._begun_with)
+        state = {
+            "num_batches": self._skipped + progress[0],
+            "rng_state": host.pop("torch"),
+            "host": host,
+            "draws_base_seed": self._draws_base_seed,
+        }
+        return state if self._order is None else {**state, "order": self._order}
 
 
-_BEGINNING = {"num_batches": 0, "rng_state": None}
+_NAMES = {"num_batches", "rng_state"}  # of a state; those of older versions have no more
+
+
+def _beginning(loader: Iterable[Any]) -> dict[str, Any]:
+    """State before the next pass over a loader, which has been read to its end or not at all."""
+    return {
+        "num_batches": 0,
+        "rng_state": None,
+        "order": order_of(loader),
+        "draws_base_seed": draws_base_seed(loader),
+    }
 
 
 def _keeps_state(loader: Any) -> bool:
@@ -214,23 +254,9 @@ def _keeps_state(loader: Any) -> bool:
     return True
 
 
-def _begun(loader: Iterable[Any]) -> Iterator[Any]:
-    with tied_to_this_process(loader):
+def _begun(loader: Iterable[Any], draws_seed: bool) -> Iterator[Any]:
+    with tied_to_this_process(loader), base_seed(loader, draws_seed):
         return iter(loader)
-
-
-def _resumed(loader: Iterable[Any], resume: dict[str, Any]) -> Iterator[Any]:
-    """Iterate as the interrupted pass did: with its random state, without the batches it had taken."""
-    now = torch.get_rng_state()
-    torch.set_rng_state(resume["rng_state"])
-    try:
-        batches = _begun(loader)
-        deque(itertools.islice(batches, resume["num_batches"]), maxlen=0)
-        first = list(itertools.islice(batches, 1))
-    finally:
-        torch.set_rng_state(now)
-    yield from first
-    yield from batches
 
 
 class MpDeviceLoader:
@@ -278,40 +304,48 @@ class MpDeviceLoader:
         """Give where the training loop is in the epoch: after the batches it has taken.
 
         A loader with a `state_dict` of its own is asked for its own, as of that batch. Any other is remembered by the
-        number of batches and the state of PyTorch's generator when the epoch began.
+        number of batches, and by what decided the order of the samples when the epoch began: the global generators of
+        the host, the generators of the loader, its samplers and datasets, and their epochs (`set_epoch`).
         """
         if self._reached is not None:
             return self._reached()
-        if self._resume is not None:
-            return self._resume
         if _keeps_state(self._loader):
             return {"loader": self._loader.state_dict()}  # type: ignore[attr-defined]
-        return dict(_BEGINNING)
+        if self._resume is None:
+            return _beginning(self._loader)
+        if self._resume["rng_state"] is not None:
+            return self._resume
+        return {**self._resume, "order": order_of(self._loader)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state` was taken.
+        """Let the next iteration go on where `state` was taken: each sample of the epoch comes once.
+
+        Samplers have the order again that they had, and it does not matter what `set_epoch` says. Generators that a
+        sampler or a dataset draws from while the epoch goes on must be held by them, or by the loader.
 
         Raises:
-            LoaderError: the state is not one of a loader of this kind.
+            LoaderError: the state is not one of a loader of this kind. In mid-epoch the next iteration raises it if
+                the loader has other generators.
 
         Cost: a loader without a `state_dict` of its own loads the batches again that were taken before.
         """
         self.close()
         self._reached = None
         keeps_state = _keeps_state(self._loader)
-        if ("loader" in state) != keeps_state or not (
-            keeps_state or _BEGINNING.keys() <= state.keys()
-        ):
+        if ("loader" in state) != keeps_state or not (keeps_state or _NAMES <= state.keys()):
             raise LoaderError(
                 "this is not the state of such a loader",
                 got=f"the names {', '.join(state) or '(none)'}, expected "
-                + ("loader" if keeps_state else ", ".join(_BEGINNING)),
+                + ("loader" if keeps_state else "num_batches, rng_state"),
                 next="load it into a loader of the kind it was taken from",
             )
+        self._resume = None
         if keeps_state:
             self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        else:
-            self._resume = state if state["rng_state"] is not None else None
+            return
+        self._resume = state
+        if state["rng_state"] is None:  # now, so that the program may still seed for its next epoch
+            set_order(self._loader, state.get("order", {}), in_mid_epoch=False)
 
     def close(self) -> None:
         """End the iteration that is under way, if there is one."""

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -25,7 +26,7 @@ from ltc_core.errors import LoaderError
 from ltc_core.settings import settings
 from ltc_dist.batch import num_bytes, to_device
 
-__all__ = ["Limits", "Prefetch"]
+__all__ = ["Limits", "Prefetch", "Resumed"]
 
 _JOIN_S = 5.0
 
@@ -316,7 +317,43 @@ class Prefetch:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _end_processes(batches: Iterator[Any]) -> None:
+class Resumed:
+    """Batches of a pass that goes on: it begins as the interrupted one did, and passes over what was taken then.
+
+    All of that happens when the first batch is asked for, in the thread that asks.
+
+    Args:
+        begin: begins the pass.
+        as_before: context in which the global generators are as they were when the interrupted pass began.
+        num_taken: batches that are read and dropped.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Iterator[Any]],
+        as_before: Callable[[], AbstractContextManager[None]],
+        num_taken: int,
+    ) -> None:
+        self._begin = begin
+        self._as_before = as_before
+        self._num_taken = num_taken
+        self.batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.batches is not None:
+            return next(self.batches)
+        with self._as_before():
+            self.batches = self._begin()
+            deque(itertools.islice(self.batches, self._num_taken), maxlen=0)
+            return next(self.batches)
+
+
+def _end_processes(batches: Iterator[Any] | None) -> None:
     """End the processes of a `DataLoader` that has failed: its error's traceback would keep them."""
+    if isinstance(batches, Resumed):
+        batches = batches.batches
     if isinstance(batches, _MultiProcessingDataLoaderIter) and not batches._persistent_workers:
         batches._shutdown_workers()

@@ -1,19 +1,31 @@
 """Loaders: order, structure, bounds, errors where they belong, nothing left behind, exact resumption."""
 
 import gc
+import logging
+import random
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.errors import LoaderError
 from ltc_core.settings import settings
+from ltc_dist.checkpoint import random_state
 from ltc_dist.parallel_loader import MpDeviceLoader, ParallelLoader
 from tests.core.counting import Counting
 
@@ -345,6 +357,137 @@ def test_a_state_survives_leaving_the_loop(device: torch.device) -> None:
     resumed.load_state_dict(loader.state_dict())
     assert seen(resumed) == [4, 5, 6, 7, 8, 9]
     assert seen(resumed) == list(range(10))
+
+
+class Bucketed(Sampler[list[int]]):
+    """Shuffles all at once where the generator is everybody's, and draws batch by batch where it has its own."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = list(range(12))
+        if self.rng in (random, np.random):
+            self.rng.shuffle(left)
+        while left:
+            if self.rng not in (random, np.random):
+                self.rng.shuffle(left)
+            yield [left.pop(), left.pop()]
+
+    def __len__(self) -> int:
+        return 6
+
+
+def seeded(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+TWELVE = TensorDataset(torch.arange(12))
+LOADERS: dict[str, Any] = {
+    "no generator": lambda: DataLoader(TWELVE, 2, shuffle=True),
+    "generator": lambda: DataLoader(TWELVE, 2, shuffle=True, generator=seeded()),
+    "sampler": lambda: DataLoader(TWELVE, 2, sampler=RandomSampler(TWELVE, generator=seeded())),
+    "replacement": lambda: DataLoader(
+        TWELVE, 2, sampler=RandomSampler(TWELVE, True, 40, generator=seeded())
+    ),
+    "batch sampler": lambda: DataLoader(
+        TWELVE, batch_sampler=BatchSampler(RandomSampler(TWELVE, generator=seeded()), 2, False)
+    ),
+    "epochs": lambda: DataLoader(
+        TWELVE, 2, sampler=DistributedSampler(TWELVE, 2, 1, seed=3, drop_last=True)
+    ),
+    "numpy": lambda: DataLoader(TWELVE, batch_sampler=Bucketed(np.random.default_rng(3))),
+    "old numpy": lambda: DataLoader(TWELVE, batch_sampler=Bucketed(np.random.RandomState(3))),
+    "python": lambda: DataLoader(TWELVE, batch_sampler=Bucketed(random.Random(3))),
+    "global numpy": lambda: DataLoader(TWELVE, batch_sampler=Bucketed(np.random)),
+    "global python": lambda: DataLoader(TWELVE, batch_sampler=Bucketed(random)),
+}
+PROCESSES: dict[str, Any] = {
+    "processes": lambda: DataLoader(TWELVE, 2, shuffle=True, generator=seeded(), num_workers=1),
+    "persistent": lambda: DataLoader(
+        TWELVE, 2, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True
+    ),
+    "persistent, no generator": lambda: DataLoader(
+        TWELVE, 2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+}
+
+
+def epoch_of(loader: Any, epoch: int) -> list[Any]:
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.set_epoch(epoch)
+    return [b[0].tolist() for b in loader]
+
+
+@pytest.mark.parametrize("name", [*LOADERS, *PROCESSES])
+def test_a_later_epoch_goes_on_as_if_nothing_had_been(device: torch.device, name: str) -> None:
+    """Each sample once: the rest of the second epoch, and the third; and so from the end of the second on."""
+    make = {**LOADERS, **PROCESSES}[name]
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    loader = MpDeviceLoader(make(), device)
+    first = epoch_of(loader, 0)
+    batches = iter(loader)
+    if name == "epochs":
+        loader.sampler.set_epoch(1)
+        batches = iter(loader)
+    second = [next(batches)[0].tolist() for _ in range(2)]
+    in_epoch, globals_then = loader.state_dict(), random_state.get()
+    rest = [b[0].tolist() for b in batches]
+    at_end, globals_at_end = loader.state_dict(), random_state.get()
+    third = epoch_of(loader, 2)
+    assert first != second + rest
+
+    torch.manual_seed(99)
+    for state, told, expected in (
+        (in_epoch, globals_then, [rest, third]),
+        (at_end, globals_at_end, [third]),
+    ):
+        resumed = MpDeviceLoader(make(), device)
+        resumed.load_state_dict(state)
+        random_state.put(told)
+        found = [epoch_of(resumed, 3 - len(expected) + k) for k in range(len(expected))]
+        assert found == expected
+    resumed.load_state_dict(in_epoch)  # in a loader that has been read
+    random_state.put(globals_then)
+    assert [epoch_of(resumed, 1), epoch_of(resumed, 2)] == [rest, third]
+
+
+def test_the_epoch_that_goes_on_is_that_of_the_state(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = MpDeviceLoader(LOADERS["epochs"](), device)
+    loader.sampler.set_epoch(4)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    rest = [b[0].tolist() for b in batches]
+    resumed = MpDeviceLoader(LOADERS["epochs"](), device)
+    resumed.load_state_dict(state)
+    with caplog.at_level(logging.WARNING, logger="ltc"):
+        assert epoch_of(resumed, 0) == rest
+    assert "sampler.epoch was set to 0, and the epoch that goes on is 4" in caplog.text
+
+
+def test_a_state_of_other_generators_is_refused(device: torch.device) -> None:
+    loader = MpDeviceLoader(LOADERS["generator"](), device)
+    next(iter(loader))
+    other = MpDeviceLoader(LOADERS["no generator"](), device)
+    other.load_state_dict(loader.state_dict())
+    loader.close()
+    words = r"come in another order\n  got: the state has batch_sampler.sampler.generator, this loader none"
+    with pytest.raises(LoaderError, match=words):
+        iter(other)
+
+
+def test_a_state_of_an_older_version_is_read(device: torch.device) -> None:
+    torch.manual_seed(3)
+    loader = MpDeviceLoader(shuffled(), device)
+    before = torch.get_rng_state()
+    expected = [b[0].tolist() for b in loader]
+    loader.load_state_dict({"num_batches": 5, "rng_state": before})
+    assert [b[0].tolist() for b in loader] == expected[5:]
 
 
 class Stateful(Loader):

@@ -27,7 +27,9 @@ from ltc_dist.checkpoint.resplit import loader_state
 class Run:
     """A small training run on the device, with everything that has a state."""
 
-    def __init__(self, directory: Path, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, directory: Path, seed: int = 0, generator: bool = False, **options: Any
+    ) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
@@ -39,7 +41,8 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5], 0.5)
         data = TensorDataset(torch.arange(96.0).reshape(24, 4) / 96)
-        self.loader = ltd.MpDeviceLoader(DataLoader(data, 4, shuffle=True), device)
+        order = torch.Generator().manual_seed(11) if generator else None
+        self.loader = ltd.MpDeviceLoader(DataLoader(data, 4, shuffle=True, generator=order), device)
         self.checkpointer = ltd.Checkpointer(
             directory,
             model=self.model,
@@ -75,17 +78,20 @@ def files_of(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_a_resumed_run_goes_on_as_if_nothing_had_been(tmp_path: Path, background: bool) -> None:
-    undisturbed = Run(tmp_path / "whole")
+@pytest.mark.parametrize(("background", "generator"), [(True, True), (False, False)])
+def test_a_resumed_run_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, background: bool, generator: bool
+) -> None:
+    """In mid-epoch of the second epoch, shuffled by a generator of the loader's own or by PyTorch's."""
+    undisturbed = Run(tmp_path / "whole", generator=generator)
     whole = undisturbed.train(14)
     undisturbed.checkpointer.close()
-    first = Run(tmp_path / "a", every=4, background=background)
+    first = Run(tmp_path / "a", generator=generator, every=4, background=background)
     assert first.checkpointer.restore() is None
     losses = first.train(10)
     first.checkpointer.close()
 
-    second = Run(tmp_path / "a", seed=5, every=4)
+    second = Run(tmp_path / "a", seed=5, generator=generator, every=4)
     found = second.checkpointer.restore()
     assert found is not None and (found.step, found.values) == (8, {"epoch": 1})
     losses[8:] = second.train(14, found.step, found.values["epoch"])
