@@ -5,7 +5,8 @@
     model.load_state_dict(xser.load(path))
 
 The plain verbs, one file in PyTorch's format, are `ltc_core.save` and `ltc_core.load` (`plain`).
-Layers: tree, cpu_copy, atomic | plain | nodes, tensor_file, sealed, index, directory | legacy | streaming.
+Layers: tree, cpu_copy, atomic, weights_only | plain | nodes, tensor_file, sealed, index, directory | legacy |
+streaming.
 """
 
 from ltc_core.serialization.streaming import load, save

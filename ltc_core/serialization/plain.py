@@ -19,6 +19,7 @@ from ltc_core.errors import CheckpointError, CheckpointFormatError, CheckpointIO
 from ltc_core.serialization.atomic import io_errors, replace_file
 from ltc_core.serialization.cpu_copy import CpuCopies, is_on_device
 from ltc_core.serialization.tree import collect, map_tensors
+from ltc_core.serialization.weights_only import check_pickle, has_known_hole
 
 FileOrPath = str | os.PathLike[str] | IO[bytes]
 
@@ -144,7 +145,8 @@ def load(file_or_path: FileOrPath) -> Any:
         what was saved, its tensors on the CPU.
     Raises:
         CheckpointIOError: there is no such file, or it cannot be read.
-        CheckpointFormatError: the file needs code to be run, or is no file of torch.save.
+        CheckpointFormatError: the file needs code to be run, or is no file of torch.save. With torch before 2.10,
+            whose reader has a known hole (CVE-2026-24747): it would use that, or is of the format before torch 1.6.
         CheckpointError: the file is incomplete or damaged.
     Cost: reads the file twice; the first time checks the CRC of each record.
     """
@@ -179,6 +181,9 @@ def _load(file: Any, name: str) -> Any:
     if size_bytes == 0:
         raise CheckpointError(f"{name} is empty (0 bytes)", next=_NEXT_DAMAGED)
     _check_records(file, name, size_bytes)
+    if has_known_hole():
+        file.seek(start)
+        check_pickle(file, name)
     file.seek(start)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
