@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ltc_dist import worker
 from ltc_dist.expected_name import expected_by
-from ltc_dist.failures import Failure, first_failure, how_it_ended
+from ltc_dist.failures import SILENT, Failure, first_failure, has_cause, how_it_ended
 
 from . import heartbeat, rendezvous, status
 from .spec import Spec
@@ -43,6 +43,7 @@ from .spec import Spec
 __all__ = ["HANG", "command", "run", "variables"]
 
 HANG = 124  # the exit code, that of `timeout`
+_CAUSE_S = 2.0  # for the cause to show, where all that is known are consequences of it
 _STOP_S = 3.0  # between SIGTERM and SIGKILL, if another process has failed or Ctrl-C was pressed
 _MONITOR_S = 0.1
 _TEMPORARY = "ltc-launch-"
@@ -86,7 +87,7 @@ def run(spec: Spec) -> int:
     if agent.hang:
         _tell(f"{agent.hang}; all were stopped")
         return HANG
-    return _told(result.failures)
+    return _told(agent, result.failures)
 
 
 class Agent(LocalElasticAgent):
@@ -105,6 +106,9 @@ class Agent(LocalElasticAgent):
         self._beats = beats
         self._watch: heartbeat.Watch | None = None
         self._is_stopping = False
+        self._failed_s: float | None = None  # when the first one was seen to have failed
+        self._stopped_s: float | None = None  # when they were told to end, and who still ran then
+        self._stopped: set[int] = set()
         self.hang = ""
         self.stop_words = ""
         host, _, port = spec.endpoint.rpartition(":")
@@ -133,10 +137,52 @@ class Agent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         # When it finds a process that has failed, it ends the others by itself, after 30 s of patience.
         close = self._pcontext.close  # type: ignore[union-attr]
-        self._pcontext.close = lambda sig=None, timeout=_STOP_S: close(sig, timeout)  # type: ignore
+
+        def closed(number: Any = None, grace_s: float = _STOP_S) -> None:
+            if self._stopped_s is None:
+                self._stopped_s, self._stopped = time.monotonic(), self._running()
+            close(number, grace_s)  # type: ignore[arg-type]  # seconds, whole or not
+
+        self._pcontext.close = closed  # type: ignore
+        self._failed_s, self._stopped_s = None, None
         return started
 
+    def _running(self) -> set[int]:
+        """The process ids of those that still run."""
+        handlers = self._pcontext.subprocess_handlers.values()  # type: ignore[union-attr]
+        return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
+
+    def _awaits_cause(self) -> bool:
+        """Tell whether some have failed, but only as a consequence of what others may still say.
+
+        PyTorch's agent ends the others as soon as one has failed. Who is ended can no longer say why.
+        """
+        context: Any = self._pcontext
+        codes = {k: h.proc.poll() for k, h in context.subprocess_handlers.items()}
+        if None not in codes.values() or not any(codes.values()):
+            return False
+        if self._failed_s is None:
+            self._failed_s = time.monotonic()
+        failures = [
+            ProcessFailure(k, context.subprocess_handlers[k].proc.pid, code, context.error_files[k])
+            for k, code in codes.items()
+            if code
+        ]
+        is_clear = has_cause(self.failure(f.local_rank, f) for f in failures)
+        return not is_clear and time.monotonic() - self._failed_s < _CAUSE_S
+
+    def failure(self, rank: int, failure: ProcessFailure) -> Failure:
+        """What is known of a process that failed."""
+        report = _report(failure)
+        time_s, verdict = report.get("time_s", 0.0), report.get("verdict", SILENT)
+        was_stopped = self._stopped_s is not None and failure.pid in self._stopped
+        if report and was_stopped:
+            was_stopped = time_s > self._stopped_s
+        return Failure(rank, failure.exitcode, verdict, time_s, was_stopped)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._awaits_cause():
+            return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and self._watch is not None:
             pids = {w.local_rank: (w.global_rank, w.id) for w in worker_group.workers}
@@ -231,21 +277,14 @@ def _report(failure: ProcessFailure) -> dict[str, Any]:
     return info if "time_s" in info else {}
 
 
-def _told(failures: dict[int, ProcessFailure]) -> int:
+def _told(agent: Agent, failures: dict[int, ProcessFailure]) -> int:
     """Tell which process failed first, and how; give the exit code."""
-    reports = {rank: _report(failure) for rank, failure in failures.items()}
-    first = first_failure(
-        (
-            Failure(rank, failure.exitcode, reports[rank].get("time_s"))
-            for rank, failure in failures.items()
-        ),
-        stops_with=signal.SIGTERM,
-    )
-    report, code = reports[first.rank], first.exitcode
+    first = first_failure(agent.failure(rank, failure) for rank, failure in failures.items())
+    report, code = _report(failures[first.rank]), first.exitcode
     how = how_it_ended(code)
     if code == -signal.SIGKILL:
         how += "; if nobody did that, the machine was out of memory"
-    if report:
+    if "py_callstack" in report:
         print(report["py_callstack"], file=sys.stderr, end="")
         how, code = "raised this", report["exit_code"]
     _tell(f"rank {first.rank} (pid {failures[first.rank].pid}) {how}; the others were stopped")

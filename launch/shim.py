@@ -17,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ltc_core.errors import (
     CheckpointError,
@@ -26,6 +27,7 @@ from ltc_core.errors import (
 )
 from ltc_core.runtime import give_up
 from ltc_dist import host, worker
+from ltc_dist.failures import last_line, verdict_of
 from ltc_dist.main_guard import is_guard
 from ltc_dist.ranks import ranks
 
@@ -56,7 +58,9 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         host.abandon()
         sys.exit(128 + signal.SIGINT)
-    except SystemExit:
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            _report(leaving)
         raise
     except BaseException as error:
         _report(error)
@@ -88,17 +92,25 @@ def _has_guard(source: str) -> bool:
 
 
 def _report(error: BaseException) -> None:
-    """Write down what was raised where the launcher looks for it, in the form of PyTorch's elastic agent."""
-    text = "".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__)))
+    """Write down how this process ends where the launcher looks for it, in the form of PyTorch's elastic agent."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
+    info: dict[str, Any] = {"verdict": verdict_of(error), "time_s": time.monotonic()}
+    info["timestamp"] = str(int(time.time()))
+    text = ""
+    if not isinstance(error, SystemExit):
+        trace = _of_script(error.__traceback__)
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        # It may be ended before it can end: the code is written down too.
+        info |= {"py_callstack": text, "exit_code": _exit_code(error)}
+    message = {"message": {"message": last_line(error), "extraInfo": info}}
+    try:
+        if path is None:
+            raise FileNotFoundError("no launcher reads it")
+        # By rename: the launcher ends processes, and fails itself over a half of a file.
+        Path(f"{path}.part").write_text(json.dumps(message), "ascii")
+        os.replace(f"{path}.part", path)
+    except OSError:
         print(text, file=sys.stderr, end="")
-        return
-    now = time.time()
-    info = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now}
-    info["exit_code"] = _exit_code(error)  # it may be ended before it can end
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
-    Path(path).write_text(json.dumps({"message": message}), "utf-8")
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

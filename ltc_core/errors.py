@@ -12,8 +12,10 @@
     |- DataFormatError (ValueError)             a data file is truncated or foreign
     |- LoaderError (RuntimeError)               a loader is misused, or delivers nothing
     |- RankError (RuntimeError)                 a process of a job failed, or cannot be started
+    |  |- RankEndedError                        one that was waited for has ended
     |  `- RankTimeoutError (TimeoutError)       processes were waited for in vain
     `- CollectiveError (RuntimeError)           processes do not run the same collectives
+       |- PeerEndedError                        one of them has ended
        `- CollectiveTimeoutError (TimeoutError) one of them did not come to its collective
 
 An error has four parts: what failed, what was got, where the user recorded it, what to do next.
@@ -134,12 +136,20 @@ class RankError(LtcError, RuntimeError):
     exitcode: int | None = None
 
 
+class RankEndedError(RankError):
+    """A process has ended and will not come."""
+
+
 class RankTimeoutError(RankError, TimeoutError):
     """Processes did not come in time; `exitcode` is None."""
 
 
 class CollectiveError(LtcError, RuntimeError):
     """Processes cannot be connected, or do not come to the same collectives."""
+
+
+class PeerEndedError(CollectiveError):
+    """A process has ended that a collective waits for."""
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):

@@ -1,39 +1,141 @@
-"""Which of several processes failed first, and how, in words. Asked by the parent of `spawn` and by the launcher."""
+"""Which process of a job failed first, by cause and not by clock, and how, in words.
+
+A process that fails takes others with it: they lose it in a collective, or are stopped. `verdict_of` is asked in the
+process that fails; `first_failure` by the parent of `spawn` and by the launcher.
+"""
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Failure", "first_failure", "how_it_ended"]
+import torch.distributed
+
+from ltc_core.errors import (
+    CollectiveTimeoutError,
+    PeerEndedError,
+    RankEndedError,
+    RankTimeoutError,
+)
+
+__all__ = [
+    "CAUSE",
+    "CONSEQUENCE",
+    "SILENT",
+    "Failure",
+    "first_failure",
+    "has_cause",
+    "how_it_ended",
+    "last_line",
+    "verdict_of",
+]
+
+CAUSE = "cause"  # an exception of its own
+CONSEQUENCE = "consequence"  # an exception that says that another process was lost
+SILENT = "silent"  # an exit code alone
+
+_OF_A_LOST_PEER: tuple[type[BaseException], ...] = (
+    PeerEndedError,
+    CollectiveTimeoutError,
+    RankEndedError,
+    RankTimeoutError,
+    torch.distributed.DistNetworkError,
+    torch.distributed.DistStoreError,
+)
+# gloo and NCCL raise a RuntimeError; only its text says that a peer is gone.
+_TEXTS_OF_A_LOST_PEER = re.compile(
+    r"gloo.*(connection (closed|reset|refused)|broken pipe|timed out|time ?out|peer closed)"
+    r"|nccl.*(remote error|remote process|remoteerror|connection|aborted|timeout|socket)",
+    re.IGNORECASE | re.DOTALL,
+)
+_LONGEST_TEXT = 4000
+
+# What libraries end a process with when a peer is gone, and a shell's or a pipe's end.
+_ENDED_BY_OTHERS = (signal.SIGABRT, signal.SIGPIPE, signal.SIGHUP, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A process that ended otherwise than well; `time_s` is when it told what it had raised, None if it did not."""
+    """A process that ended otherwise than well.
+
+    Attributes:
+        verdict: what it said of itself, see `verdict_of`.
+        time_s: when it said so, on the host's monotonic clock; orders failures of one weight.
+        was_stopped: whether it still ran, and had said nothing, when all were told to end.
+    """
 
     rank: int
     exitcode: int
-    time_s: float | None
+    verdict: str = SILENT
+    time_s: float = 0.0
+    was_stopped: bool = False
 
 
-def first_failure(failures: Iterable[Failure], stops_with: int = 0) -> Failure:
-    """Give the one that the others failed because of.
+def first_failure(failures: Iterable[Failure]) -> Failure:
+    """The failure that the others follow from."""
+    return min(failures, key=lambda f: (_weight(f), f.time_s, f.rank))
 
-    One that was killed or left by itself, without a word, took the others with it.
 
-    Args:
-        stops_with: the signal by which the others may have been stopped already.
+def has_cause(failures: Iterable[Failure]) -> bool:
+    """Tell whether one of these needs no other one to explain it."""
+    return any(_weight(failure) <= 1 for failure in failures)
+
+
+def _weight(failure: Failure) -> int:
+    """Small for a cause: the more a failure may follow from another one, the larger."""
+    if failure.was_stopped:
+        return 4
+    if failure.verdict != SILENT:
+        return 1 if failure.verdict == CAUSE else 3
+    is_killed = failure.exitcode < 0 and -failure.exitcode not in _ENDED_BY_OTHERS
+    return 0 if is_killed else 2
+
+
+def verdict_of(error: BaseException) -> str:
+    """Whether what ends this process is a CAUSE or a CONSEQUENCE, or only an exit code, which is SILENT.
+
+    An exception raised while another one was handled, or from it, counts as that one: a script that catches the loss
+    of a peer and calls `sys.exit(1)` ends by that loss.
     """
+    chain = list(_chain(error))
+    if any(map(_is_of_a_lost_peer, chain)):
+        return CONSEQUENCE
+    return SILENT if all(isinstance(found, SystemExit) for found in chain) else CAUSE
 
-    def order(failure: Failure) -> tuple[int, float]:
-        if failure.time_s is not None:
-            return 1, failure.time_s
-        was_stopped = stops_with and failure.exitcode == -stops_with
-        return (2 if was_stopped else 0), failure.rank
 
-    return min(failures, key=order)
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and all that it came from; members of groups too."""
+    waiting, seen = [error], set()
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield found
+        if isinstance(found, BaseExceptionGroup):
+            waiting += found.exceptions
+        before = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+        if before is not None:
+            waiting.append(before)
+
+
+def _is_of_a_lost_peer(error: BaseException) -> bool:
+    if isinstance(error, _OF_A_LOST_PEER):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return _TEXTS_OF_A_LOST_PEER.search(last_line(error)[:_LONGEST_TEXT]) is not None
+
+
+def last_line(error: BaseException) -> str:
+    """The error as a traceback ends with it, without its notes; also of one whose `__str__` raises."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"(its __str__ raises {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def how_it_ended(exitcode: int) -> str:

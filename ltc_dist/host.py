@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 
 import ltc_core as ltc
-from ltc_core.errors import RankError, RankTimeoutError, listed
+from ltc_core.errors import RankEndedError, RankError, RankTimeoutError, listed
 from ltc_core.runtime import contexts, exit_patience_s, give_up
 from ltc_core.settings import settings
 from ltc_dist.ranks import ranks
@@ -173,7 +173,7 @@ def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up
     came = f"{len(of) - len(missing)} of {len(of)} have come; missing: ranks {listed(missing)}"
     never = [r for r in gone if r in missing]
     if never:
-        raise RankError(
+        raise RankEndedError(
             f"rank {never[0]} has ended and will not come to {what}",
             got=came,
             next="let every process come to it as often as the others",

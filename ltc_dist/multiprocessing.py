@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import multiprocessing.connection
+import multiprocessing.reduction
 import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -34,7 +36,14 @@ from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
 from ltc_core.tensor import keeping_copies
 from ltc_dist import host, worker
-from ltc_dist.failures import Failure, first_failure, how_it_ended
+from ltc_dist.failures import (
+    Failure,
+    first_failure,
+    has_cause,
+    how_it_ended,
+    last_line,
+    verdict_of,
+)
 from ltc_dist.loopback import LOOPBACK, serve_store
 from ltc_dist.main_guard import is_unguarded
 from ltc_dist.ranks import Ranks, ranks
@@ -43,7 +52,10 @@ __all__ = ["MpModelWrapper", "MpSerialExecutor", "SpawnContext", "spawn"]
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 _GRACE_S = 5.0
-_FIRST_S = 0.3  # for the one that failed first to be told from those it took with it
+_TOGETHER_S = 0.3  # for those that fail together
+_CAUSE_S = 2.0  # for the cause to show, where all that is known are consequences of it
+_LOOK_S = 0.02
+_LARGEST_PAYLOAD = 64 << 20  # bytes; an exception that holds more is sent as its text
 
 
 def spawn(
@@ -174,11 +186,51 @@ def _can_be_imported(fn: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Report:
-    """How a process failed: when, what it raised (if that can be sent) and its traceback as text."""
+    """How a process failed: its verdict, when, what it raised (if that can be sent), and the same as text."""
 
+    verdict: str
+    is_exit: bool
     time_s: float
     payload: bytes | None
+    line: str
     text: str
+
+
+class _ReportFile:
+    """A file without a name, where a process leaves its report: of any size, and the parent need not wait for it."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._file: Any = os.fdopen(os.memfd_create("ltc-report"), "r+b", buffering=0)
+        else:
+            self._file = tempfile.TemporaryFile(buffering=0)
+
+    def __getstate__(self) -> Any:
+        return mp.reduction.DupFd(self._file.fileno())
+
+    def __setstate__(self, state: Any) -> None:
+        self._file = os.fdopen(state.detach(), "r+b", buffering=0)
+
+    def write(self, report: _Report) -> None:
+        data = memoryview(pickle.dumps(report))
+        self._file.seek(8)
+        while data:
+            data = data[self._file.write(data) :]
+        self._file.seek(0)
+        self._file.write(b"complete")
+
+    def read(self) -> _Report | None:
+        """The report; None if the process has left none, or was killed while it wrote."""
+        self._file.seek(0)
+        data = self._file.read()
+        if not data.startswith(b"complete"):
+            return None
+        report = pickle.loads(data[8:])
+        assert isinstance(report, _Report)
+        return report
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @dataclass(frozen=True)
@@ -192,7 +244,7 @@ class _Place:
     start_method: str
 
 
-def _main(fn: _Function, args: tuple[Any, ...], place: _Place, pipe: Any) -> None:
+def _main(fn: _Function, args: tuple[Any, ...], place: _Place, file: _ReportFile) -> None:
     """Run in the new process."""
     os.environ.update(place.variables)
     if place.start_method == "forkserver":
@@ -211,23 +263,25 @@ def _main(fn: _Function, args: tuple[Any, ...], place: _Place, pipe: Any) -> Non
     except KeyboardInterrupt:
         host.abandon()
         sys.exit(128 + signal.SIGINT)
-    except SystemExit:
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            file.write(_report(leaving))
         host.leave()
         raise
     except BaseException as error:
-        pipe.send(_report(error))
-        pipe.close()
+        file.write(_report(error))
         sys.exit(1)
 
 
 def _report(error: BaseException) -> _Report:
-    text = traceback.format_exc()
-    try:
-        payload = cloudpickle.dumps(error)
-        cloudpickle.loads(payload)
-    except Exception:  # it holds what cannot be sent: its text must do
-        payload = None
-    return _Report(time.time(), payload, text)
+    text, payload = traceback.format_exc(), None
+    # What cannot be sent is not: its text must do.
+    with contextlib.suppress(Exception):
+        sent = cloudpickle.dumps(error)
+        if len(sent) <= _LARGEST_PAYLOAD and isinstance(cloudpickle.loads(sent), BaseException):
+            payload = sent
+    is_exit = isinstance(error, SystemExit)
+    return _Report(verdict_of(error), is_exit, time.monotonic(), payload, last_line(error), text)
 
 
 class SpawnContext:
@@ -243,26 +297,25 @@ class SpawnContext:
         context: Any = torch.multiprocessing.get_context(start_method)
         self._store, port = serve_store()
         self.processes: list[Any] = []
-        self._pipes: list[Any] = []
+        self._files: list[_ReportFile] = []
         in_main_thread = threading.current_thread() is threading.main_thread()
         try:
             for rank in range(nprocs):
                 of = Ranks(rank, nprocs, rank, nprocs)
                 place = _Place(of, _variables(of, port), os.getpid(), in_main_thread, start_method)
-                receiving, sending = context.Pipe(duplex=False)
+                file = _ReportFile()
+                self._files.append(file)
                 name = f"rank {rank}"
                 process = context.Process(
                     target=_main,
-                    args=(fn, args, place, sending),
+                    args=(fn, args, place, file),
                     name=_Name(name) if settings.compat else name,
                     daemon=daemon,
                 )
                 # PyTorch reads some of the variables while it is imported.
                 with _environment(place.variables), keeping_copies():
                     process.start()
-                sending.close()
                 self.processes.append(process)
-                self._pipes.append(receiving)
         except BaseException:
             self._end(signal.SIGKILL)
             raise
@@ -306,27 +359,40 @@ class SpawnContext:
     def _raise_first_failure(self) -> None:
         if not any(p.exitcode for p in self.processes):
             return
-        time.sleep(_FIRST_S)
+        self._wait_for_cause()
+        stopped = {rank for rank, p in enumerate(self.processes) if p.exitcode is None}
+        began = time.monotonic()
+        self._stop(signal.SIGTERM)
         failed = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode}
-        reports = {rank: self._read_report(rank) for rank in failed}
+        reports = {rank: self._report_of(rank) for rank in failed}
         first = first_failure(
-            Failure(rank, code, None if (report := reports[rank]) is None else report.time_s)
+            _failure(rank, code, reports[rank], began if rank in stopped else None)
             for rank, code in failed.items()
         )
         report, pid = reports[first.rank], self.processes[first.rank].pid
-        if report is None:
+        if report is None or report.is_exit:
             raise _ended(first, pid)
         raise _rebuilt(first.rank, report, pid)
 
-    def _read_report(self, rank: int) -> _Report | None:
-        with contextlib.suppress(EOFError, OSError):
-            if self._pipes[rank].poll():
-                report = self._pipes[rank].recv()
-                assert isinstance(report, _Report)
-                return report
-        return None
+    def _report_of(self, rank: int) -> _Report | None:
+        return self._files[rank].read() if self._files else None  # none after the first `join`
+
+    def _wait_for_cause(self) -> None:
+        """Wait for what else fails by itself: who is stopped now can no longer say why the others failed."""
+        began = time.monotonic()
+        while None in (codes := [p.exitcode for p in self.processes]):
+            failed = [(rank, code) for rank, code in enumerate(codes) if code]
+            known = [_failure(rank, code, self._report_of(rank)) for rank, code in failed]
+            limit = _TOGETHER_S if has_cause(known) else _CAUSE_S
+            if time.monotonic() - began >= limit:
+                return
+            time.sleep(_LOOK_S)
 
     def _end(self, number: int) -> None:
+        self._stop(number)
+        self._release()
+
+    def _stop(self, number: int) -> None:
         """End what still runs: with a signal first, after a while by force."""
         running = [p for p in self.processes if p.exitcode is None]
         for process in running:
@@ -338,12 +404,11 @@ class SpawnContext:
             if process.exitcode is None:
                 process.kill()
                 process.join()
-        self._release()
 
     def _release(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        self._pipes.clear()
+        for file in self._files:
+            file.close()
+        self._files.clear()
         self._store = None
 
 
@@ -400,6 +465,16 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _failure(
+    rank: int, code: int, report: _Report | None, stopped_s: float | None = None
+) -> Failure:
+    """What is known of a process that failed; `stopped_s` is when it was told to end, if it still ran then."""
+    if report is None:
+        return Failure(rank, code, was_stopped=stopped_s is not None)
+    was_stopped = stopped_s is not None and report.time_s > stopped_s
+    return Failure(rank, code, report.verdict, report.time_s, was_stopped)
+
+
 def _ended(failure: Failure, pid: int) -> RankError:
     how = how_it_ended(failure.exitcode)
     advice = "its own output says more"
@@ -414,10 +489,10 @@ def _ended(failure: Failure, pid: int) -> RankError:
 
 def _rebuilt(rank: int, report: _Report, pid: int) -> BaseException:
     note = f"\nraised by rank {rank} (pid {pid}); the others were stopped. There:\n{report.text}"
+    error: BaseException = RankError(report.line)
     if report.payload is not None:
-        error: BaseException = pickle.loads(report.payload)
-    else:
-        error = RankError(report.text.strip().rpartition("\n")[2])
+        with contextlib.suppress(Exception):  # its class may be one that only that process has
+            error = pickle.loads(report.payload)
     error.add_note(note)
     return error
 

@@ -20,7 +20,7 @@ import torch.distributed
 from ltc_core import collective
 from ltc_core.buckets import deal
 from ltc_core.collective import COMBINE, all_reduce_in_vectors, packed, plan_text, scaled, unpacked
-from ltc_core.errors import CollectiveError, CollectiveTimeoutError, listed
+from ltc_core.errors import CollectiveError, CollectiveTimeoutError, PeerEndedError, listed
 from ltc_core.settings import settings
 from ltc_dist.host import LOOK_S, ended, job_store, wait_looking
 from ltc_dist.loopback import LOOPBACK
@@ -297,7 +297,7 @@ class ProcessTransport:
     def _look_for_ended(self) -> None:
         gone = ended(self._group.members)
         if gone:
-            raise CollectiveError(
+            raise PeerEndedError(
                 f"rank {gone[0]} has ended while rank {self._rank} waits for it",
                 got=f"rank {self._rank} is at {_short(self._plan)}",
                 next="let all processes take the same number of steps: a DistributedSampler with drop_last=True",

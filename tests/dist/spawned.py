@@ -18,11 +18,14 @@ from ltc_dist.process_group import group_of
 from ltc_dist.ranks import ranks
 
 __all__ = [
+    "Changed",
+    "Mute",
     "Odd",
     "differentiate",
     "distributed_checkpoint",
     "end",
     "fail",
+    "fail_late",
     "learn_unlike",
     "numbers",
     "reduce_each_kind",
@@ -35,6 +38,20 @@ __all__ = [
 
 FLOATS = (torch.float32, torch.float64, torch.half, torch.bfloat16)
 INTS = (torch.int64, torch.int32, torch.uint8, torch.int8)
+
+
+class Mute(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+class Changed(Exception):
+    """Arrives as something else."""
+
+    def __reduce__(self) -> Any:
+        return str, ("not an exception",)
 
 
 class Odd(Exception):
@@ -57,6 +74,21 @@ def fail(rank: int, failing: int, error: BaseException) -> None:
     if rank == failing:
         raise error
     time.sleep(60)
+
+
+def fail_late(rank: int, first: Any) -> None:
+    """Rank 1 fails by itself; rank 0 ended before, as it does that has lost rank 1."""
+    if rank == 1:
+        time.sleep(1.0)
+        raise LookupError("the cause")
+    if isinstance(first, int):
+        os._exit(first)
+    if first == "handled":
+        try:
+            raise RuntimeError("[/gloo/transport/tcp/pair.cc:54] Connection closed by peer [::1]:1")
+        except RuntimeError:
+            sys.exit(1)
+    raise first
 
 
 def end(rank: int, how: str) -> None:

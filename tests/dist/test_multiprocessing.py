@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.errors import RankError
+from ltc_core.errors import PeerEndedError, RankError, RankTimeoutError
 from ltc_dist import multiprocessing as xmp
+from ltc_dist.failures import last_line
 from ltc_dist.main_guard import is_unguarded
 from tests.dist import spawned
 
@@ -112,6 +113,52 @@ class TestFailures:
         with pytest.raises(RankError, match="Odd: strange") as caught:
             xmp.spawn(fails, nprocs=2)
         assert "raised by rank 0" in caught.value.__notes__[0]
+
+    @pytest.mark.parametrize("method", ["spawn", "fork"])
+    def test_one_that_is_larger_than_a_pipe(self, method: str) -> None:
+        error = ValueError("x" * 200_000)
+        error.add_note("n" * 300_000)
+        with pytest.raises(ValueError) as caught:
+            xmp.spawn(spawned.fail, (1, error), nprocs=2, start_method=method)
+        assert str(caught.value) == "x" * 200_000
+        first, second = caught.value.__notes__
+        assert first == "n" * 300_000 and "raised by rank 1 (pid " in second
+
+    def test_one_that_nobody_waits_for_yet(self) -> None:
+        error = ValueError("x" * 200_000)
+        context = xmp.spawn(spawned.fail, (1, error), nprocs=2, join=False, start_method="fork")
+        assert context is not None
+        context.processes[1].join(30)
+        assert context.processes[1].exitcode == 1
+        with pytest.raises(ValueError, match="^xxx"):
+            context.join()
+
+    @pytest.mark.parametrize(
+        ("kind", "text"), [("Mute", "Mute: "), ("Changed", "Changed: odd"), ("Odd", "Odd: odd")]
+    )
+    def test_one_of_an_odd_kind(self, kind: str, text: str) -> None:
+        def fails(rank: int) -> None:
+            spawned.fail(rank, 1, getattr(spawned, kind)("odd"))
+
+        with pytest.raises((RankError, spawned.Mute)) as caught:
+            xmp.spawn(fails, nprocs=2, start_method="fork")
+        assert text in last_line(caught.value)
+        assert "raised by rank 1 (pid " in caught.value.__notes__[-1]
+
+    @pytest.mark.parametrize(
+        "first",
+        [
+            1,
+            "handled",
+            PeerEndedError("rank 1 has ended while rank 0 waits for it"),
+            RankTimeoutError("rendezvous 'a' was not complete after 5 s"),
+        ],
+        ids=["exit", "handled", "lost", "timeout"],
+    )
+    def test_the_cause_comes_after_its_consequence(self, first: Any) -> None:
+        with pytest.raises(LookupError, match="the cause") as caught:
+            xmp.spawn(spawned.fail_late, (first,), nprocs=2, start_method="fork")
+        assert "raised by rank 1 (pid " in caught.value.__notes__[-1]
 
     @pytest.mark.parametrize(
         ("how", "text", "code"),

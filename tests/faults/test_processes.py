@@ -76,6 +76,29 @@ def test_row_1_a_job_that_is_started_again_ends_as_if_nothing_had_been(
     assert final(out) == expected
 
 
+CAUSE_COMES_LATE = """
+import os, sys, time
+
+class Mute(LookupError):
+    def __str__(self): raise KeyError("no text")
+
+if os.environ["RANK"] == "0":
+    sys.exit(1)
+time.sleep(1)
+error = Mute("the cause")
+error.add_note("n" * 300_000)
+raise error
+"""
+
+
+def test_row_2_a_process_exits_before_the_one_that_it_has_lost(tmp_path: Path) -> None:
+    """What is told last is what was raised, at any length, and though it has no text."""
+    (tmp_path / "train.py").write_text(CAUSE_COMES_LATE)
+    code, _, err = Job([*TWO, str(tmp_path / "train.py")], tmp_path).end()
+    assert code == 1 and "raise error" in err and "n" * 300_000 in err
+    assert re.search(r"ltc-launch: rank 1 \(pid \d+\) raised this", err.splitlines()[-1])
+
+
 def test_row_6_the_launcher_is_killed(tmp_path: Path) -> None:
     job = Job(
         [
