@@ -14,10 +14,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -73,6 +75,7 @@ def run(spec: Spec) -> int:
             agent = Agent(spec, log_dir, beats)
             with line:
                 result = agent.run()
+            agent.leave(is_well=not result.is_failed())
         except (SignalException, KeyboardInterrupt) as stopped:
             number = signal.Signals(int(getattr(stopped, "sigval", signal.SIGINT)))
             _tell(f"stopped by {number.name}{agent.stop_words if agent is not None else ''}")
@@ -111,18 +114,15 @@ class Agent(LocalElasticAgent):
         self._stopped: set[int] = set()
         self.hang = ""
         self.stop_words = ""
-        host, _, port = spec.endpoint.rpartition(":")
-        is_static = spec.nnodes > 1 and spec.backend == "static"
+        self._meeting = rendezvous.handler(spec)
         workers: Any = WorkerSpec(
             role="default",
             local_world_size=spec.nprocs,
             entrypoint=sys.executable,
             args=tuple(command(spec, os.getpid(), beats)),
-            rdzv_handler=rendezvous.handler(spec),
+            rdzv_handler=self._meeting,
             max_restarts=spec.max_restarts,
             monitor_interval=_MONITOR_S,
-            master_addr=host if is_static else None,
-            master_port=int(port) if is_static else None,
         )
         goes: dict[str, Any] = {"tee": Std.ALL} if spec.prefix or spec.log_dir else {}
         if spec.log_dir and not spec.tee:
@@ -145,7 +145,21 @@ class Agent(LocalElasticAgent):
 
         self._pcontext.close = closed  # type: ignore
         self._failed_s, self._stopped_s = None, None
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._told_to_end)  # in place of PyTorch's own
         return started
+
+    def _told_to_end(self, number: int, frame: FrameType | None) -> None:
+        """Have the processes save their work and end. SIGTERM that is sent again does not cut their grace short."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise SignalException(f"stopped by {number}", signal.Signals(number))
+
+    def leave(self, is_well: bool) -> None:
+        """Let the other hosts know that this one begins no other attempt."""
+        with contextlib.suppress(torch.distributed.DistError):  # the host of the store was faster
+            if not is_well:
+                self._meeting.shutdown()
 
     def _running(self) -> set[int]:
         """The process ids of those that still run."""

@@ -1,26 +1,45 @@
-"""How the agents of a job find each other: on one host there is one agent, and its store is for this host only."""
+"""How the agents of a job find each other, and where the processes find the store of their attempt.
+
+On one host there is one agent, and its store is for this host only. On several, the first host serves a store at the
+endpoint, where the agents meet; each attempt has a number there, which its keys carry, and a store of its own for the
+processes: what an attempt that failed has written is never read again.
+"""
 
 from __future__ import annotations
 
+import datetime
+import errno
+import json
 import secrets
+import socket
+import sys
+import time
 from typing import Any
 
 import torch.distributed
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
-from ltc_dist.loopback import LOOPBACK, serve_store
+from ltc_core.errors import listed
+from ltc_dist.loopback import LOOPBACK, address_towards, is_loopback, serve_store
 
 from .spec import Spec
 
-__all__ = ["LoopbackRendezvous", "handler"]
+__all__ = ["DynamicRendezvous", "LoopbackRendezvous", "StaticRendezvous", "handler"]
 
-_JOIN_S = 900  # for hosts to come
+_JOIN_S = 900.0  # for hosts to come
+_LOOK_S = 0.1
 c10d: Any = torch.distributed  # its stubs lack what is used here
 
 
@@ -63,18 +82,162 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
+class Meeting:
+    """The store at the endpoint of a job on several hosts, for their agents: the first host serves it.
+
+    Attributes:
+        run_id: drawn at random by whoever comes first, the same for all.
+        store: its keys carry the run.
+        address: of this host, as the others reach it.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        host, _, port = spec.endpoint.rpartition(":")
+        self._host = host.strip("[]")
+        self._served: Any = None
+        try:
+            self.address = address_towards(self._host)
+            if spec.backend != "static" or spec.node_rank == 0:
+                self._serve(int(port), must=spec.backend == "static")
+        except OSError as error:
+            raise RendezvousConnectionError(f"{spec.endpoint}: {error}") from error
+        self._base = self._served or c10d.TCPStore(
+            self._host, int(port), is_master=False, timeout=datetime.timedelta(seconds=_JOIN_S)
+        )
+        token = secrets.token_hex(16)
+        self.run_id: str = self._base.compare_set("ltc/run", "", token).decode()
+        self.store = c10d.PrefixStore(self.run_id, self._base)
+
+    def _serve(self, port: int, must: bool) -> None:
+        """Serve the store, if the endpoint is an address of this host and nobody does so."""
+        address = str(socket.getaddrinfo(self._host, port, type=socket.SOCK_STREAM)[0][4][0])
+        if is_loopback(address) and not is_loopback(self._host):
+            address = ""  # a host's own name may lead it to its loopback interface: others cannot
+        try:
+            self._served, _ = serve_store(address, port)
+        except OSError as error:
+            if not must:
+                return
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            address = ""  # the others see an address of a translator
+            self._served, _ = serve_store(address, port)
+        self.address = address
+        print(
+            f"ltc-launch: the stores of this job listen on {address or 'all interfaces'}, port {port} and one that is "
+            "free for each attempt, without authentication: keep to a network that you trust",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def serve_attempt(self) -> tuple[Any, str, int]:
+        """A new store for the processes of one attempt; the host and the port where it is reached."""
+        store, port = serve_store(self.address)
+        return store, self.address or self._host, port
+
+
+class StaticRendezvous(RendezvousHandler):
+    """Several hosts, each with a number: all come to an attempt before any of them begins it.
+
+    A host that begins another attempt draws the others along, and one that has ended is not waited for.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self._meeting = Meeting(spec)
+        self._rank = spec.node_rank
+        self._size = spec.nnodes
+        self._attempt = -1
+        self._store: Any = None
+        self._is_closed = False
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "ltc-static"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._attempt += 1
+        keys = c10d.PrefixStore(str(self._attempt), self._meeting.store)
+        self._store = None
+        if self._rank == 0:
+            self._store, address, port = self._meeting.serve_attempt()
+            keys.set("store", json.dumps([address, port]))
+        keys.set(f"came/{self._rank}", b"")
+        self._await_all(keys)
+        address, port = json.loads(keys.get("store"))
+        return RendezvousInfo(keys, self._rank, self._size, RendezvousStoreInfo(address, port))
+
+    def _await_all(self, keys: Any) -> None:
+        deadline = time.monotonic() + _JOIN_S
+        while missing := [k for k in range(self._size) if not keys.check([f"came/{k}"])]:
+            gone = [k for k in missing if self._meeting.store.check([f"ended/{k}"])]
+            if gone:
+                raise RendezvousClosedError(f"host {gone[0]} has ended")
+            if time.monotonic() >= deadline:
+                raise RendezvousTimeoutError(
+                    f"{self._size - len(missing)} of {self._size} hosts have come in {_JOIN_S:g} s; missing: "
+                    f"{listed(missing)}"
+                )
+            time.sleep(_LOOK_S)
+
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def set_closed(self) -> None:
+        """Say that this host begins no other attempt."""
+        self._is_closed = True
+        self._meeting.store.set(f"ended/{self._rank}", b"")
+
+    def num_nodes_waiting(self) -> int:
+        following = c10d.PrefixStore(str(self._attempt + 1), self._meeting.store)
+        return sum(following.check([f"came/{k}"]) for k in range(self._size))
+
+    def get_run_id(self) -> str:
+        return self._meeting.run_id
+
+    def shutdown(self) -> bool:
+        self.set_closed()
+        return True
+
+
+class DynamicRendezvous(DynamicRendezvousHandler):
+    """PyTorch's, for hosts that come in any order; with a store of its own for the processes of each attempt."""
+
+    _meeting: Meeting
+
+    @classmethod
+    def of(cls, spec: Spec) -> DynamicRendezvous:
+        meeting = Meeting(spec)
+        made = cls.from_backend(
+            meeting.run_id,
+            meeting.store,
+            C10dRendezvousBackend(meeting.store, meeting.run_id),
+            spec.nnodes,
+            spec.nnodes,
+            local_addr=meeting.address or None,
+            timeout=RendezvousTimeout(join=datetime.timedelta(seconds=_JOIN_S)),
+        )
+        made._meeting = meeting
+        found: DynamicRendezvous = made
+        return found
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._bootstrap_store_info = None
+        self._shared_tcp_store_server = None
+        return super().next_rendezvous()
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
+        return self._meeting.serve_attempt()[0]
+
+
 def handler(spec: Spec) -> RendezvousHandler:
-    """Give what the agent of this host finds the others by."""
+    """Give what the agent of this host finds the others by.
+
+    Raises:
+        RendezvousError: the endpoint is not to be had.
+    """
     if spec.nnodes == 1:
         return LoopbackRendezvous()
-    parameters = RendezvousParameters(
-        backend=spec.backend,
-        endpoint=spec.endpoint,
-        run_id=f"ltc-{spec.endpoint}",  # the same on all hosts
-        min_nodes=spec.nnodes,
-        max_nodes=spec.nnodes,
-        rank=spec.node_rank,
-        timeout=_JOIN_S,
-    )
-    found: RendezvousHandler = rendezvous_registry.get_rendezvous_handler(parameters)
-    return found
+    return StaticRendezvous(spec) if spec.backend == "static" else DynamicRendezvous.of(spec)

@@ -77,7 +77,10 @@ def _connected() -> Any:
             got=str(error).splitlines()[0],
             next="start the script with ltc-launch or torchrun; on several hosts MASTER_ADDR must be reachable",
         ) from error
-    return c10d.PrefixStore("ltc", found)
+    # A launcher may keep its store when it starts the processes again: what the attempt before has left is not read.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_one_host = here.world_size == here.local_world_size
+    return c10d.PrefixStore(f"ltc/{attempt}" if is_one_host else "ltc", found)
 
 
 def before_leaving(call: Callable[[], None]) -> None:

@@ -8,7 +8,6 @@ first use: what graphs do in the background never mixes with what the script doe
 from __future__ import annotations
 
 import datetime
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ltc_core.collective import COMBINE, all_reduce_in_vectors, packed, plan_tex
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, PeerEndedError, listed
 from ltc_core.settings import settings
 from ltc_dist.host import LOOK_S, ended, job_store, wait_looking
-from ltc_dist.loopback import LOOPBACK
+from ltc_dist.loopback import gloo_devices
 from ltc_dist.ranks import Ranks, ranks
 
 __all__ = ["Group", "group_of"]
@@ -130,11 +129,12 @@ class ProcessTransport:
         connect = _nccl() if _nccl_is_used() else _gloo
         try:
             self._backend = connect(store, group.position, len(group.members))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise CollectiveError(
                 f"the processes of group {group.name} could not be connected",
                 got=str(error).splitlines()[0],
-                next="see that all of them come to their first collective",
+                next="see that all of them come to their first collective; on several hosts GLOO_SOCKET_IFNAME names "
+                "the interface between them",
             ) from error
         self._group = group
         self._rank = group.members[group.position]
@@ -339,14 +339,11 @@ def _nccl() -> Callable[[Any, int, int], Any]:
 
 
 def _gloo(store: Any, position: int, size: int) -> Any:
-    """Connect processes. On one host they listen on the loopback interface only, unless GLOO_SOCKET_IFNAME is set."""
+    """Connect processes, on the interfaces that `gloo_devices` names."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
     here = ranks()
-    if here.world_size == here.local_world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    else:
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._devices = gloo_devices(here.world_size == here.local_world_size)
     return dist.ProcessGroupGloo(store, position, size, options)
 
 

@@ -1,0 +1,117 @@
+"""How hosts find each other: two of them, as network namespaces with a cable between them."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo
+
+from ltc_launch.rendezvous import StaticRendezvous
+from ltc_launch.spec import Spec
+from tests.launching import ROOT
+from tests.two_hosts import ADDRESSES, two_hosts
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = """
+import os, sys
+import psutil
+import torch
+import torch.distributed as dist
+import ltc_dist as ltd
+
+ones = torch.ones(2, device=ltd.lazy_device())
+found = ltd.mesh_reduce("ranks", ltd.get_ordinal(), list), ltd.all_reduce("sum", ones).tolist()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and ltd.get_ordinal() == 3:
+    raise LookupError("in the first attempt")
+listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
+ltd.rendezvous("all have looked")
+dist.init_process_group("gloo")
+dist.all_reduce(total := torch.ones(2))
+dist.destroy_process_group()
+print("found", *found, total.tolist(), listening, os.environ["MASTER_ADDR"])
+"""
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_hosts_and_a_second_attempt(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    options = ["--nprocs", "2", "--nnodes", "2", "--rdzv-endpoint", f"{ADDRESSES[0]}:29511"]
+    options += ["--rdzv-backend", backend, "--max-restarts", "1"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    launchers = []
+    with two_hosts() as hosts, contextlib.ExitStack() as ends:
+        for k, host in enumerate(hosts):
+            command = [sys.executable, "-m", "ltc_launch", *options, "--node-rank", str(k)]
+            launched = subprocess.Popen(
+                [*host, *command, "train.py"],
+                cwd=tmp_path,
+                env={**environ, "GLOO_SOCKET_IFNAME": "cable"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            ends.enter_context(launched)
+            ends.callback(launched.kill)
+            launchers.append(launched)
+        answers = [launched.communicate(timeout=300) for launched in launchers]
+    told = "".join(err for _, err in answers)
+    assert [launched.returncode for launched in launchers] == [0, 0], told
+    lines = sorted(line for out, _ in answers for line in out.splitlines())
+    row = "found [0, 1, 2, 3] [4.0, 4.0] [4.0, 4.0] {{'{}'}} {}"
+    masters = {line.rpartition(" ")[2] for line in lines}
+    assert len(masters) == 1 and masters <= set(ADDRESSES)
+    expected = [row.format(ADDRESSES[rank // 2], *masters) for rank in range(4)]
+    assert [line[4:] for line in lines] == expected
+    said = [line for line in told.splitlines() if "without authentication" in line]
+    assert len(said) == 1 and f"listen on {ADDRESSES[0]}, port 29511" in said[0]
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[StaticRendezvous]]:
+    """Two hosts, both of them in this process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    specs = [Spec("a.py", nnodes=2, node_rank=k, endpoint=endpoint) for k in range(2)]
+    found = [StaticRendezvous(spec) for spec in specs]
+    yield found
+    found.clear()  # with their stores
+
+
+def attempt(hosts: list[StaticRendezvous]) -> list[RendezvousInfo]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(StaticRendezvous.next_rendezvous, hosts))
+
+
+def test_each_attempt_has_keys_and_a_store_of_its_own(hosts: list[StaticRendezvous]) -> None:
+    assert hosts[0].get_run_id() == hosts[1].get_run_id()
+    assert re.fullmatch("[0-9a-f]{32}", hosts[0].get_run_id())
+    first = attempt(hosts)
+    assert [(info.rank, info.world_size) for info in first] == [(0, 2), (1, 2)]
+    first[0].store.set("key", "0")
+    assert first[1].store.check(["key"])
+    assert [host.num_nodes_waiting() for host in hosts] == [0, 0]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(hosts[1].next_rendezvous)
+        while not hosts[0].num_nodes_waiting():  # that is how the other one is drawn along
+            time.sleep(0.01)
+        second = [hosts[0].next_rendezvous(), waiting.result()]
+    assert not any(info.store.check(["key"]) for info in second)
+    ports = [info.bootstrap_store_info.master_port for info in (*first, *second)]
+    assert ports[0] == ports[1] and ports[2] == ports[3] and ports[0] != ports[2]
+
+
+def test_a_host_that_has_ended_is_not_waited_for(hosts: list[StaticRendezvous]) -> None:
+    attempt(hosts)
+    hosts[1].shutdown()
+    with pytest.raises(RendezvousClosedError, match="host 1 has ended"):
+        hosts[0].next_rendezvous()
