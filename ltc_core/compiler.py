@@ -14,6 +14,7 @@ from ltc_core import metrics
 from ltc_core.debug.explain import Cause, KnownGraphs, explain, on_compile
 from ltc_core.executors import Executor, Program
 from ltc_core.graph import Graph, TensorMeta, references
+from ltc_core.own_state import in_own_state
 from ltc_core.pace import Pace
 from ltc_core.passes import count_ops, prune
 from ltc_core.settings import settings
@@ -92,6 +93,7 @@ class Compiler:
         found.runs += 1
         return found
 
+    @in_own_state
     def _build(
         self, trace: Trace, cut: Cut, outputs: tuple[int, ...], donated: tuple[int, ...]
     ) -> Compiled:

@@ -21,6 +21,7 @@ from ltc_core.executors import NodeFailure, make
 from ltc_core.executors.host_threads import release_team, use_threads
 from ltc_core.graph import Graph, Node, TensorMeta, references
 from ltc_core.interrupt import Uninterrupted
+from ltc_core.own_state import in_own_state
 from ltc_core.pace import Place
 from ltc_core.passes import origins
 from ltc_core.settings import settings
@@ -32,6 +33,7 @@ __all__ = ["Context"]
 
 # Steps kept in a device's trie, about 2 KiB each: a program that never repeats itself must not grow for ever.
 _TRIE_STEPS = 300_000
+_DONE = object()
 
 
 class Context:
@@ -44,7 +46,7 @@ class Context:
         self.compiler = Compiler(self.executor)
         self.trace = Trace(self.device, self.memory)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
-        self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps, _begin_worker)
+        self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps)
         self.failures: list[errors.LtcError] = []
         self._worker_has_team = False
 
@@ -101,7 +103,7 @@ class Context:
                 buffer = Buffer.failed(self.memory, errors.op_error(error, what=what))
             elif old is not None:  # somebody else holds the old value: two must not own one buffer
                 buffer.wait_done()
-                data = self.executor.copy(buffer.take())
+                data = in_own_state(self.executor.copy)(buffer.take())
                 buffer = Buffer.ready(self.memory, data, buffer.nbytes)
             value.buffer = buffer
 
@@ -122,8 +124,7 @@ class Context:
         job = Job(lambda: _end(run))
         if place is Place.HERE:
             self._take_the_cores()
-            with torch.no_grad():
-                is_done = next(run, True)
+            is_done = _begin(run)
             if is_done:
                 job.execute()
                 return job
@@ -256,7 +257,7 @@ class Context:
             value = cell.value
             if value.buffer is None:
                 if value.epoch != self.trace.epoch:
-                    return self.executor.place(torch.zeros(cell.meta.size, dtype=cell.meta.dtype))
+                    return self._zeros(cell.meta)
                 self.cut(reason)
         assert value.buffer is not None
         if value.buffer.is_pending:
@@ -266,10 +267,15 @@ class Context:
             self.raise_failure()
         return value.buffer.take()
 
+    @in_own_state
+    def _zeros(self, meta: TensorMeta) -> Any:
+        return self.executor.place(torch.zeros(meta.size, dtype=meta.dtype))
+
     def place(self, tensor: torch.Tensor) -> Value:
         """Copy a CPU tensor to the device."""
         return self.place_all([tensor])[0]
 
+    @in_own_state
     def place_all(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
         """Copy CPU tensors to the device."""
         with metrics.timer("TransferToDeviceTime"):
@@ -288,6 +294,13 @@ def _use_threads(count: int) -> None:
         use_threads(count)
 
 
+@in_own_state
+def _begin(run: Iterator[None]) -> bool:
+    """Go on with a run up to the next wait for other processes; returns whether it is done."""
+    return next(run, _DONE) is _DONE
+
+
+@in_own_state
 def _end(run: Iterator[None]) -> None:
     for _ in run:
         pass
@@ -311,7 +324,3 @@ def _advice(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return kept + "Use a smaller batch; get_memory_info() tells what the device holds"
     return kept + "LTC_EAGER=1 runs each op where it is called"
-
-
-def _begin_worker() -> None:
-    torch.set_grad_enabled(False)

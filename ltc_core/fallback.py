@@ -16,6 +16,7 @@ from ltc_core import errors, metrics, rng, source
 from ltc_core.buffer import Buffer
 from ltc_core.cell import Cell, Value, base_of, lens_of
 from ltc_core.graph import TensorMeta
+from ltc_core.own_state import in_own_state
 from ltc_core.runtime import Context, context, real
 from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
@@ -61,6 +62,7 @@ class _RealCall:
     def _elsewhere(self, item: torch.Tensor) -> errors.DeviceMismatchError:
         return two_devices(self.ctx.device, item.device, f"{item.dtype}{list(item.shape)}")
 
+    @in_own_state
     def _written(self, item: LazyTensor) -> torch.Tensor:
         base = base_of(item._h)
         known = self.written.get(id(base))
@@ -71,6 +73,7 @@ class _RealCall:
         self.outs.append((item, part))
         return part
 
+    @in_own_state
     def finish(self) -> None:
         """Give the written operands their new values, and their new shapes where the op resized them."""
         close_lens(self.pending)
@@ -95,16 +98,18 @@ class _RealCall:
                     where=source.user_line(),
                     next="run it on the CPU: t.cpu()",
                 )
-            if any(shares_memory(item, o) for o in self.operands):
-                item = item.clone()
-            meta = TensorMeta.of(item.size(), item.stride(), 0, item.dtype)
-            return wrap(
-                Cell(self.ctx.trace, _value(self.ctx, item.resolve_conj().resolve_neg()), meta)
-            )
+            return wrap(self._cell(item))
         if isinstance(item, list | tuple):
             items = [self.result(i) for i in item]
             return tuple(items) if isinstance(item, tuple) else items
         return item
+
+    @in_own_state
+    def _cell(self, item: torch.Tensor) -> Cell:
+        if any(shares_memory(item, o) for o in self.operands):
+            item = item.clone()
+        meta = TensorMeta.of(item.size(), item.stride(), 0, item.dtype)
+        return Cell(self.ctx.trace, _value(self.ctx, item.resolve_conj().resolve_neg()), meta)
 
 
 def _kind(item: torch.Tensor) -> str:
@@ -130,14 +135,14 @@ def run_real(schema: OpSchema, args: Any, kwargs: dict[str, Any], trace: Any) ->
     if real_kwargs.get("device") is not None:
         real_kwargs["device"] = torch.device("cpu")
     real_kwargs.pop("pin_memory", None)
-    with torch.no_grad():
-        result = _call(schema, args, real_args, real_kwargs, trace)
+    result = _call(schema, args, real_args, real_kwargs, trace)
     if not _needs_values(schema.op):
         _report(schema)
     call.finish()
     return call.result(result)
 
 
+@in_own_state
 def _call(
     schema: OpSchema, args: Any, real_args: Any, real_kwargs: dict[str, Any], trace: Any
 ) -> Any:

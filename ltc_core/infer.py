@@ -12,6 +12,7 @@ import torch
 
 from ltc_core import checks
 from ltc_core.graph import TensorMeta
+from ltc_core.own_state import in_own_state
 from ltc_core.schema import Arg, OpSchema
 from ltc_core.tensor import LazyTensor
 
@@ -79,6 +80,7 @@ def typed(item: Any) -> Any:
     return (type(item), item)
 
 
+@in_own_state
 def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the op on the device `meta`."""
     if checks.is_refused(schema, args, kwargs):
@@ -93,8 +95,7 @@ def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     if "device" in schema.names and "device" in kwargs:
         meta_kwargs["device"] = "meta"
     try:
-        with torch._C._DisableTorchDispatch():
-            result = schema.op(*[_to_meta(a) for a in args], **meta_kwargs)
+        result = schema.op(*[_to_meta(a) for a in args], **meta_kwargs)
     except Exception as error:
         raise Unknown(str(error)) from error
     return _metas(result)

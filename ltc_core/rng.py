@@ -20,6 +20,7 @@ from ltc_core.buffer import Buffer
 from ltc_core.cell import Cell, Value
 from ltc_core.errors import DeviceError
 from ltc_core.graph import TensorMeta
+from ltc_core.own_state import in_own_state
 from ltc_core.tensor import LazyTensor, wrap
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Stream:
         assert self._cell is not None
         return self._cell
 
+    @in_own_state
     def manual_seed(self, seed: int) -> None:
         self._set(torch.Generator().manual_seed(seed).get_state())
         self._seed = seed
@@ -96,6 +98,7 @@ class Stream:
         self.set_state(other.get_state())
         self._seed = seed
 
+    @in_own_state
     def _set(self, state: torch.Tensor) -> None:
         try:
             torch.Generator().set_state(state)

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from ltc_core.cell import Cell, Handle, base_of, lens_of
 from ltc_core.context import Context
 from ltc_core.device import register
 from ltc_core.graph import TensorMeta, contiguous_stride
+from ltc_core.own_state import in_own_state
 from ltc_core.settings import settings
 from ltc_core.tensor import LazyTensor, wrap
 from ltc_core.views import apply_lens
@@ -91,9 +93,12 @@ def real(handle: Handle, reason: str) -> torch.Tensor:
     Cost: syncs if they are pending.
     """
     ctx = context_of(handle)
-    base = base_of(handle)
-    data = ctx.value_data(base, reason)
-    whole = ctx.executor.view(data, base.meta)
+    return _view(ctx, ctx.value_data(base_of(handle), reason), handle)
+
+
+@in_own_state
+def _view(ctx: Context, data: Any, handle: Handle) -> torch.Tensor:
+    whole = ctx.executor.view(data, base_of(handle).meta)
     lens = lens_of(handle)
     return apply_lens(whole, lens) if lens else whole
 
@@ -104,14 +109,21 @@ def fetch(handle: Handle, reason: str = "Fetch") -> torch.Tensor:
     Cost: syncs if they are pending; one copy.
     """
     shared = real(handle, reason)
-    meta = handle.meta
+    with metrics.timer("TransferFromDeviceTime"):
+        result, nbytes = _copied(shared, handle.meta, torch.is_inference_mode_enabled())
+    metrics.observe("InboundData", nbytes)
+    return result
+
+
+@in_own_state
+def _copied(shared: torch.Tensor, meta: TensorMeta, inference: bool) -> tuple[torch.Tensor, int]:
+    """Return a copy for the user, made in the inference mode that the user's thread is in, and its bytes."""
     # Real sizes: for a few results (statistics of batch norm in eval) meta kernels promise others.
     size = shared.size()
     stride = meta.stride if meta.dense and size == meta.size else contiguous_stride(size)
-    with metrics.timer("TransferFromDeviceTime"):
+    with torch.inference_mode(inference):
         result = torch.empty_strided(size, stride, dtype=meta.dtype).copy_(shared)
-    metrics.observe("InboundData", result.nbytes)
-    return result
+    return result, result.nbytes
 
 
 def upload(tensor: torch.Tensor, index: int) -> LazyTensor:
@@ -122,11 +134,15 @@ def upload(tensor: torch.Tensor, index: int) -> LazyTensor:
 def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
     """Make lazy tensors with copies of CPU tensors' values. Cost: one transfer, where the device has such."""
     ctx = context(index)
-    values = ctx.place_all([tensor.contiguous() for tensor in tensors])
-    return [
-        wrap(Cell(ctx.trace, value, TensorMeta.packed(tensor.shape, tensor.dtype)))
-        for tensor, value in zip(tensors, values, strict=True)
-    ]
+    packed, metas = _packed(tensors)
+    values = ctx.place_all(packed)
+    return [wrap(Cell(ctx.trace, value, meta)) for meta, value in zip(metas, values, strict=True)]
+
+
+@in_own_state
+def _packed(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[TensorMeta]]:
+    metas = [TensorMeta.packed(tensor.shape, tensor.dtype) for tensor in tensors]
+    return [tensor.contiguous() for tensor in tensors], metas
 
 
 # -- leaving and forking ---------------------------------------------------------------------------

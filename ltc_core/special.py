@@ -17,6 +17,7 @@ from ltc_core.cell import Cell, View, base_of
 from ltc_core.graph import TensorMeta, ViewStep, contiguous_stride
 from ltc_core.host_storage import HostStorage
 from ltc_core.infer import infer
+from ltc_core.own_state import in_own_state
 from ltc_core.record_view import make_operand, record_view_step
 from ltc_core.recorder import recorder
 from ltc_core.runtime import checked, context, fetch, real, upload
@@ -144,7 +145,7 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     handle = destination._h
     ctx = context(handle.trace.device.index)
     if type(handle) is Cell and host.shape == handle.meta.size:
-        value = ctx.place(host.to(handle.meta.dtype))
+        value = ctx.place(_as_dtype(host, handle.meta.dtype))
         with handle.trace.lock:
             handle.rebind(value)
         return destination
@@ -152,11 +153,15 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     return destination
 
 
+_number = in_own_state(torch.Tensor.item)
+_as_dtype = in_own_state(torch.Tensor.to)
+
+
 def _item(args: Any, kwargs: Any) -> Any:
     metrics.count("aten::_local_scalar_dense")
     shared = real(args[0]._h, "Item")
     with metrics.timer("TransferFromDeviceTime"):
-        number = shared.item()
+        number = _number(shared)
     metrics.observe("InboundData", shared.itemsize)
     return number
 

@@ -133,7 +133,7 @@ class LazyTensor(torch.Tensor):
     @data.setter
     def data(self, other: torch.Tensor) -> None:
         if isinstance(other, LazyTensor):
-            _data.__set__(self, other)
+            _take_shape(self, other._h)
             self._h = other._h
             return
         # A parameter moved off the device stays the object that modules and optimizers hold.
@@ -287,8 +287,18 @@ def set_handle(t: LazyTensor, handle: Handle) -> None:
     """Make `t` another tensor in place: its shape, its memory. For `resize_`, `set_`, `t_` and `out=`."""
     if handle.meta is not t._h.meta:
         with torch.no_grad():
-            _data.__set__(t, wrap(handle))
+            _take_shape(t, handle)
     t._h = handle
+
+
+def _take_shape(t: LazyTensor, handle: Handle) -> None:
+    """Give `t` the shape and dtype of `handle`; what autograd knows of `t` stays.
+
+    PyTorch takes no tensor of inference mode as the data of one that is not, nor the other way round.
+    """
+    with torch.inference_mode(t.is_inference()):
+        shaped = wrap(handle)
+    _data.__set__(t, shaped)
 
 
 def sizes_of(args: Sequence[Any]) -> str:

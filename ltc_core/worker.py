@@ -47,13 +47,11 @@ class Worker:
     Args:
         name: of the thread.
         limit: jobs that may wait; one more blocks `submit` until the device has caught up.
-        start: called first in the thread.
     """
 
-    def __init__(self, name: str, limit: int, start: Callable[[], None]) -> None:
+    def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        self._start = start
         self._lock = threading.Lock()
         self.after_fork()
 
@@ -87,7 +85,6 @@ class Worker:
             self._queue.put(job)
 
     def _loop(self) -> None:
-        self._start()
         while True:
             job = self._queue.get()
             if job is None:

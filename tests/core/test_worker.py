@@ -14,7 +14,7 @@ NAME = "worker-under-test"
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    made = Worker(NAME, 2, lambda: None)
+    made = Worker(NAME, 2)
     yield made
     assert made.stop(10)
 
@@ -84,13 +84,13 @@ def test_jobs_run_in_order_in_one_thread_of_that_name(worker: Worker) -> None:
     }
 
 
-def test_the_thread_begins_with_start_and_with_the_first_job() -> None:
+def test_the_thread_begins_with_the_first_job() -> None:
     seen: list[str] = []
-    worker = Worker(NAME, 2, lambda: seen.append("start"))
+    worker = Worker(NAME, 2)
     assert NAME not in {t.name for t in threading.enumerate()}
     worker.submit(Job(lambda: seen.append("job")))
     assert worker.stop(10)
-    assert seen == ["start", "job"]
+    assert seen == ["job"]
 
 
 def test_idle_is_when_the_last_job_is_done(worker: Worker) -> None:
