@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from ltc_core.tensor import LazyTensor, wrap
 __all__ = ["add_step_closure", "run_step_closures"]
 
 Closure = Callable[[], Any]
+_Queued = deque[tuple[Callable[..., Any], tuple[Any, ...], bool]]
 _local = threading.local()
 
 
@@ -33,6 +35,9 @@ def add_step_closure(
     closure: Callable[..., Any], args: tuple[Any, ...] = (), run_async: bool = False
 ) -> None:
     """Call `closure(*args)` once, after the next `mark_step` of this thread.
+
+    What an asynchronous closure adds is called after the next `mark_step` of the thread that closure comes from, unless
+    the closure calls `mark_step` itself.
 
     Args:
         closure: what to call.
@@ -44,12 +49,11 @@ def add_step_closure(
     _queued().append((closure, args, run_async))
 
 
-def _queued() -> list[tuple[Callable[..., Any], tuple[Any, ...], bool]]:
-    found: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] | None = getattr(
-        _local, "queued", None
-    )
+def _queued() -> _Queued:
+    """Return what this thread has queued: a deque, since a closure's thread may add to it too."""
+    found: _Queued | None = getattr(_local, "queued", None)
     if found is None:
-        found = _local.queued = []
+        found = _local.queued = deque()
     return found
 
 
@@ -68,19 +72,26 @@ def _snapshot(item: Any) -> Any:
 def run_step_closures() -> None:
     """Call what was queued; called by `mark_step` after the cut.
 
+    Those that a closure adds are called by the next `mark_step`, which may be one of its own. Where one raises, those
+    behind it are called by the next `mark_step` too.
+
     Raises:
         RuntimeError: an asynchronous closure of an earlier step raised; chained to what it raised.
     """
     queued = _queued()
-    if not queued:
-        return
-    closures, _local.queued = list(queued), []
-    for closure, args, run_async in closures:
-        if run_async:
-            kept = pytree.tree_map(_snapshot, args)
-            _thread.put(functools.partial(closure, *kept))
-        else:
-            closure(*args)
+    closures: _Queued = deque()
+    while queued:
+        closures.append(queued.popleft())
+    try:
+        while closures:
+            closure, args, run_async = closures.popleft()
+            if run_async:
+                kept = pytree.tree_map(_snapshot, args)
+                _thread.put(functools.partial(closure, *kept), queued)
+            else:
+                closure(*args)
+    finally:
+        queued.extendleft(reversed(closures))
 
 
 class _ClosureThread:
@@ -95,11 +106,18 @@ class _ClosureThread:
     def after_fork(self) -> None:
         """Begin anew: a forked child has none of the parent's threads."""
         self._lock = threading.Lock()
-        self._queue: queue.Queue[Closure] = queue.Queue(settings.max_async_queue)
+        # Each with the queue of the thread it comes from, and whether it has one of the places.
+        self._queue: queue.Queue[tuple[Closure, _Queued, bool]] = queue.Queue()
+        self._places = threading.Semaphore(max(settings.max_async_queue, 1))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def put(self, closure: Closure) -> None:
+    @property
+    def _is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def put(self, closure: Closure, queued: _Queued) -> None:
+        """Queue a closure of the thread whose step closures are `queued`; blocks while too many wait."""
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
@@ -108,7 +126,10 @@ class _ClosureThread:
                 got=f"{type(error).__name__}: {error}",
                 next="look at the closure that was added in an earlier step",
             ) from error
-        self._queue.put(closure)
+        waits = not self._is_current  # a closure that waited for a place would wait for itself
+        if waits:
+            self._places.acquire()
+        self._queue.put((closure, queued, waits))
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="ltc-closures", daemon=True)
@@ -117,13 +138,15 @@ class _ClosureThread:
     def _loop(self) -> None:
         while True:
             try:
-                closure = self._queue.get(timeout=self._IDLE_S)
+                closure, queued, has_place = self._queue.get(timeout=self._IDLE_S)
             except queue.Empty:
                 with self._lock:
                     if self._queue.empty():
                         self._thread = None
                         return
                 continue
+            if has_place:
+                self._places.release()
             try:
                 closure()
             except BaseException as error:  # raised by the next asynchronous closure
@@ -131,11 +154,21 @@ class _ClosureThread:
                     self._error = self._error or error
             finally:
                 del closure  # and the tensors it was given
+                self._pass_on(queued)
+                del queued
                 self._queue.task_done()
 
+    @staticmethod
+    def _pass_on(queued: _Queued) -> None:
+        """Let the thread that a closure comes from call what that closure has added and not called itself."""
+        added = _queued()
+        while added:
+            queued.append(added.popleft())
+
     def drain(self) -> None:
-        """Wait for all closures handed over so far."""
-        self._queue.join()
+        """Wait for all closures handed over so far; a closure does not wait for itself and those behind it."""
+        if not self._is_current:
+            self._queue.join()
 
     def at_exit(self) -> None:
         """Let what waits finish; say so if it does not, or if one raised and nobody was told."""

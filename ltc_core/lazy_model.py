@@ -180,7 +180,7 @@ def alone_on(index: int) -> Iterator[None]:
 def wait_device_ops(devices: Iterable[DeviceLike] | DeviceLike = None) -> None:
     """Block until everything recorded for the devices (all of them by default) has run.
 
-    Asynchronous step closures are waited for too.
+    Asynchronous step closures are waited for too; one of them that calls this waits for the devices alone.
 
     Raises:
         LtcError: an op failed in the background.

@@ -42,9 +42,9 @@ class AsyncClosureHandler(ClosureHandler):
     """
 
     def __init__(self, max_queue_size: int | None = None) -> None:
-        self._closures: queue.Queue[Closure] = queue.Queue(
-            settings.max_async_queue if max_queue_size is None else max_queue_size
-        )
+        limit = settings.max_async_queue if max_queue_size is None else max_queue_size
+        self._places = threading.Semaphore(limit) if limit > 0 else None
+        self._closures: queue.SimpleQueue[tuple[Closure, bool]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._errors: list[Exception] = []
@@ -64,7 +64,11 @@ class AsyncClosureHandler(ClosureHandler):
                 got=f"{type(error).__name__}: {error}",
                 next="look at the closure that was handed over before",
             ) from error
-        self._closures.put(closure)
+        # A closure that waited for a place would wait for itself.
+        waits = self._places is not None and threading.current_thread() is not self._thread
+        if self._places is not None and waits:
+            self._places.acquire()
+        self._closures.put((closure, waits))
         self.start_event_loop()
 
     def start_event_loop(self) -> None:
@@ -79,10 +83,12 @@ class AsyncClosureHandler(ClosureHandler):
         while True:
             with self._lock:
                 try:
-                    closure = self._closures.get_nowait()
+                    closure, has_place = self._closures.get_nowait()
                 except queue.Empty:
                     self._thread = None
                     return
+            if self._places is not None and has_place:
+                self._places.release()
             try:
                 closure()
             except Exception as error:  # raised by the next `run`

@@ -11,6 +11,7 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.errors import ExecutionError
+from ltc_core.settings import settings
 from tests.core import child
 from tests.core.counting import Counting
 from tests.core.custom_ops import fail
@@ -81,6 +82,38 @@ class TestInTheLoop:
         with pytest.raises(KeyError, match="mine"):
             ltc.mark_step()
         ltc.mark_step()  # it is gone
+
+    def test_those_behind_one_that_raises_come_with_the_next_step(self) -> None:
+        seen: list[str] = []
+
+        def fails() -> None:
+            raise KeyError("mine")
+
+        for closure, is_async in ((fails, False), (lambda: seen.append("beside"), True)):
+            ltc.add_step_closure(closure, run_async=is_async)
+        ltc.add_step_closure(seen.append, ("behind",))
+        with pytest.raises(KeyError, match="mine"):
+            ltc.mark_step()
+        ltc.add_step_closure(seen.append, ("new",))
+        assert seen == []
+        ltc.mark_step()
+        ltc.wait_device_ops()
+        assert sorted(seen) == ["behind", "beside", "new"]
+        assert seen.index("behind") < seen.index("new")
+
+    def test_one_that_ends_a_step_and_waits(self, device: torch.device) -> None:
+        seen: list[float] = []
+
+        def closure(t: torch.Tensor) -> None:
+            ltc.add_step_closure(lambda: seen.append(2), run_async=True)
+            seen.append(1)
+            (t + 1).sum().item()
+            ltc.mark_step(wait=True)
+            ltc.wait_device_ops()
+
+        ltc.add_step_closure(closure, (torch.ones(2, device=device),))
+        ltc.mark_step()
+        assert seen == [1, 2]
 
     def test_each_thread_has_its_own(self) -> None:
         seen: list[str] = []
@@ -175,6 +208,66 @@ class TestBesideTheLoop:
         ltc.mark_step()
         ltc.wait_device_ops()
         assert seen == ["run"]
+
+    def test_one_that_waits_does_not_wait_for_itself(self, device: torch.device) -> None:
+        """Nor do those that follow, which wait too; the loop goes on meanwhile."""
+        seen: list[float] = []
+
+        def closure(t: torch.Tensor, how: int) -> None:
+            if how == 0:
+                ltc.wait_device_ops()
+            elif how == 1:
+                ltc.mark_step(wait=True)
+            elif how == 2:
+                (t * 2).sum().item()
+            else:
+                ltc.wait_device_ops([t.device])
+            seen.append(t.sum().item() + how)
+
+        t = torch.ones(2, device=device)
+        for how in (0, 1, 2, 3):
+            ltc.add_step_closure(closure, (t, how), run_async=True)
+            t.add_(0)
+            ltc.mark_step()
+        ended = threading.Thread(target=ltc.wait_device_ops, daemon=True)
+        ended.start()
+        ended.join(20)
+        assert seen == [2, 3, 4, 5]
+
+    def test_one_that_raises_after_it_has_waited(self, device: torch.device) -> None:
+        def closure() -> None:
+            ltc.wait_device_ops()
+            raise KeyError("mine")
+
+        ltc.add_step_closure(closure, run_async=True)
+        ltc.mark_step()
+        ltc.wait_device_ops()
+        ltc.add_step_closure(lambda: None, run_async=True)
+        with pytest.raises(RuntimeError, match=PREVIOUSLY):
+            ltc.mark_step()
+
+    def test_what_it_adds_is_called_with_the_step_of_the_loop(self, device: torch.device) -> None:
+        """Or with its own, if it ends one; more than may wait, since only it makes room."""
+        seen: list[tuple[str, bool]] = []
+        loop = threading.current_thread()
+
+        def note(name: str) -> None:
+            seen.append((name, threading.current_thread() is loop))
+
+        def closure() -> None:
+            for k in range(settings.max_async_queue + 2):
+                ltc.add_step_closure(note, (f"beside {k}",), run_async=True)
+            ltc.add_step_closure(note, ("own",))
+            ltc.mark_step()
+            ltc.add_step_closure(note, ("late",))
+
+        ltc.add_step_closure(closure, run_async=True)
+        ltc.mark_step()
+        ltc.wait_device_ops()
+        assert seen[0] == ("own", False) and len(seen) == settings.max_async_queue + 3
+        assert seen[-1] == (f"beside {settings.max_async_queue + 1}", False)
+        ltc.mark_step()
+        assert seen[-1] == ("late", True)
 
     @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
     def test_one_that_exits_is_no_end(self, kind: type[BaseException]) -> None:
