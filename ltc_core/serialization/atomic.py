@@ -10,6 +10,7 @@ refusals into words.
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -189,8 +190,9 @@ def _new_temporary(path: str, create: Callable[[str], int]) -> tuple[str, int]:
 
 def _remove_stale(path: str) -> None:
     """Remove the temporaries of writers of `path` that are no more."""
+    temporary = re.compile(re.escape(_prefix(path)) + "[0-9a-f]{8}")
     for entry in os.scandir(os.path.dirname(path)):
-        if not entry.name.startswith(_prefix(path)) or entry.is_symlink():
+        if not temporary.fullmatch(entry.name) or entry.is_symlink():
             continue
         try:
             descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
