@@ -22,7 +22,7 @@ from ltc_core.serialization.tensor_file import (
     write_tensor,
 )
 
-__all__ = ["Plan", "check_directory", "open_directory", "read_directory"]
+__all__ = ["Plan", "Reader", "check_directory", "open_directory", "read_directory"]
 
 
 class Plan:
@@ -99,30 +99,70 @@ def check_directory(directory: int) -> Index:
     return index
 
 
-def read_directory(directory: int) -> tuple[Any, str]:
-    """Read the tree from the directory with this descriptor; give it and its digest.
+class Reader:
+    """Reads a tree from the directory with this descriptor, whole or in parts; only what is asked for is read.
 
     Sizes are checked before anything is allocated, digests before anything is returned.
+
+    Attributes:
+        digest: of the directory, as `Plan.write` returned it.
 
     Raises:
         CheckpointError: it is incomplete or damaged; names files and bytes.
         CheckpointFormatError: it is no such directory, or of another version.
         OSError: from the operating system, as it is.
     """
-    index = check_directory(directory)
-    loaded: dict[int, torch.Tensor] = {}
 
-    def tensor(number: Any) -> torch.Tensor:
-        if type(number) is not int or not 0 <= number < len(index.tensors):
+    def __init__(self, directory: int) -> None:
+        self._directory = directory
+        self._index = check_directory(directory)
+        self._loaded: dict[int, torch.Tensor] = {}
+        self.digest = self._index.digest
+
+    def keys(self, *path: str) -> list[str]:
+        """Keys of the dict at a path of keys; none if there is no dict with texts as its keys."""
+        node = self._node(path)
+        is_dict = isinstance(node, dict) and node.keys() == {"dict"}
+        return list(node["dict"]) if is_dict else []
+
+    def read(self, *path: str) -> Any:
+        """Value at a path of keys, with its tensors; a tensor that stands at several places is read once.
+
+        Raises:
+            CheckpointFormatError: there is nothing.
+        """
+        node = self._node(path)
+        if node is _NOTHING:
+            raise CheckpointFormatError(f"{INDEX_FILE}: it has no {'/'.join(path)}")
+        return decode(node, self._tensor)
+
+    def _node(self, path: tuple[str, ...]) -> Any:
+        node = self._index.tree
+        for key in path:
+            is_dict = isinstance(node, dict) and node.keys() == {"dict"}
+            inner = node["dict"] if is_dict else None
+            if not isinstance(inner, dict) or key not in inner:
+                return _NOTHING
+            node = inner[key]
+        return node
+
+    def _tensor(self, number: Any) -> torch.Tensor:
+        tensors = self._index.tensors
+        if type(number) is not int or not 0 <= number < len(tensors):
             raise CheckpointFormatError(
-                f"{INDEX_FILE}: there is no tensor {number!r:.200}",
-                got=f"{len(index.tensors)} tensors",
+                f"{INDEX_FILE}: there is no tensor {number!r:.200}", got=f"{len(tensors)} tensors"
             )
-        if number not in loaded:
-            loaded[number] = read_tensor(directory, index.tensors[number])
-        return loaded[number]
+        if number not in self._loaded:
+            self._loaded[number] = read_tensor(self._directory, tensors[number])
+        return self._loaded[number]
 
-    return decode(index.tree, tensor), index.digest
+
+_NOTHING = object()
+
+
+def read_directory(directory: int) -> Any:
+    """Read the whole tree from the directory with this descriptor; see `Reader` for what is checked and raised."""
+    return Reader(directory).read()
 
 
 def open_directory(path: str) -> int:

@@ -100,7 +100,7 @@ def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Any:
                 continue  # between our two looks a writer may have moved it
             break
         try:
-            return read_directory(directory)[0]
+            return read_directory(directory)
         except (CheckpointError, OSError) as error:
             if attempt < _ATTEMPTS - 1 and _was_replaced(directory, target):
                 continue

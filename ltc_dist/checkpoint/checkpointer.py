@@ -13,6 +13,8 @@ Comes from `transaction` (how one is written) and `reading` (how one is found).
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -20,8 +22,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch.utils.data import DataLoader
@@ -32,8 +33,8 @@ from ltc_core.serialization.cpu_copy import CpuCopies
 from ltc_core.serialization.directory import Plan
 from ltc_core.serialization.tree import map_tensors
 from ltc_dist import host
-from ltc_dist.checkpoint import commit, random_state, reading
-from ltc_dist.checkpoint.layout import SHARED, own_part, step_name, steps_in
+from ltc_dist.checkpoint import commit, lock, random_state, reading
+from ltc_dist.checkpoint.layout import SHARED, abandoned_in, own_part, step_name, steps_in
 from ltc_dist.checkpoint.reading import Checkpoint, Contents
 from ltc_dist.checkpoint.resplit import loader_state
 from ltc_dist.checkpoint.stopping import Stopped, Stopping
@@ -45,7 +46,15 @@ __all__ = ["Checkpointer"]
 
 _LOADERS = (DataLoader, MpDeviceLoader, ParallelLoader)
 
+_made = itertools.count()  # Checkpointers of this process: they meet the same ones of the others
+
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+_NOT_WRITABLE = (
+    "give a directory that every process may write to, and no other job or open Checkpointer does."
+)
+_NOT_SHARED = "give a directory that all hosts share, by a path that leads every process to it."
 
 
 class Checkpointer:
@@ -56,7 +65,7 @@ class Checkpointer:
     Random generators are saved with it. SIGTERM becomes a checkpoint (see `step`).
 
     Args:
-        directory: where to, shared by all hosts. One job at a time writes there.
+        directory: where to, shared by all hosts. One Checkpointer of one job at a time writes there.
         keep: how many are kept, the newest; None for all.
         every: steps between two checkpoints; 0 for those asked for with `save`.
         background: write beside training. An error is raised by the next call then.
@@ -67,7 +76,8 @@ class Checkpointer:
             scheduler are the same in all processes: rank 0 writes them.
 
     Raises:
-        CheckpointIOError: some process cannot write there; in every process.
+        CheckpointIOError: some process cannot write there, or the processes do not see what the others write; in
+            every process.
         CheckpointError: an object has no state.
 
     Cost: the processes wait for each other.
@@ -97,9 +107,10 @@ class Checkpointer:
         self._own = {name: objects[name] for name in objects if name in names | set(own)}
         self._shared = {name: objects[name] for name in objects if name not in self._own}
         self._here = ranks()
-        self._release: weakref.finalize[[int], Checkpointer] | None = None
+        self._release: weakref.finalize[[], Checkpointer] | None = None
         self._token = self._open()
         self._is_behind = bool(steps_in(self.directory))  # there are some that were not restored
+        self._known: set[int] = set()  # steps that this run comes from, or has committed
         self._num_saves = 0
         self._newest: int | None = None
         self._thread: threading.Thread | None = None
@@ -110,32 +121,56 @@ class Checkpointer:
         _live.add(self)
 
     def _open(self) -> str:
-        """See that every process can write; give the token of this job's temporary names."""
-        problem, token = "", secrets.token_hex(4)
+        """See that every process can write, and that all see it; give the token of this job's temporary names."""
+        problem, token, mine = "", secrets.token_hex(4), secrets.token_hex(8)
+        place = f"checkpoints/{next(_made)}"
         try:
-            commit.probe(self.directory)
+            commit.probe(self.directory, mine)
             if self._here.rank == 0:
-                self._release = weakref.finalize(self, os.close, commit.claim(self.directory))
+                claim = lock.claim(self.directory)
+                self._release = weakref.finalize(self, claim.release)
                 commit.sweep(self.directory)
         except OSError as error:
-            text = (
-                f"{error.what} ({error.got})"
-                if isinstance(error, CheckpointIOError)
-                else str(error)
-            )
-            problem = f"rank {self._here.rank}: {text}"
-        payload = json.dumps([problem, token]).encode()
-        answers = [json.loads(p) for p in host.rendezvous(f"checkpoints/{self.directory}", payload)]
-        problems = [problem for problem, _ in answers if problem]
-        if problems:
-            if self._release is not None:
-                self._release()
-            raise CheckpointIOError(
-                f"checkpoints cannot be written to {self.directory}",
-                got=listed(problems),
-                next="give a directory that every process may write to, and no other job does.",
-            )
+            problem = self._problem(error)
+        try:
+            payload = json.dumps([problem, token, mine]).encode()
+            answers = [json.loads(p) for p in host.rendezvous(place, payload)]
+            self._refuse([problem for problem, _, _ in answers if problem], _NOT_WRITABLE)
+            probes = {rank: probe for rank, (_, _, probe) in enumerate(answers)}
+            if self._here.rank > 0:
+                probes = {0: probes[0]}
+            unseen = [str(rank) for rank in commit.see_probes(self.directory, probes)]
+            if unseen:
+                problem = self._problem(f"does not see what rank {listed(unseen)} wrote there")
+            problems = [p.decode() for p in host.rendezvous(f"{place}/seen", problem.encode()) if p]
+            self._refuse(problems, _NOT_SHARED)
+        finally:
+            with contextlib.suppress(OSError):  # told already, where it could not be made
+                os.unlink(commit.probe_name(self.directory, mine))
         return str(answers[0][1])
+
+    def _problem(self, error: OSError | str) -> str:
+        text = str(error)
+        if isinstance(error, CheckpointIOError):
+            text = f"{error.what} ({error.got})"
+        return f"rank {self._here.rank}: {text}"
+
+    def _refuse(self, problems: list[str], next: str) -> None:
+        if not problems:
+            return
+        if self._release is not None:
+            self._release()
+        what = "cannot be written to" if next is _NOT_WRITABLE else "would not be whole in"
+        raise CheckpointIOError(
+            f"checkpoints {what} {self.directory}", got=listed(problems), next=next
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CheckpointError(
+            "a Checkpointer cannot be copied or pickled",
+            got="it holds the lock of its directory",
+            next="make one in each process, with the same arguments.",
+        )
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -217,7 +252,7 @@ class Checkpointer:
             failure = error
         return Transaction(
             self.directory, self._token, step, self._keep, self._here,
-            f"checkpoint/{self._token}/{self._num_saves}", plans, failure,
+            f"checkpoint/{self._token}/{self._num_saves}", plans, self._known, failure,
         )  # fmt: skip
 
     def _plan(self, tree: dict[str, Any]) -> Plan:
@@ -254,11 +289,13 @@ class Checkpointer:
     def restore(self, step: int | None = None, skip: Iterable[str] = ()) -> Checkpoint | None:
         """Load the newest checkpoint that is whole into the objects; all processes load the same one.
 
-        What is skipped because it is damaged is said in a warning. Processes that were not there when it was saved
-        keep the random state they have; loaders go on behind the samples that were used.
+        Steps that a run has gone back behind are not taken unless `step` names one. What is skipped because it is
+        damaged is said in a warning. Processes that were not there when it was saved keep the random state they have;
+        loaders go on behind the samples that were used.
 
         Args:
-            step: load that of this step instead. Later ones are removed when the next one is saved.
+            step: load that of this step instead. With the next save the later ones are abandoned: with keep=None they
+                are kept, not taken by a restart, and overwritten when the run reaches their step; else removed.
             skip: names of objects to leave as they are.
 
         Returns:
@@ -268,40 +305,87 @@ class Checkpointer:
             CheckpointError: there are some, and none is whole; or it does not fit the objects, none of which has
                 been changed then.
 
-        Cost: every process reads what is shared; they wait for rank 0, which reads first.
+        Cost: every process reads what is shared and what is its own, none what others have of their own; they wait for
+            each other.
         """
         self.wait()
-        contents = self._chosen(step)
+        skipped = set(skip)
+        contents = self._chosen(step, skipped)
         if contents is not None:
-            self._load(contents, set(skip))
+            self._load(contents, skipped)
+            self._come_from(contents.checkpoint.step)
         self._is_behind = False
         return contents.checkpoint if contents is not None else None
 
     def steps(self) -> list[int]:
-        """Give the steps that have checkpoints, in order."""
+        """Give the steps that have checkpoints, in order; those too that a run has gone back behind."""
         return steps_in(self.directory)
 
-    def _chosen(self, step: int | None) -> Contents | None:
-        """Rank 0 looks for one that is whole, the others take the same."""
+    def _come_from(self, step: int) -> None:
+        """Note which steps are of this run: all others will be abandoned by its next commit."""
+        abandoned = abandoned_in(self.directory)
+        earlier = {s for s in steps_in(self.directory) if s <= step and s not in abandoned}
+        self._known = {step, *earlier}
+        self._newest = None
+
+    def _chosen(self, step: int | None, skip: set[str]) -> Contents | None:
+        """Find one that is whole for all: rank 0 names one after the other, each process reads what it needs of it."""
+        if self._here.rank > 0:
+            return self._follow(skip)
         contents: Contents | None = None
-        answer: list[Any] = ["", None]
-        if self._here.rank == 0:
+
+        def attempt(candidate: int) -> None:
+            nonlocal contents
+            reading.look(self.directory, candidate)
+            self._told(["read", candidate])
+            contents = self._read(candidate, skip)
+
+        try:
+            reading.find(self.directory, attempt, step)
+        except CheckpointError as error:
+            self._told(["error", error.what, error.got, error.next])
+            raise
+        self._told(["done"])
+        return contents
+
+    def _follow(self, skip: set[str]) -> Contents | None:
+        """Read what rank 0 names, until all have read one."""
+        contents: Contents | None = None
+        while True:
+            verb, *said = self._told(None)
+            if verb == "error":
+                raise CheckpointError(said[0], got=said[1], next=said[2])
+            if verb == "done":
+                return contents
             try:
-                contents = reading.find(self.directory, partial(reading.read, self.directory), step)
-                if contents is not None:
-                    answer = ["", contents.checkpoint.step]
-            except CheckpointError as error:
-                answer = [error.what, error.got]
-                if self._here.world_size == 1:
-                    raise
-        payload = json.dumps(answer).encode() if self._here.rank == 0 else b""
-        tag = f"restore/{self.directory}"
-        problem, chosen = json.loads(host.rendezvous(tag, payload)[0])
-        if problem:
-            raise CheckpointError(problem, got=chosen)
-        if chosen is None or contents is not None:
-            return contents
-        return reading.read(self.directory, chosen)
+                contents = self._read(said[0], skip)
+            except CheckpointError:
+                contents = None  # rank 0 has heard why, and names another one
+
+    def _told(self, message: list[Any] | None) -> list[Any]:
+        payload = b"" if message is None else json.dumps(message).encode()
+        found: list[Any] = json.loads(host.rendezvous(f"restore/{self._token}", payload)[0])
+        return found
+
+    def _read(self, step: int, skip: set[str]) -> Contents:
+        """Read what this process needs, and hear whether the others could.
+
+        Raises:
+            CheckpointError: some process found a file missing or damaged.
+        """
+        here, problem = self._here, ""
+        wanted = [[n for n in held if n not in skip] for held in (self._shared, self._own)]
+        try:
+            contents = reading.read(
+                self.directory, step, here.rank, here.world_size, wanted[0], wanted[1]
+            )
+        except (CheckpointError, OSError) as error:
+            problem = reading.why(error)
+        heard = host.rendezvous(f"restored/{self._token}", problem.encode())
+        problems = [p.decode() for p in heard if p]
+        if problems:
+            raise CheckpointError(problems[0])
+        return contents
 
     def _load(self, contents: Contents, skip: set[str]) -> None:
         states = {name: contents.objects.get(name) for name in self._shared if name not in skip}
@@ -310,7 +394,7 @@ class Checkpointer:
         if missing:
             raise CheckpointError(
                 f"{step_name(contents.checkpoint.step)} has no {listed(missing)}",
-                got=f"it has {listed([*contents.objects, *contents.own[0]['objects']])}",
+                got=f"it has {listed(contents.names)}",
                 next=f"leave them as they are: restore(skip={missing!r}).",
             )
         for name, state in states.items():
@@ -319,14 +403,16 @@ class Checkpointer:
             self._shared[name].load_state_dict(state)
         for name, state in own.items():
             self._own[name].load_state_dict(state)
-        mine = contents.own.get(self._here.rank)
-        if mine is not None:
+        mine = contents.own.get(self._here.rank, {})
+        if "random" in mine:
             random_state.put(mine["random"])
 
     def _own_state(self, name: str, contents: Contents) -> Any:
         saved = [contents.own[rank]["objects"].get(name) for rank in sorted(contents.own)]
         if None in saved:
             return None
+        if contents.checkpoint.world_size == self._here.world_size:
+            saved *= self._here.world_size  # only its own has been read, and only that counts
         batch_size = _batch_size(self._own[name])
         return loader_state(name, saved, self._here.rank, self._here.world_size, batch_size)
 

@@ -6,83 +6,112 @@ one it was writing counts is decided by one rename, `publish`. Comes from `layou
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import errno
 import logging
 import os
-import socket
+import re
+import time
+from collections.abc import Collection, Mapping
 
-from ltc_core.errors import CheckpointIOError
+from ltc_core.errors import CheckpointError, CheckpointIOError, LtcError, listed
 from ltc_core.serialization.atomic import discard, fsync, replace_file
-from ltc_core.serialization.directory import Plan
-from ltc_dist.checkpoint.layout import LATEST, LOCK, Manifest, step_name, steps_in
+from ltc_core.serialization.directory import Plan, check_directory, open_directory
+from ltc_dist.checkpoint.layout import (
+    ABANDONED,
+    LATEST,
+    WRITING,
+    WRITING_TEXT,
+    Manifest,
+    is_ours,
+    step_name,
+    steps_in,
+)
 
 __all__ = [
-    "claim",
+    "abandon",
     "point_latest",
     "probe",
+    "probe_name",
     "prune",
     "publish",
+    "see_parts",
+    "see_probes",
     "sweep",
     "temporary_name",
     "write_manifest",
     "write_part",
 ]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ltc")
 _TEMPORARY = ".tmp-"
 _OLD = ".old-"
+_LEFT_OVER = re.compile(r"(step_[0-9]{9,18})\.(tmp|old)-[0-9a-f]{8}")
+_PROBE = re.compile(r"\.ltc-probe-[0-9a-f]{16}")
+_PROBE_IS_OLD_S = 3600.0
+_SEEN_WITHIN_S = 5.0  # by rank 0: a network file system may show a new file late
+_LOOK_S = 0.1
 
 
-def probe(root: str) -> None:
+def probe_name(root: str, token: str) -> str:
+    """Path of the file by which a process shows that it can write to a directory."""
+    return os.path.join(root, f".ltc-probe-{token}")
+
+
+def probe(root: str, token: str) -> None:
     """Make the directory, and see that files can be written there.
 
     Raises:
         OSError: from the operating system, as it is.
     """
     os.makedirs(root, exist_ok=True)
-    path = os.path.join(root, f".probe-{socket.gethostname()}-{os.getpid()}")
-    with open(path, "xb") as file:
+    with open(probe_name(root, token), "xb") as file:
         file.write(b"\0")
-    os.unlink(path)
 
 
-def claim(root: str) -> int:
-    """Keep other jobs from writing here, for as long as the descriptor that is given is open.
-
-    Raises:
-        CheckpointIOError: another job writes here.
-    """
-    lock = os.open(os.path.join(root, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        # POSIX locks, not flock: processes of a DataLoader that outlive this one must not keep it.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        owner = os.read(lock, 200).decode(errors="replace").strip()
-        os.close(lock)
-        raise CheckpointIOError(
-            f"another job writes checkpoints in {root}",
-            got=owner or "its lock is held",
-            next="end that job, or give this one another directory.",
-        ) from None
-    except OSError as error:  # some network file systems have no locks
-        _log.debug("%s cannot be locked: %s", root, error)
-    os.ftruncate(lock, 0)
-    os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-    return lock
+def see_probes(root: str, tokens: Mapping[int, str]) -> list[int]:
+    """Ranks whose probe does not show here; waits a little for those that a network file system shows late."""
+    deadline = time.monotonic() + _SEEN_WITHIN_S
+    while True:
+        unseen = [r for r, t in tokens.items() if not os.path.lexists(probe_name(root, t))]
+        if not unseen or time.monotonic() > deadline:
+            return unseen
+        time.sleep(_LOOK_S)
 
 
 def sweep(root: str) -> None:
-    """Clear up after jobs that were killed here; nobody else may be writing."""
+    """Clear up after jobs that were killed here; nobody else may be writing.
+
+    Only what this library has written goes: a name that it gives, and a marker or a manifest in it.
+    """
     for name in os.listdir(root):
         path = os.path.join(root, name)
-        if _OLD in name:
-            final = path.partition(_OLD)[0]
-            if not os.path.lexists(final):  # killed between the two renames of `publish`
-                os.rename(path, final)
-                continue
-        elif _TEMPORARY not in name:
+        if _PROBE.fullmatch(name):
+            _remove_old_probe(path)
             continue
-        discard(path)
+        match = _LEFT_OVER.fullmatch(name)
+        if match is None or not is_ours(path):
+            continue
+        final = os.path.join(root, match[1])
+        if match[2] == "old" and not os.path.lexists(final):
+            os.rename(path, final)  # killed between the two renames of `publish`
+        else:
+            _remove(path)
+
+
+def _remove_old_probe(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # of a process that lives
+        found = os.lstat(path)
+        if found.st_size <= 1 and time.time() - found.st_mtime > _PROBE_IS_OLD_S:
+            os.unlink(path)
+
+
+def _remove(path: str) -> None:
+    """Remove a directory of ours; what tells that it is ours goes last, so that a kill leaves that."""
+    names = os.listdir(path)
+    for name in sorted(names, key=lambda n: not os.path.isdir(os.path.join(path, n))):
+        discard(os.path.join(path, name))
+    discard(path)
 
 
 def temporary_name(root: str, step: int, token: str) -> str:
@@ -92,13 +121,78 @@ def temporary_name(root: str, step: int, token: str) -> str:
 
 def write_part(temporary: str, name: str, plan: Plan) -> str:
     """Write one part, to the disk; give its digest. Called in each process for what it writes."""
+    os.makedirs(temporary, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # another process was first
+        with open(os.path.join(temporary, WRITING), "xb") as marker:
+            marker.write(WRITING_TEXT)
     path = os.path.join(temporary, name)
-    os.makedirs(path)
+    os.mkdir(path)
     digest = plan.write(path)
     for file in os.listdir(path):
         fsync(os.path.join(path, file))
     fsync(path)
     return digest
+
+
+def see_parts(temporary: str, parts: Mapping[str, str]) -> None:
+    """See that parts which other processes wrote are here: the names and sizes of their files, and the digest.
+
+    Args:
+        parts: the digest of each, as its process reported it.
+
+    Raises:
+        CheckpointIOError: some are not: each host has a directory of its own.
+
+    Cost: reads the index of each part. Waits a little for what a network file system shows late.
+    """
+    deadline = time.monotonic() + _SEEN_WITHIN_S
+    while missing := [
+        f"{name}: {why}" for name in parts if (why := _why_unseen(temporary, name, parts[name]))
+    ]:
+        if time.monotonic() > deadline:
+            raise CheckpointIOError(
+                f"{os.path.dirname(temporary)} is not shared: rank 0 does not see what other processes wrote there",
+                got=listed(missing),
+                next="give a directory that all hosts share, by a path that leads every process to it.",
+            )
+        time.sleep(_LOOK_S)
+
+
+def _why_unseen(temporary: str, name: str, digest: str) -> str:
+    try:
+        directory = open_directory(os.path.join(temporary, name))
+        try:
+            found = check_directory(directory).digest
+        finally:
+            os.close(directory)
+    except FileNotFoundError:
+        return "missing"
+    except (CheckpointError, OSError) as error:
+        return error.what if isinstance(error, LtcError) else str(error)
+    return "" if found == digest else "it is not what its process reported"
+
+
+def abandon(root: str, known: Collection[int]) -> None:
+    """Mark the steps that this run does not come from, before its next commit; unmark those that it does come from.
+
+    Args:
+        known: the steps that the run has restored, gone on from or committed itself.
+    """
+    for step in steps_in(root):
+        path = os.path.join(root, step_name(step))
+        marker = os.path.join(path, ABANDONED)
+        is_marked = os.path.lexists(marker)
+        if is_marked == (step not in known) or not is_ours(path):
+            continue
+        if is_marked:
+            os.unlink(marker)
+        else:
+            with open(marker, "xb") as file:
+                file.write(
+                    b"A run has gone back behind this step. It is restored only by its number.\n"
+                )
+            fsync(marker)
+        fsync(path)
 
 
 def write_manifest(temporary: str, manifest: Manifest) -> None:
@@ -112,12 +206,26 @@ def publish(temporary: str, root: str, step: int) -> None:
     final = os.path.join(root, step_name(step))
     aside = final + _OLD + temporary.rpartition(_TEMPORARY)[2]
     replaces = os.path.lexists(final)
+    if replaces and not is_ours(final):
+        raise CheckpointIOError(
+            f"refusing to replace {final}, which is no checkpoint of this library",
+            got="a directory or a file of somebody else",
+            next="move it away, or give another directory.",
+            errno=errno.EEXIST,
+        )
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(temporary, WRITING))
     if replaces:
         os.rename(final, aside)
-    os.rename(temporary, final)
+    try:
+        os.rename(temporary, final)
+    except BaseException:
+        if replaces:
+            os.rename(aside, final)
+        raise
     fsync(root)
     if replaces:
-        discard(aside)
+        _remove(aside)
 
 
 def point_latest(root: str, step: int) -> None:
@@ -126,15 +234,13 @@ def point_latest(root: str, step: int) -> None:
         file.write(f"{step_name(step)}\n".encode())
 
 
-def prune(root: str, step: int, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints up to `step`, the oldest first.
-
-    What lies beyond `step` is of a run that went further and was gone back from: it goes too.
-    """
+def prune(root: str, step: int, keep: int | None, known: Collection[int]) -> None:
+    """Remove what this run has abandoned, and of its own checkpoints all but the newest `keep`, the oldest first."""
     if keep is None:
         return
     found = steps_in(root)
-    kept = [s for s in found if s <= step][-keep:]
+    kept = [s for s in found if s <= step and s in known][-keep:]
     for old in found:
-        if old not in kept:
-            discard(os.path.join(root, step_name(old)))
+        path = os.path.join(root, step_name(old))
+        if old not in kept and is_ours(path):
+            discard(path)

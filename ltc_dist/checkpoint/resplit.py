@@ -1,4 +1,4 @@
-"""Where each process's loader goes on when a job is resumed with another number of processes.
+"""Where each process's loader goes on when a job is resumed with another number of processes, or other batches.
 
 A loader that deals samples out in turn, as DistributedSampler does, has used the first samples of the epoch when every
 process has taken the same number of batches. So another number of processes goes on behind them.
@@ -30,15 +30,17 @@ def loader_state(
     Raises:
         CheckpointError: the states do not say how many samples were used.
     """
-    if len(states) == world_size:
-        return states[rank]["state"]
+    mine = states[rank] if len(states) == world_size else None
+    if mine and (mine["batch_size"] == batch_size or "num_batches" not in mine["state"]):
+        return mine["state"]
     before = states[0]["state"]
     counts = {s["state"].get("num_batches") for s in states}
     sizes = {s["batch_size"] for s in states}
     known = type(before.get("num_batches")) is int and type(batch_size) is int
     if not known or len(counts) > 1 or len(sizes) > 1 or type(states[0]["batch_size"]) is not int:
+        other = f"be dealt out to {world_size}" if mine is None else "go on with other batches"
         raise CheckpointError(
-            f"{name!r} was saved by {len(states)} processes and cannot be dealt out to {world_size}",
+            f"{name!r} was saved by {len(states)} processes and cannot {other}",
             got=f"batches taken: {listed(counts)}; batch sizes: {listed(sizes)}, now {batch_size}",
             next=f"start {len(states)} processes, or leave it out: restore(skip=[{name!r}]) begins its epoch anew.",
         )

@@ -62,6 +62,7 @@ class Transaction:
     Attributes:
         place: where the processes meet for this checkpoint in the job's store.
         plans: the parts that this process writes, by name.
+        known: steps that this run comes from or has committed; a commit adds to it.
         failure: why it could make none.
     """
 
@@ -72,6 +73,7 @@ class Transaction:
     here: Ranks
     place: str
     plans: dict[str, Plan]
+    known: set[int]
     failure: BaseException | None = None
 
     def run(self) -> None:
@@ -121,6 +123,7 @@ class Transaction:
                 self._publish(reports)
         except Exception as error:
             outcome = _Report.of(error, self.here)
+            discard(self._temporary)
         if self.here.world_size > 1:
             host.job_store().set(f"{self.place}/outcome", outcome.payload())
         return outcome
@@ -135,11 +138,15 @@ class Transaction:
 
     def _publish(self, reports: Sequence[_Report]) -> None:
         parts = {name: digest for report in reports for name, digest in report.digests.items()}
+        others = {name: digest for name, digest in parts.items() if name not in self.plans}
         with io_errors(self._temporary):
+            commit.see_parts(self._temporary, others)
+            commit.abandon(self.root, self.known)
             commit.write_manifest(self._temporary, Manifest(self.step, self.here.world_size, parts))
             commit.publish(self._temporary, self.root, self.step)
+            self.known.add(self.step)
             commit.point_latest(self.root, self.step)
-            commit.prune(self.root, self.step, self.keep)
+            commit.prune(self.root, self.step, self.keep, self.known)
 
     # -- the others --------------------------------------------------------------------------------
 
@@ -148,4 +155,7 @@ class Transaction:
         host.job_store().set(f"{self.place}/{self.here.rank}", mine.payload())
         key = f"{self.place}/outcome"
         (payload,) = host.look_for([key], [0], f"the commit of {step_name(self.step)}")
-        return _Report.read(payload)
+        outcome = _Report.read(payload)
+        if outcome.what:  # rank 0 has done so, where it sees the directory
+            discard(self._temporary)
+        return outcome

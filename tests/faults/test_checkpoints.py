@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,66 @@ def test_row_19_the_disk_is_full(tmp_path: Path) -> None:
     assert code == 74, err
     assert "No space left on device while writing" in err and "free " in err
     assert "step_000000001\n" in out and ".tmp-" not in out
+
+
+PRIVATE = """
+    import os, torch
+    import ltc_dist as ltd
+    from ltc_core.errors import CheckpointError
+    from ltc_core.serialization import directory
+    from ltc_dist.checkpoint import commit
+
+    class Shard:
+        def __init__(self, count): self.state = torch.zeros(count)
+        def state_dict(self): return {"x": self.state}
+        def load_state_dict(self, state): self.state = state["x"]
+
+    commit._SEEN_WITHIN_S = 0.3
+    rank, model = ltd.get_ordinal(), torch.nn.Linear(2, 2)
+    try:
+        ltd.Checkpointer(f"own{rank}", model=model)
+    except CheckpointError as error:
+        print(f"begin {rank}: {error}", flush=True)
+    shard = Shard(1000 + rank)
+    saver = ltd.Checkpointer("runs", own=["shard"], model=model, shard=shard)
+    saver.save(1)
+    saver.wait()
+    there = saver.directory
+    if rank:
+        saver.directory = os.path.realpath("own1")  # as when a mount has gone
+    try:
+        saver.save(2)
+        saver.wait()
+    except CheckpointError as error:
+        print(f"save {rank}: {error}", flush=True)
+    saver.directory = there
+    sizes, real = [], directory.read_tensor
+    def counted(folder, entry):
+        sizes.append(entry.shape[0])
+        return real(folder, entry)
+    directory.read_tensor = counted
+    assert saver.restore().step == 1
+    print(f"read {rank}: {sorted(size for size in sizes if 1000 <= size < 2000)}", flush=True)
+    saver.save(3)
+    saver.close()
+"""
+
+
+def test_a_directory_that_is_not_shared_is_told_by_all(tmp_path: Path) -> None:
+    """Two processes see directories of their own, from the beginning or from the second checkpoint on."""
+    script = tmp_path / "private.py"
+    script.write_text(textwrap.dedent(PRIVATE))
+    code, out, err = Job([*TWO, str(script)], tmp_path).end()
+    assert code == 0, err
+    for rank in (0, 1):
+        begin = rf"begin {rank}: checkpoints would not be whole in .*own{rank}\n(.*\n)?.*does not see what rank"
+        assert re.search(begin, out), out
+        assert re.search(rf"save {rank}: .*runs is not shared: rank 0 does not see", out), out
+        assert f"read {rank}: [{1000 + rank}]" in out
+    assert re.search(
+        r"got: rank_00001: missing\n.*Next: give a directory that all hosts share", out
+    )
+    assert sorted(p.name for p in (tmp_path / "runs").glob("step_*")) == [
+        "step_000000001", "step_000000003",
+    ]  # fmt: skip
+    assert not list((tmp_path / "own1").glob("*tmp*"))

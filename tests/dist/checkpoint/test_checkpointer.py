@@ -1,10 +1,12 @@
 """Checkpoints in one process: what is saved comes back, damage is found and said, a kill loses nothing."""
 
+import copy
 import json
 import logging
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ltc_dist as ltd
 from ltc_core.errors import CheckpointError, CheckpointFormatError, CheckpointIOError
-from ltc_dist.checkpoint import Stopped, commit, layout
+from ltc_core.serialization import directory
+from ltc_core.serialization.directory import Plan
+from ltc_dist.checkpoint import Stopped, commit, layout, lock, reading
 from ltc_dist.checkpoint.resplit import loader_state
 
 
@@ -376,7 +380,7 @@ def test_two_jobs_do_not_write_to_one_directory(tmp_path: Path) -> None:
     )  # fmt: skip
     with other:
         assert other.stdout is not None and other.stdout.readline() == "there\n"
-        words = rf"got: rank 0: another job writes checkpoints in {tmp_path}"
+        words = rf"got: rank 0: another job writes checkpoints in {tmp_path} \(pid {other.pid} on "
         with pytest.raises(CheckpointIOError, match=words):
             ltd.Checkpointer(tmp_path, model=nn.Linear(1, 1))
         other.kill()
@@ -460,6 +464,246 @@ def test_killed_between_the_renames_of_a_step_that_is_saved_again(tmp_path: Path
     assert final.is_dir()
 
 
+# -- going back ------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def saver(path: Path, **options: Any) -> ltd.Checkpointer:
+    return ltd.Checkpointer(
+        path, **{"keep": None, "background": False, **options}, model=nn.Linear(2, 2)
+    )
+
+
+def gone_back(path: Path) -> None:
+    """Steps 2, 4 and 6; then a run that restores 2 and saves 3."""
+    with saver(path) as first:
+        for step in (2, 4, 6):
+            first.save(step)
+    with saver(path) as second:
+        assert second.restore(step=2).step == 2  # type: ignore[union-attr]
+        second.save(3, is_new=True)
+
+
+def restored(path: Path, step: int | None = None) -> Any:
+    with saver(path) as again:
+        found = again.restore(step)
+    return found.step if found is not None else None
+
+
+@pytest.mark.parametrize("latest", ["as it is", None, "", "step_000000042\n", "step_000000006\n"])
+def test_an_abandoned_step_is_not_taken(
+    latest: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever became of `latest`: it decides nothing."""
+    gone_back(tmp_path)
+    assert (tmp_path / "latest").read_text() == "step_000000003\n"
+    if latest is None:
+        (tmp_path / "latest").unlink()
+    elif latest != "as it is":
+        (tmp_path / "latest").write_text(latest)
+    with caplog.at_level(logging.WARNING, logger="ltc"), saver(tmp_path) as again:
+        assert again.steps() == [2, 3, 4, 6]
+        assert again.restore().step == 3  # type: ignore[union-attr]
+        said = (
+            r"using step_000000003 .* behind the later steps 4, 6, .* restore\(step=6\) takes one"
+        )
+        assert re.search(said, caplog.text)
+        is_said = "names step_000000042, which is not there" in caplog.text
+        assert is_said == (latest == "step_000000042\n")
+        again.save(4, is_new=True)
+    assert ltd.latest_checkpoint(tmp_path).values == {"is_new": True}  # type: ignore[union-attr]
+    assert restored(tmp_path) == 4  # it is of this run now; 6 is not
+
+
+def test_an_abandoned_step_can_be_named(tmp_path: Path) -> None:
+    gone_back(tmp_path)
+    with saver(tmp_path) as again:
+        assert again.restore(step=6).step == 6  # type: ignore[union-attr]
+        again.save(7)
+    flip(tmp_path / "step_000000007" / "manifest.json")
+    assert restored(tmp_path) == 6
+
+
+def test_what_lies_between_is_abandoned_as_well(tmp_path: Path) -> None:
+    """A run that goes from 2 to 7 at once has not been at 4 and 6."""
+    gone_back(tmp_path)
+    with saver(tmp_path, keep=2) as again:
+        again.restore(step=2)
+        again.save(7)
+        assert again.steps() == [2, 7]
+
+
+def test_if_only_abandoned_ones_are_left_nothing_begins_anew(tmp_path: Path) -> None:
+    gone_back(tmp_path)
+    for step in (2, 3):
+        flip(tmp_path / layout.step_name(step) / "manifest.json")
+    words = r"is whole\n  got: step_000000003: .*, step_000000004: abandoned, .*\n  Next: .*step="
+    with pytest.raises(CheckpointError, match=words):
+        restored(tmp_path)
+    assert restored(tmp_path, 4) == 4
+
+
+@pytest.mark.parametrize("keep", [None, 2])
+@pytest.mark.parametrize(
+    ("site", "taken"),
+    [("abandon", 6), ("write_manifest", 2), ("publish", 2), ("point_latest", 4), ("prune", 4)],
+)
+def test_killed_while_it_abandons(
+    site: str, taken: int, keep: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 4 is saved anew: the run has gone back once the later steps are marked, and never is the old 4 taken."""
+    with saver(tmp_path) as first:
+        for step in (2, 4, 6):
+            first.save(step)
+
+    def killed(*args: Any) -> None:
+        raise Killed
+
+    with saver(tmp_path, keep=keep) as second:
+        second.restore(step=2)
+        with monkeypatch.context() as patched:
+            patched.setattr(commit, site, killed)
+            with pytest.raises(Killed):
+                second.save(4, is_new=True)
+    with saver(tmp_path) as again:
+        found = again.restore()
+    assert found is not None and found.step == taken
+    assert ("is_new" in found.values) == (taken == 4)
+
+
+# -- what is not ours ------------------------------------------------------------------------------
+
+
+def test_only_what_is_ours_is_cleared_away(tmp_path: Path) -> None:
+    kept = [
+        "model.old-1.pt",
+        "x.tmp-1/weights",
+        "step_000000005.tmp-0a0a0a0a/weights",  # our name, and something else in it
+        "step_000000006.old-0a0a0a0a/manifest.json",  # of another program
+        "step_000000001/model.safetensors",  # of another program, with a name like ours
+        "step_000000009.tmp-mine/shared/notes",
+        ".probe-host-7",
+    ]
+    for name in kept:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    left = tmp_path / "step_000000007.tmp-0a0a0a0a"
+    commit.write_part(str(left), "shared", Plan({}, "checkpoint"))
+    (left / "rank_00000").mkdir()
+    (tmp_path / "step_000000008.tmp-0b0b0b0b").mkdir()
+    with ltd.Checkpointer(tmp_path, keep=1, model=nn.Linear(1, 1)) as found:
+        assert not left.exists() and not (tmp_path / "step_000000008.tmp-0b0b0b0b").exists()
+        found._is_behind = False
+        found.save(2)
+        found.save(3)
+        with pytest.raises(CheckpointIOError, match="refusing to replace .*step_000000001, which"):
+            found.save(1)
+            found.wait()
+    assert sorted(files_of(tmp_path).keys() & set(kept)) == sorted(kept)
+    assert found.steps() == [1, 3]
+
+
+def test_two_in_one_process_do_not_write_to_one_directory(tmp_path: Path) -> None:
+    with ltd.Checkpointer(tmp_path, model=nn.Linear(1, 1)) as first:
+        (tmp_path / "link").symlink_to(tmp_path)
+        words = r"got: rank 0: another Checkpointer of this process writes in"
+        for path in (tmp_path, tmp_path / "link"):
+            with pytest.raises(CheckpointIOError, match=words):
+                ltd.Checkpointer(path, model=nn.Linear(1, 1))
+        with pytest.raises(CheckpointError, match=r"cannot be copied or pickled\n  got: it holds"):
+            copy.copy(first)
+        first.save(1)
+    ltd.Checkpointer(tmp_path, model=nn.Linear(1, 1)).close()
+
+
+def test_the_lock_outlives_copies_and_forks(tmp_path: Path) -> None:
+    """Another process cannot have it while this one has, though it was read here; a child that lives on lets it go."""
+    script = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+    def attempt() -> int:
+        command = [sys.executable, "-c", script, str(tmp_path / "lock")]
+        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode
+
+    held = lock.claim(str(tmp_path))
+    shutil.copytree(tmp_path, tmp_path.with_name("copied"))
+    goes_on, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held.release()  # of the parent: nothing to do here
+        os.read(goes_on, 1)
+        os._exit(0)
+    assert attempt() == 1
+    held.release()
+    assert attempt() == 0  # though the child lives
+    os.write(told, b"\0")
+    os.waitpid(child, 0)
+    os.close(goes_on)
+    os.close(told)
+
+
+def test_a_lock_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("not to be lost")
+    places = [tmp_path / name for name in ("link", "file", "pipe", "directory", "old")]
+    for place in places:
+        place.mkdir()
+    link, file, pipe, directory, old = (place / "lock" for place in places)
+    link.symlink_to(precious)
+    os.link(precious, file)
+    os.mkfifo(pipe)
+    directory.mkdir()
+    for place in places[:4]:
+        with pytest.raises(CheckpointIOError, match="lock is not the lock of a checkpoint dir"):
+            ltd.Checkpointer(place, model=nn.Linear(1, 1))
+    assert precious.read_text() == "not to be lost"
+    old.write_text("pid 1234567 on a-host-with-a-name\n")  # as it was written before
+    ltd.Checkpointer(old.parent, model=nn.Linear(1, 1)).close()
+    assert re.fullmatch(rf"pid {os.getpid()} on \S+\n *\n", old.read_text())
+
+
+# -- reading what is needed ------------------------------------------------------------------------
+
+
+def test_only_what_a_process_needs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four processes' shards each reads its own; one process alone reads none, and where the loaders were."""
+    whole = tmp_path / layout.step_name(3)
+    shard = {"state": {"moments": torch.zeros(1000)}, "batch_size": None}
+    of_loader = {"num_batches": 5, "rng_state": torch.zeros(100)}
+    shared = {"model": {"w": torch.zeros(2000)}, "other": {"w": torch.zeros(3000)}}
+    trees: dict[str, Any] = {"shared": {"objects": shared, "values": {"a": torch.zeros(10)}}}
+    for rank in range(4):
+        own = {"zero": shard, "loader": {"state": of_loader, "batch_size": 2}}
+        trees[layout.own_part(rank)] = {"objects": own, "random": {"torch": torch.zeros(50)}}
+    parts = {n: commit.write_part(str(whole), n, Plan(t, "c")) for n, t in trees.items()}
+    commit.write_manifest(str(whole), layout.Manifest(3, 4, parts))
+    counts: list[int] = []
+    real = directory.read_tensor
+
+    def counted(folder: int, entry: Any) -> torch.Tensor:
+        tensor = real(folder, entry)
+        counts.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(directory, "read_tensor", counted)
+
+    def needed(*args: Any) -> list[int]:
+        counts.clear()
+        found = reading.read(str(tmp_path), 3, *args)
+        assert found.names == ["model", "other", "zero", "loader"]
+        return sorted(counts)
+
+    assert needed(2, 4) == [10, 50, 100, 1000, 2000, 3000]
+    assert needed(2, 4, ["model"], ["zero"]) == [10, 50, 1000, 2000]
+    assert needed(0, 1, ["model"], ["loader"]) == [10, 50, 100, 2000]
+    assert needed(5, 8) == [10, 100, 2000, 3000]
+    counts.clear()
+    assert ltd.latest_checkpoint(tmp_path).step == 3  # type: ignore[union-attr]
+    assert counts == [10]
+
+
 # -- SIGTERM ---------------------------------------------------------------------------------------
 
 
@@ -498,6 +742,8 @@ def state(num_batches: int, batch_size: int = 4) -> dict[str, Any]:
         ([state(6)], 4, 2, 3),
         ([state(4, 2)] * 4, 8, 2, 2),
         ([state(0)] * 4, 5, 3, 0),
+        ([state(6)], 8, 1, 3),  # as many processes, and other batches
+        ([state(3)] * 2, 2, 2, 6),
     ],
 )
 def test_loaders_go_on_behind_the_samples_that_were_used(
@@ -523,11 +769,12 @@ def test_samples_that_come_again_are_counted(caplog: pytest.LogCaptureFixture) -
         ([state(3), state(2)], 4),
         ([{"state": {"x": 1}, "batch_size": 4}] * 2, 4),
         ([state(3)] * 2, None),
+        ([state(3)], None),
     ],
 )
 def test_what_cannot_be_dealt_out_is_said(saved: list[Any], batch_size: int | None) -> None:
     with pytest.raises(
         CheckpointError,
-        match=r"'loader' was saved by 2 .* cannot be dealt out to 1(.|\n)*restore\(skip=\['loader'\]\)",
+        match=r"'loader' was saved by . .* (be dealt out to 1|go on with other)(.|\n)*restore\(skip=\['loader'\]\)",
     ):
         loader_state("loader", saved, 0, 1, batch_size)
