@@ -2,24 +2,29 @@
 
 A launcher ends a process together with all that it has started. Were these told to end too, the training process would
 lose its data before it can save what it has learnt; and were it killed, they would look for it only seconds later. So
-each leaves its parent's group, and asks the kernel to end it with its parent. Used by `parallel_loader`.
+each leaves its parent's group, passes over SIGTERM, and asks the kernel to end it with its parent. A parent that ends
+one which does not answer does so with SIGKILL. Used by `parallel_loader`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
+import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from ltc_dist.worker import die_with_thread
 
-__all__ = ["tied_to_this_process"]
+__all__ = ["begin"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,9 @@ class _Begin:
 
     def __call__(self, worker_id: int) -> None:
         os.setpgid(0, 0)
+        # A handler, not SIG_IGN: programs that the dataset starts would inherit that. PyTorch's own ends the process.
+        signal.signal(signal.SIGTERM, _Passed(os.getpid()))
+        signal.siginterrupt(signal.SIGTERM, False)
         if self.dies_with_thread and sys.platform == "linux":
             die_with_thread()
             if os.getppid() != self.parent_pid:
@@ -40,17 +48,46 @@ class _Begin:
             self.then(worker_id)
 
 
-@contextlib.contextmanager
-def tied_to_this_process(loader: Iterable[Any]) -> Iterator[None]:
-    """Processes that `loader` starts in this block are as described above."""
+@dataclass(frozen=True)
+class _Passed:
+    """Does nothing, in the process it was made for; processes forked from that one end."""
+
+    pid: int
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def begin(loader: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over `loader`; the processes that it starts for that are as described above."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
-        yield
-        return
+        return iter(loader)
     # The kernel's signal comes when the thread ends that started them.
     in_main_thread = threading.current_thread() is threading.main_thread()
     user = loader.worker_init_fn
     loader.worker_init_fn = _Begin(user, os.getpid(), in_main_thread)
+    before = set(multiprocessing.active_children())
     try:
-        yield
+        batches = iter(loader)
     finally:
         loader.worker_init_fn = user
+    for process in set(multiprocessing.active_children()) - before:
+        _end_by_force(process, batches)
+    return batches
+
+
+def _end_by_force(process: Any, batches: Iterator[Any]) -> None:
+    """Have `process.terminate()`, and the interpreter's exit, send SIGKILL."""
+    popen = process._popen
+    iterator = weakref.ref(batches)
+
+    def terminate() -> None:
+        alive = iterator()
+        if getattr(alive, "_worker_pids_set", False):  # else PyTorch takes its end for a failure
+            signal_handling._remove_worker_pids(id(alive))  # type: ignore[attr-defined]
+            alive._worker_pids_set = False  # type: ignore[union-attr]
+        popen.kill()
+
+    popen.terminate = terminate

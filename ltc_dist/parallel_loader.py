@@ -16,7 +16,7 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.errors import LoaderError
-from ltc_dist.data_workers import tied_to_this_process
+from ltc_dist import data_workers
 from ltc_dist.prefetch import Limits, Prefetch, Resumed
 from ltc_dist.sample_order import (
     base_seed,
@@ -255,8 +255,8 @@ def _keeps_state(loader: Any) -> bool:
 
 
 def _begun(loader: Iterable[Any], draws_seed: bool) -> Iterator[Any]:
-    with tied_to_this_process(loader), base_seed(loader, draws_seed):
-        return iter(loader)
+    with base_seed(loader, draws_seed):
+        return data_workers.begin(loader)
 
 
 class MpDeviceLoader:

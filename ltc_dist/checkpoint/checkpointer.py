@@ -420,13 +420,13 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for what is being written, and let others write here; more calls do nothing."""
-        if self._stopping is not None:
-            self._stopping.close()
         try:
             self.wait()
         finally:
             if self._release is not None:
                 self._release()
+            if self._stopping is not None:  # last: SIGTERM, sent again, ends no process that writes
+                self._stopping.close()
 
     def __enter__(self) -> Self:
         return self

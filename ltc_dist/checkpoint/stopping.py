@@ -32,7 +32,11 @@ class Stopped(SystemExit):
 
 
 class Stopping:
-    """Notes SIGTERM, if it is made in the main thread. A second one ends the process at once."""
+    """Notes SIGTERM, if it is made in the main thread; one that comes again changes nothing.
+
+    It often does: a scheduler tells all processes of a job, and the launcher tells them too. What ends a process that
+    takes too long is SIGKILL, from whoever sent the first signal.
+    """
 
     def __init__(self) -> None:
         self._is_told = False
@@ -44,10 +48,9 @@ class Stopping:
             self._previous = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._is_told = True
+        is_first, self._is_told = not self._is_told, True
         previous = self._before()
-        signal.signal(signal.SIGTERM, previous)
-        if callable(previous):
+        if is_first and callable(previous):
             previous(number, frame)
 
     def _before(self) -> Any:
@@ -75,7 +78,7 @@ class Stopping:
         return bool(self._pending.popleft().item())
 
     def close(self) -> None:
-        """Give SIGTERM back to whoever had it."""
+        """Give SIGTERM back to whoever had it. The last checkpoint is whole by then, in all processes."""
         self._is_closed = True
         self._pending.clear()
         in_main_thread = threading.current_thread() is threading.main_thread()

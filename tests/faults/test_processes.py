@@ -1,5 +1,6 @@
 """Faults of processes: whoever is killed, stopped or fails, the job ends as one, says why, and leaves nothing."""
 
+import contextlib
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launching import Job, launcher
@@ -210,6 +212,28 @@ def test_row_17_sigterm_becomes_a_checkpoint(workers: int, tmp_path: Path, expec
     code, out, err = Job([*TWO, TRAINING, "runs"], tmp_path).end()
     assert code == 0 and "resumed at " in out
     assert final(out) == expected
+
+
+@pytest.mark.parametrize("how", ["launcher", "spawn"])
+def test_row_17_everybody_is_told_again_and_again(how: str, tmp_path: Path) -> None:
+    """As schedulers do, which tell all processes of a job: parent, those that train, those that load data."""
+    begin = TWO if how == "launcher" else [sys.executable]
+    options = ["runs", "--slow", "0.3", "--every", "100", "--num-workers", "1", "--steps", "900"]
+    options += ["--items", "9000", *(["--spawn", "2"] if how == "spawn" else [])]
+    job = Job([*begin, TRAINING, *options], tmp_path)
+    job.wait_for("step 2")
+    while job.process.poll() is None:
+        for process in job.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        time.sleep(0.2)
+        if list((tmp_path / "runs").glob("step_*[0-9]")):  # the checkpoint is whole
+            break
+    code, out, err = job.end()
+    assert code == (143 if how == "launcher" else -signal.SIGTERM), err
+    assert re.search(r"stopped by SIGTERM; step \d+ is in ", err + out), err + out
+    assert len(list((tmp_path / "runs").glob("step_*"))) == 1
+    assert "Traceback" not in err + out
 
 
 def test_row_17_one_process_alone_is_told_to_end(tmp_path: Path, expected: str) -> None:
