@@ -16,11 +16,12 @@ from ltc_core.graph import Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.infer import Unknown, infer
 from ltc_core.schema import Arg, OpSchema
 from ltc_core.settings import settings
-from ltc_core.signature import DROPPED, NotRecordable
+from ltc_core.signature import DROPPED, NotRecordable, shared_reads
 from ltc_core.tensor import LazyTensor
 from ltc_core.trace import Trace
+from ltc_core.views import open_lens
 
-__all__ = ["OutResized", "grow", "grow_view"]
+__all__ = ["InOrder", "OutResized", "grow", "grow_view"]
 
 _NONE: dict[str, Any] = {}  # shared by all nodes without keyword arguments
 
@@ -31,6 +32,10 @@ class OutResized(NotRecordable):
     def __init__(self, resized: list[tuple[LazyTensor, TensorMeta]]) -> None:
         super().__init__()
         self.resized = resized
+
+
+class InOrder(NotRecordable):
+    """One tensor of a list must be written before the next is read: they share memory."""
 
 
 def grow_view(
@@ -89,6 +94,8 @@ def grow(
         raise NotRecordable  # eager refuses most such writes; let it say so where the op is called
     if settings.use_bf16 or settings.downcast_bf16:
         _refuse_writes_to_bits(written)
+    if bases and schema.args[0] == Arg.TENSORS:
+        _refuse_order(schema, args, kwargs, written, bases)
     result = _infer(schema, args, kwargs)
     outs, spec = _flatten_result(schema, result)
     _check_out_sizes(schema, result, args, kwargs)
@@ -104,6 +111,24 @@ def grow(
         tuple(cell.value.index for cell in bases), result=spec, line=source.user_line(),
         follows_default=_follows_default(outs, args, kwargs),
     )  # fmt: skip
+
+
+def _refuse_order(
+    schema: OpSchema, args: Any, kwargs: Any, written: list[LazyTensor], bases: list[Cell]
+) -> None:
+    """An op on lists is one op of the graph only if it does not matter which tensor is written first."""
+    position = {id(cell): k for k, cell in enumerate(bases)}
+    cells = [position[id(base_of(t._h))] for t in written]
+    for read in shared_reads(schema, args, kwargs, {id(cell): cell for cell in bases}):
+        if any(cell == read.cell and item != read.item for item, cell in enumerate(cells)):
+            raise InOrder
+    if len(set(cells)) < len(cells):
+        for t in written:
+            _, copies = open_lens(base_of(t._h).meta.meta_tensor(), lens_of(t._h))
+            if (
+                copies
+            ):  # the copy of the whole that is brought back last would hide the others' writes
+                raise InOrder
 
 
 def _refuse_writes_to_bits(written: list[LazyTensor]) -> None:

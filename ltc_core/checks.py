@@ -7,15 +7,18 @@ where eager raises its own error.
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from ltc_core.cell import Cell, base_of
+from ltc_core.graph import TensorMeta
 from ltc_core.schema import OpSchema
 
-__all__ = ["is_refused"]
+__all__ = ["is_overlap_refused", "is_refused"]
 
 _REHEARSAL_ELEMENTS = 1 << 20
 
@@ -113,6 +116,80 @@ _REHEARSED = frozenset(
 )  # fmt: skip
 
 
+def is_overlap_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether eager refuses a call because of memory that its operands share.
+
+    Kernels look at addresses, and meta tensors have none. The rule of ops that go through elements one by one is
+    known; other calls are tried on memory that is shared as theirs.
+    """
+    if schema.name.startswith("_foreach"):  # one op for each item
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
+        return any(_overlap_partly(items) for items in zip(*lists, strict=False))
+    if torch.Tag.pointwise in schema.op.tags or schema.name == "copy_":
+        return _overlap_partly((*args, *kwargs.values()))
+    memory = _Memory()
+    if memory.size_of(args, kwargs) > _REHEARSAL_ELEMENTS:
+        return True  # or at least not known; the call itself follows, on real values
+    return _fails(schema, args, kwargs, memory.tensor)
+
+
+def _overlap_partly(operands: Iterable[Any]) -> bool:
+    """Tell whether some tensors are different parts of one memory with elements in common.
+
+    Source: `at::get_overlap_status`: parts with gaps are not looked at.
+    """
+    handles = [t._h for t in operands if isinstance(t, torch.Tensor) and hasattr(t, "_h")]
+    return any(
+        base_of(a) is base_of(b)
+        and _span(a.meta) != _span(b.meta)
+        and a.meta.dense
+        and b.meta.dense
+        and max(_span(a.meta)[0], _span(b.meta)[0]) < min(_span(a.meta)[1], _span(b.meta)[1])
+        for a, b in itertools.combinations(handles, 2)
+    )
+
+
+def _span(meta: TensorMeta) -> tuple[Any, ...]:
+    """First byte of a dense tensor's memory, the end of it, and the order of its elements."""
+    first = meta.offset * meta.dtype.itemsize
+    return first, first + meta.nbytes, meta.stride
+
+
+class _Memory:
+    """Stand-ins for lazy tensors: as many cells of memory as theirs, seen as they see them."""
+
+    def __init__(self) -> None:
+        self._of_cell: dict[int, torch.UntypedStorage] = {}
+
+    @staticmethod
+    def size_of(args: Any, kwargs: dict[str, Any]) -> int:
+        """Number of elements of all memory that lazy tensors among the arguments are parts of."""
+        cells: dict[int, Cell] = {}
+        stack = [*args, *kwargs.values()]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, list | tuple):
+                stack.extend(item)
+            elif isinstance(item, torch.Tensor) and hasattr(item, "_h"):
+                cell = base_of(item._h)
+                cells[id(cell)] = cell
+        return sum(cell.meta.numel for cell in cells.values())
+
+    def tensor(self, t: torch.Tensor) -> torch.Tensor:
+        if not hasattr(t, "_h"):
+            return _stand_in(t)
+        handle = t._h
+        cell, meta = base_of(handle), handle.meta
+        storage = self._of_cell.get(id(cell))
+        if storage is None:
+            whole = torch.empty_strided(cell.meta.size, cell.meta.stride, dtype=cell.meta.dtype)
+            storage = self._of_cell[id(cell)] = whole.fill_(
+                _filling(cell.meta.dtype)
+            ).untyped_storage()
+        part = torch.empty(0, dtype=meta.dtype)
+        return part.set_(storage, meta.offset, meta.size, meta.stride)
+
+
 def is_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
     """Tell whether eager refuses this call though its meta kernel does not."""
     refused = _REFUSED.get(schema.name)
@@ -129,8 +206,12 @@ def _one_element(t: torch.Tensor) -> torch.Tensor:
 
 
 def _stand_in(t: torch.Tensor) -> torch.Tensor:
-    is_index = not (t.dtype.is_floating_point or t.dtype.is_complex)
-    return torch.full(t.shape, 0 if is_index else 1, dtype=t.dtype)
+    return torch.full(t.shape, _filling(t.dtype), dtype=t.dtype)
+
+
+def _filling(dtype: torch.dtype) -> int:
+    is_index = not (dtype.is_floating_point or dtype.is_complex)
+    return 0 if is_index else 1
 
 
 def _fails(

@@ -35,7 +35,7 @@ class _RealCall:
     def __init__(self, schema: OpSchema, ctx: Context) -> None:
         self.schema = schema
         self.ctx = ctx
-        self.written: dict[int, tuple[Cell, torch.Tensor]] = {}
+        self.written: dict[int, tuple[Cell, torch.Tensor]] = {}  # whole memory, by its cell
         self.outs: list[tuple[LazyTensor, torch.Tensor]] = []
         self.pending: list[Pending] = []
         self.operands: list[torch.Tensor] = []
@@ -55,7 +55,11 @@ class _RealCall:
             raise self._elsewhere(item)
         if name in self.schema.writes:
             return self._written(item)
-        operand = real(item._h, self.schema.name)
+        known = self.written.get(id(base_of(item._h)))
+        if known is not None:  # memory that is written, too
+            operand, _ = open_lens(known[1], lens_of(item._h))
+        else:
+            operand = real(item._h, self.schema.name)
         self.operands.append(operand)
         return operand
 
@@ -63,12 +67,20 @@ class _RealCall:
         return two_devices(self.ctx.device, item.device, f"{item.dtype}{list(item.shape)}")
 
     @in_own_state
+    def open_written(self, item: Any) -> None:
+        """Fetch the memory of what the call writes, before any argument is made that may share it."""
+        if isinstance(item, list | tuple):
+            for i in item:
+                self.open_written(i)
+        elif type(item) is LazyTensor and item._h.trace is self.ctx.trace:
+            base = base_of(item._h)
+            if id(base) not in self.written:
+                self.written[id(base)] = (base, real(base, self.schema.name).clone())
+
+    @in_own_state
     def _written(self, item: LazyTensor) -> torch.Tensor:
-        base = base_of(item._h)
-        known = self.written.get(id(base))
-        if known is None:
-            known = self.written[id(base)] = (base, real(base, self.schema.name).clone())
-        part, copies = open_lens(known[1], lens_of(item._h))
+        _, whole = self.written[id(base_of(item._h))]
+        part, copies = open_lens(whole, lens_of(item._h))
         self.pending += copies
         self.outs.append((item, part))
         return part
@@ -130,6 +142,9 @@ def run_real(schema: OpSchema, args: Any, kwargs: dict[str, Any], trace: Any) ->
     ctx = context(trace.device.index)
     metrics.count(schema.counter)
     call = _RealCall(schema, ctx)
+    for name, a in (*zip(schema.names, args, strict=False), *kwargs.items()):
+        if name in schema.writes:
+            call.open_written(a)
     real_args = [call.argument(n, a) for n, a in zip(schema.names, args, strict=False)]
     real_kwargs = {k: call.argument(k, v) for k, v in kwargs.items()}
     if real_kwargs.get("device") is not None:

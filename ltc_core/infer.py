@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ltc_core import checks
+from ltc_core.cell import base_of
 from ltc_core.graph import TensorMeta
 from ltc_core.own_state import in_own_state
 from ltc_core.schema import Arg, OpSchema
@@ -51,13 +52,29 @@ def infer(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
         *[_signature(a, code) for a, code in zip(args, schema.args, strict=False)],
         *[(k, _signature(v, schema.named[k])) for k, v in kwargs.items() if k != "generator"],
     )
+    shared = _memory_shared(args, kwargs) if schema.writes else ()
+    if shared:
+        key += (shared,)
     found = _cache.get(key)
     if found is None:
+        if shared and checks.is_overlap_refused(schema, args, kwargs):
+            raise Unknown("operands that overlap as eager does not allow")
         found = _run_on_meta(schema, args, kwargs)
         if len(_cache) >= _CACHE_SIZE:
             _cache.clear()
         _cache[key] = found
     return found
+
+
+def _memory_shared(args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """For each lazy tensor the first that shares memory with it, by position; nothing if no two of them do."""
+    first: dict[int, int] = {}
+    found: list[int] = []
+    for item in (*args, *kwargs.values()):
+        for t in item if isinstance(item, list | tuple) else (item,):
+            if isinstance(t, LazyTensor):
+                found.append(first.setdefault(id(base_of(t._h)), len(found)))
+    return tuple(found) if len(first) < len(found) else ()
 
 
 def _signature(item: Any, code: Arg) -> Any:

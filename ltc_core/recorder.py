@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ltc_core import rng
-from ltc_core.branch import grow
+from ltc_core.branch import InOrder, grow
 from ltc_core.cell import Cell
 from ltc_core.infer import infer
 from ltc_core.record_view import make_operand, make_operands, record_view
@@ -28,6 +28,7 @@ from ltc_core.signature import (
     argument,
     check_device,
     find_trace,
+    shared_reads,
     written,
     written_cell,
 )
@@ -37,6 +38,7 @@ from ltc_core.trace import Step, Trace
 __all__ = ["record_factory", "recorder"]
 
 
+_FOR_EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # where ATen calls an op for each tensor
 _let_autograd_use_threads = torch._C._set_multithreading_enabled
 
 
@@ -57,9 +59,12 @@ def _record_writes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     """Record an op that writes a list of tensors, and count it in each of them.
 
     Autograd counts writes itself, to find what was changed before backward needs it, but leaves lists to the ops that
-    eager PyTorch calls for each tensor.
+    eager PyTorch calls for each tensor. Those ops are recorded where their order matters.
     """
-    result = _record(schema, args, kwargs)
+    try:
+        result = _record(schema, args, kwargs)
+    except InOrder:
+        result = schema.op._op_dk(_FOR_EACH, *args, **kwargs)
     increment_version([t for t in args[0] if not t.is_inference()])
     return result
 
@@ -107,7 +112,8 @@ def _signature(
     numbers: list[Any],
     bases: dict[int, Cell],
 ) -> tuple[Any, ...]:
-    """Build the signature of a call. Operands that it writes go in as (number of the whole tensor, lens)."""
+    """Build the signature of a call. Operands that it writes go in as (number of the whole tensor, lens), those that
+    it reads from the same memory once more, at the end."""
     writes = schema.writes
     key: list[Any] = [schema]
     for a, code, name in zip(args, schema.args, schema.names, strict=False):
@@ -131,6 +137,8 @@ def _signature(
             )
     if schema.draws:
         key.append(written_cell(trace, rng.stream(trace, generator), bases))
+    if writes:
+        key += shared_reads(schema, args, kwargs, bases)
     return tuple(key)
 
 

@@ -1,26 +1,29 @@
 """The signature of a recorded op: what must be equal for it to be the same step again.
 
 Operands go in by number (by meta where an input is read for the first time), structure by value, numbers by type:
-their values are inputs of the graph. An operand that must be made first (a view of memory that changed, memory
-nobody wrote yet) raises `Stale`; `make_operands` makes it.
+their values are inputs of the graph. For an op that writes, the signature also says which operands share memory with
+what is written: equal numbers are equal values, not the same memory. An operand that must be made first (a view of
+memory that changed, memory nobody wrote yet) raises `Stale`; `make_operands` makes it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from ltc_core import errors, source
 from ltc_core.cell import Cell, View, base_of, lens_of
+from ltc_core.graph import Lens
 from ltc_core.infer import typed
-from ltc_core.schema import Arg
+from ltc_core.schema import Arg, OpSchema
 from ltc_core.tensor import LazyTensor
 from ltc_core.trace import Trace, is_stale
 
 __all__ = [
-    "DROPPED", "NotRecordable", "Stale", "argument", "check_device", "find_trace", "number", "operand",
-    "two_devices", "written", "written_cell",
+    "DROPPED", "NotRecordable", "SharedRead", "Stale", "argument", "check_device", "find_trace", "number", "operand",
+    "shared_reads", "two_devices", "written", "written_cell",
 ]  # fmt: skip
 
 # Arguments that say where a result goes, which the trace knows, or that enter a signature in a way of their own.
@@ -121,5 +124,47 @@ def written(trace: Trace, a: Any, bases: dict[int, Cell]) -> Any:
 
 
 def written_cell(trace: Trace, cell: Cell, bases: dict[int, Cell]) -> Any:
+    """Part of the signature of memory that is written: its number; ~k where it is the k-th of `bases` again."""
+    if id(cell) in bases:
+        return ~list(bases).index(id(cell))
     bases[id(cell)] = cell
     return operand(trace, cell)
+
+
+class SharedRead(NamedTuple):
+    """A tensor that an op reads from memory that it writes: the part of the k-th written cell under `lens`.
+
+    It is the tensor at position `item` of the list that argument `name` is; `item` is 0 for a single tensor.
+    """
+
+    name: str
+    item: int
+    cell: int
+    lens: Lens
+
+
+def shared_reads(
+    schema: OpSchema, args: Any, kwargs: Any, bases: dict[int, Cell]
+) -> tuple[SharedRead, ...]:
+    """Operands that an op reads from the memory of `bases`, which it writes."""
+    found = []
+    for name, a in _read_arguments(schema, args, kwargs):
+        if type(a) is LazyTensor:
+            a = (a,)
+        elif type(a) not in (list, tuple):
+            continue
+        for item, t in enumerate(a):
+            if type(t) is LazyTensor and id(base_of(t._h)) in bases:
+                cell = list(bases).index(id(base_of(t._h)))
+                found.append(SharedRead(name, item, cell, lens_of(t._h)))
+    return tuple(found)
+
+
+def _read_arguments(schema: OpSchema, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    writes = schema.writes
+    for name, a in zip(schema.names, args, strict=False):
+        if name not in writes:
+            yield name, a
+    for name, a in kwargs.items():
+        if name not in writes:
+            yield name, a

@@ -4,6 +4,8 @@
 
 #include <c10/core/DefaultDtype.h>
 
+#include <unordered_set>
+
 namespace ltc {
 
 // One argument, or one item of a list.
@@ -11,9 +13,11 @@ struct Want {
   enum What { kSame, kType, kNumbered, kFirstRead, kItems };
   What what;
   IValue value; // kSame: equal to this. kType: a number of the type of this
-  Py_ssize_t number = 0; // kNumbered: the value of this number. kItems: so many items, which follow
+  Py_ssize_t number = 0; // kNumbered: the value of this number, kFirstRead: what it will have. kItems: so many items, which follow
   PyObject* meta = nullptr; // kFirstRead: an input of this meta; metas live for ever
-  PyObject* lens = nullptr; // of a part that is written; null for a whole tensor
+  PyObject* lens = nullptr; // of a part of a cell that is written; null for a whole tensor
+  Py_ssize_t cell = -1; // which of the cells that are written it is, or is a part of; -1: none of them
+  bool may_share = false; // it is read: whether a call can only be told from others by `cell`
 };
 
 struct Expected {
@@ -121,10 +125,12 @@ class Noter : Operands {
     }
     if (op.draws && !note_stream())
       return;
+    note_shared_reads();
     noted.trace = Object(Py_NewRef(trace));
     noted.before = Object(Py_NewRef(trace_of.cursor.of(trace)));
     noted.epoch = Object(Py_NewRef(epoch));
-    noted.written = std::move(first_written);
+    if (!written.cells.empty())
+      noted.written = Object(Py_NewRef(written.cells[0]));
     noted.count = count;
     noted.numbers = numbers.size();
     for (const Input& input : inputs)
@@ -132,14 +138,19 @@ class Noter : Operands {
   }
 
  private:
+  struct Read {
+    size_t want;
+    PyObject* handle; // its tensor holds it
+  };
   std::vector<Want>* wants = nullptr;
-  Object first_written;
+  Written written;
+  std::vector<Read> reads;
 
   static bool is_default(const c10::Argument& argument, const IValue& a) {
     return argument.default_value() && same_value(*argument.default_value(), a);
   }
 
-  bool note_argument(const IValue& a, int code, bool written) {
+  bool note_argument(const IValue& a, int code, bool is_written) {
     if (code == kGenerator && !a.isNone())
       return false; // the stream is another one
     if (a.isNone() || (!a.isTensor() && (code == kStatic || code == kStaticNumber || code == kGenerator))) {
@@ -147,16 +158,16 @@ class Noter : Operands {
       return true;
     }
     if (!a.isList())
-      return note_item(a, written);
+      return note_item(a, is_written);
     wants->push_back({Want::kItems, {}, static_cast<Py_ssize_t>(a.toListRef().size())});
     for (const IValue& item : a.toListRef()) {
-      if (!note_item(item, written))
+      if (!note_item(item, is_written))
         return false;
     }
     return true;
   }
 
-  bool note_item(const IValue& a, bool written) {
+  bool note_item(const IValue& a, bool is_written) {
     if (a.isNone()) {
       wants->push_back({Want::kSame, a});
       return true;
@@ -175,34 +186,58 @@ class Noter : Operands {
     const Object handle(handle_of(a.toTensor()));
     if (!handle)
       return false;
-    const bool is_part = written && is_type(handle.get(), view_type);
+    if (!is_written) {
+      if (op.writes_any)
+        reads.push_back({wants->size(), handle.get()});
+      return note_operand(handle.get(), nullptr, -1);
+    }
+    const bool is_part = is_type(handle.get(), view_type);
     PyObject* whole = is_part ? view_of.base.of(handle.get()) : handle.get();
-    if (written && !first_written)
-      first_written = Object(Py_NewRef(whole));
-    return note_operand(whole, is_part ? view_of.lens.of(handle.get()) : nullptr);
+    return note_operand(whole, is_part ? view_of.lens.of(handle.get()) : nullptr, written.add(whole));
   }
 
-  bool note_operand(PyObject* whole, PyObject* lens) {
+  bool note_operand(PyObject* whole, PyObject* lens, Py_ssize_t cell) {
     PyObject* value = value_of_handle(whole);
     if (!value)
       return false;
     Want want{Want::kNumbered};
-    if (is_of_this_epoch(value))
+    if (is_of_this_epoch(value)) {
       want.number = value_of.index.number(value);
-    else if (const auto known = input_number(value))
+    } else if (const auto known = input_number(value)) {
       want.number = *known;
-    else if (!first_read(value, want.meta = cell_of.meta.of(whole)))
-      return false;
-    else
+    } else {
+      want.number = count + static_cast<Py_ssize_t>(inputs.size());
+      if (!first_read(value, want.meta = cell_of.meta.of(whole)))
+        return false;
       want.what = Want::kFirstRead;
+    }
     want.lens = Py_XNewRef(lens);
+    want.cell = cell;
     wants->push_back(std::move(want));
     return true;
   }
 
   bool note_stream() {
     const Object cell = stream();
-    return cell && note_operand(cell.get(), nullptr);
+    return cell && note_operand(cell.get(), nullptr, written.add(cell.get()));
+  }
+
+  // Notes what is read from cells that are written. A whole cell and the same cell written have one number, so that
+  // another number says enough; the number of a part says nothing of its cell.
+  void note_shared_reads() {
+    std::unordered_set<Py_ssize_t> numbers_written;
+    for (const Want& want : *wants) {
+      if (want.cell >= 0)
+        numbers_written.insert(want.number);
+    }
+    for (const Read& read : reads) {
+      Want& want = (*wants)[read.want];
+      const bool is_part = is_type(read.handle, view_type);
+      want.may_share = is_part || numbers_written.count(want.number);
+      want.cell = written.find(is_part ? view_of.base.of(read.handle) : read.handle);
+      if (is_part && want.cell >= 0)
+        want.lens = Py_NewRef(view_of.lens.of(read.handle));
+    }
   }
 };
 

@@ -159,6 +159,7 @@ PyObject* add(PyObject*, PyObject* given) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(codes); ++i) {
       op.codes.push_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(codes, i))));
       op.writes.push_back(PyTuple_GET_ITEM(writes, i) == Py_True);
+      op.writes_any |= op.writes.back();
     }
     if (PyErr_Occurred() || op.codes.size() != op.handle.schema().arguments().size()) {
       if (!PyErr_Occurred())

@@ -2,8 +2,6 @@
 #pragma once
 #include "expected.h"
 
-#include <unordered_set>
-
 namespace ltc {
 
 // Nothing is changed before the whole call was found as expected; if making it fails after that, the trace is settled.
@@ -26,7 +24,7 @@ class NextStep : Operands {
       if (!is_as_expected(args[i], op.writes[i]))
         return false;
     }
-    return !op.draws || stream_is_next();
+    return (!op.draws || stream_is_next()) && shares_as_expected();
   }
 
   // Gives what the op returns; nothing, with an error, if that failed.
@@ -61,12 +59,16 @@ class NextStep : Operands {
   PyObject* step = nullptr;
   const std::vector<Want>* wants = nullptr;
   size_t at_want = 0;
-  std::vector<PyObject*> cells; // written, each once
-  std::unordered_set<PyObject*> is_written;
+  Written written;
+  struct Read {
+    const Want* want;
+    PyObject* handle; // its tensor holds it
+  };
+  std::vector<Read> reads; // that may share memory with what is written
 
   // -- comparing
 
-  bool is_as_expected(const IValue& a, bool written) {
+  bool is_as_expected(const IValue& a, bool is_written) {
     const Want& want = (*wants)[at_want++];
     switch (want.what) {
       case Want::kSame:
@@ -80,41 +82,53 @@ class NextStep : Operands {
         if (!a.isList() || static_cast<Py_ssize_t>(a.toListRef().size()) != want.number)
           return false;
         for (const IValue& item : a.toListRef()) {
-          if (!is_as_expected(item, written))
+          if (!is_as_expected(item, is_written))
             return false;
         }
         return true;
       default:
-        return a.isTensor() && tensor_is(a.toTensor(), want, written);
+        return a.isTensor() && tensor_is(a.toTensor(), want, is_written);
     }
   }
 
-  bool tensor_is(const at::Tensor& tensor, const Want& want, bool written) {
+  bool tensor_is(const at::Tensor& tensor, const Want& want, bool is_written) {
     const Object handle(handle_of(tensor));
     if (!handle)
       return false;
     PyObject* whole = handle.get();
-    if (written) {
+    if (want.may_share)
+      reads.push_back({&want, whole});
+    if (is_written) {
       const bool is_part = is_type(whole, view_type);
       if (is_part != (want.lens != nullptr) || (is_part && !equal(view_of.lens.of(whole), want.lens)))
         return false;
       whole = is_part ? view_of.base.of(whole) : whole;
-      write(whole);
+      if (written.add(whole) != want.cell)
+        return false;
     }
     return operand_is(whole, want);
-  }
-
-  void write(PyObject* cell) {
-    if (is_written.insert(cell).second)
-      cells.push_back(cell); // its tensor, or the device, holds it
   }
 
   bool stream_is_next() {
     const Object cell = stream();
     if (!cell)
       return false;
-    write(cell.get());
-    return operand_is(cell.get(), (*wants)[at_want++]);
+    const Want& want = (*wants)[at_want++];
+    return written.add(cell.get()) == want.cell && operand_is(cell.get(), want);
+  }
+
+  // Whether what is read shares memory with what is written as it did then.
+  bool shares_as_expected() const {
+    for (const Read& read : reads) {
+      const bool is_part = is_type(read.handle, view_type);
+      const Py_ssize_t cell = written.find(is_part ? view_of.base.of(read.handle) : read.handle);
+      PyObject* lens = read.want->lens;
+      if (cell != read.want->cell)
+        return false;
+      if (cell >= 0 && (is_part ? !lens || !equal(view_of.lens.of(read.handle), lens) : lens != nullptr))
+        return false;
+    }
+    return true;
   }
 
   bool operand_is(PyObject* whole, const Want& want) {
@@ -243,7 +257,7 @@ class NextStep : Operands {
     if (!outs || !spec)
       return std::nullopt;
     std::vector<at::Tensor> made;
-    const Py_ssize_t n = PyTuple_GET_SIZE(outs.get()) - static_cast<Py_ssize_t>(cells.size());
+    const Py_ssize_t n = PyTuple_GET_SIZE(outs.get()) - static_cast<Py_ssize_t>(written.cells.size());
     made.reserve(n);
     for (Py_ssize_t i = 0; i < n; ++i) {
       PyObject* meta = PyTuple_GET_ITEM(outs.get(), i);
@@ -252,7 +266,7 @@ class NextStep : Operands {
       if (is_undefined ? !take_number(Py_None) : !made.back().defined())
         return std::nullopt;
     }
-    for (PyObject* cell : cells) {
+    for (PyObject* cell : written.cells) {
       const Object value(define());
       if (!value || !cell_of.version.set_number(cell, cell_of.version.number(cell) + 1))
         return std::nullopt;

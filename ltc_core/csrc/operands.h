@@ -7,6 +7,7 @@
 
 #include <deque>
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
 namespace ltc {
@@ -22,6 +23,7 @@ struct Op {
   std::vector<int> codes; // of the arguments, in order
   std::vector<bool> writes;
   c10::OperatorHandle handle;
+  bool writes_any = false;
 
   // Autograd counts what is written into a tensor, but leaves lists of tensors to the ops that eager PyTorch calls for
   // each of them.
@@ -78,6 +80,27 @@ inline PyObject* first_handle(c10::ArrayRef<IValue> values) {
 struct Input {
   PyObject* value;
   PyObject* meta;
+};
+
+// The cells that a call writes, each once, in the order in which they come.
+class Written {
+ public:
+  // The position of a cell, which is added if it is new.
+  Py_ssize_t add(PyObject* cell) {
+    const auto [found, is_new] = positions.emplace(cell, static_cast<Py_ssize_t>(cells.size()));
+    if (is_new)
+      cells.push_back(cell); // its tensor, or the device, holds it
+    return found->second;
+  }
+  // The position of a cell, -1 if it is not written.
+  Py_ssize_t find(PyObject* cell) const {
+    const auto found = positions.find(cell);
+    return found == positions.end() ? -1 : found->second;
+  }
+  std::vector<PyObject*> cells;
+
+ private:
+  std::unordered_map<PyObject*, Py_ssize_t> positions;
 };
 
 // What a call has to do with its trace.

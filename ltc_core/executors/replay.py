@@ -117,6 +117,9 @@ class Replay:
     def _call_whole(self, node: Node, rule: Callable[..., Sequence[Any]]) -> None:
         """Call the rule of a whole op; what it writes through views, it writes in a copy."""
         written = _writes_of(node)
+        wholes = {w.base for w in written if not w.lens}
+        if len(set(written)) < len(written) or any(w.lens and w.base in wholes for w in written):
+            raise Refused(str(node.op), "it writes one tensor twice, the second time on the first")
         through_views = any(w.lens for w in written)
         olds = self._wholes(node) if through_views else [self._values[w] for w in node.writes]
         results = list(rule(*self._fill(node.args, olds), **self._fill_named(node.kwargs, olds)))

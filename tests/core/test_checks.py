@@ -212,3 +212,76 @@ def test_a_draw_in_a_check_does_not_move_the_random_state() -> None:
     drawn = torch.multinomial(weights, 3)
     torch.manual_seed(3)
     assert torch.equal(drawn.cpu(), torch.multinomial(torch.ones(7), 3))
+
+
+# -- operands that share memory ------------------------------------------------------------------
+
+# Each is given the numbers 0 to 5, and may read and write parts of them.
+SHARED: dict[str, Callable[[Tensor], object]] = {
+    "add_, a step apart": lambda x: x[1:].add_(x[:-1]),
+    "add_, values elsewhere": lambda x: x[1:].add_(x.clone()[:-1]),
+    "add_, the whole": lambda x: x.add_(x),
+    "add_, one part": lambda x: x[1:].add_(x[1:]),
+    "add_, with gaps": lambda x: x[::2].add_(x[1::2]),
+    "lerp_": lambda x: x[1:].lerp_(x[:-1], 0.5),
+    "clamp_": lambda x: x[1:].clamp_(max=x[:-1]),
+    "copy_": lambda x: x[1:].copy_(x[:-1]),
+    "copy_, transposed": lambda x: x[:4].view(2, 2).copy_(x[:4].view(2, 2).t()),
+    "out, a step apart": lambda x: torch.add(x[1:], 1, out=x[:-1]),
+    "out, the operand": lambda x: torch.add(x, 1, out=x),
+    "cumsum, out": lambda x: torch.cumsum(x[1:], 0, out=x[:-1]),
+    "where, out": lambda x: torch.where(x[1:] > 0, x[1:], x[:-1], out=x[:-1]),
+    "cat, out": lambda x: torch.cat([x[:2], x[3:4]], out=x[:3]),
+    "foreach, a step apart": lambda x: torch._foreach_add_([x[1:]], [x[:-1]]),
+    "foreach copy": lambda x: torch._foreach_copy_([x[1:]], [x[:-1]]),
+    "foreach, crossed": lambda x: torch._foreach_add_([x[:3], x[3:]], [x[3:], x[:3]]),
+    "foreach, overlapping writes": lambda x: torch._foreach_add_([x[:4], x[2:]], 1.0),
+    "index_put_": lambda x: x.index_put_((_indices(x)[:2],), x[:2]),
+    "index_add_": lambda x: x.index_add_(0, _indices(x), x),
+    "index_copy_": lambda x: x.index_copy_(0, _indices(x), x),
+    "scatter_": lambda x: x.scatter_(0, _indices(x), x),
+    "masked_scatter_": lambda x: x.masked_scatter_(x > 2, x),
+    "put_": lambda x: x.put_(_indices(x)[:2], x[:2]),
+    "expanded, add_": lambda x: x[:1].expand(3).add_(1),
+    "expanded, copy_": lambda x: x[:1].expand(3).copy_(x[:3]),
+    "expanded, foreach": lambda x: torch._foreach_add_([x[:1].expand(3)], 1.0),
+}  # fmt: skip
+
+
+def _indices(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device)
+
+
+def test_shared_memory_is_refused_where_eager_refuses_it() -> None:
+    """Twice, so that the steps of the accepted calls are known."""
+    for name, write in SHARED.items():
+        wanted = _written(write, "cpu")
+        for _ in range(2):
+            with Counting() as counted:
+                got = _written(write, ltc.lazy_device())
+            if isinstance(wanted, Exception):
+                assert isinstance(got, type(wanted)), f"{name}: {got!r}, eager raises {wanted!r}"
+            else:
+                assert isinstance(got, Tensor), f"{name}: {got!r}, and eager accepts it"
+                assert counted.fallbacks == {}, name
+                assert_same(got, wanted)
+
+
+def _written(write: Callable[[Tensor], object], device: torch.device | str) -> Tensor | Exception:
+    x = torch.arange(6.0).to(device)
+    try:
+        write(x)
+    except Exception as error:
+        return error
+    return x
+
+
+def test_large_memory_that_is_shared_is_not_copied_for_a_check() -> None:
+    x = torch.zeros(2**20 + 8).to(ltc.lazy_device())
+    with Counting() as counted:
+        x.add_(x)
+        torch._foreach_mul_([x[:8], x[8:]], [x[:8], x[8:]])
+        ltc.mark_step()
+    assert counted.fallbacks == {}
+    with pytest.raises(RuntimeError, match="single memory location"):
+        x[1:].add_(x[:-1])

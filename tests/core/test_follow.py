@@ -95,6 +95,44 @@ def test_one_result_two_results_a_list_of_results() -> None:
     follows(program)
 
 
+def test_equal_values_in_one_memory_and_in_two() -> None:
+    """The values have the same numbers: what tells the calls apart is the memory that they share."""
+    writes: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+        lambda x, y: torch._foreach_add_([x, y], 1.0),
+        lambda x, y: torch._foreach_add_([x, y[0]], 1.0),
+        lambda x, y: torch._foreach_mul_([x[0], y[0]], 2.0),
+        lambda x, y: torch._foreach_add_([x[0], x[1]], [y[1], y[0]]),
+        lambda x, y: torch._foreach_add_([x[0], x[1]], [x[1], y[0]]),
+        lambda x, y: torch._foreach_addcmul_([x, y], [y, x], [y, y]),
+        lambda x, y: x.add_(y),
+        lambda x, y: x[0].copy_(y[1]),
+        lambda x, y: x.normal_().add_(y),
+    ]
+
+    def program_of(order: tuple[int, ...], are_bound: bool) -> Program:
+        def program(device: torch.device) -> Any:
+            found = []
+            for write in writes:
+                for is_one in order:
+                    x = data(device, 2, 3)
+                    if are_bound and device.type != "cpu":
+                        ltc.mark_step()
+                    y = x if is_one else x.clone()
+                    write(x, y)
+                    found += [x.clone(), y.clone()]
+            return found
+
+        return program
+
+    for order in (0, 1, 0), (1, 0, 1):
+        for are_bound in True, False:
+            program = program_of(order, are_bound)
+            expected = run(program, torch.device("cpu"))
+            for _ in range(ROUNDS):
+                assert_same(run(program, ltc.lazy_device()), expected)
+                ltc.mark_step()
+
+
 def test_numbers_are_inputs_and_keep_their_type() -> None:
     def program(device: torch.device) -> Any:
         x = data(device, 3)

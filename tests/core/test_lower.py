@@ -197,6 +197,17 @@ def test_an_op_that_cannot_be_traced_is_named() -> None:
     assert [part.compiled for part in parts] == [True, False]
 
 
+def test_a_fused_optimizer_that_is_given_a_parameter_twice_is_not_compiled() -> None:
+    twice = [Write(0, ()), Write(0, ())]
+    options = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0.0)
+    flags = dict.fromkeys(("nesterov", "maximize", "is_first_step"), False)
+    args = (twice, [Ref(1), Ref(1)], [])
+    op = aten._fused_sgd_.default
+    step = Node(op, args, {**options, "lr": Scalar(0), **flags}, 2, (META,), (0,))
+    with pytest.raises(Refused, match="twice"):
+        lowered(Graph((step,), {0: META, 1: META}, (2,)), 0.1, varied=frozenset({0}))
+
+
 LAYOUTS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "heads inside": lambda g: torch.randn(2, 16, 4, 8, generator=g).transpose(1, 2),
     "packed": lambda g: torch.randn(2, 4, 16, 8, generator=g),

@@ -177,6 +177,22 @@ def test_lists_that_share_memory_are_written_in_order(x: Tensor) -> None:
     assert_same(y, wanted)
 
 
+def test_a_list_that_reads_what_it_wrote_before_is_recorded_item_by_item(x: Tensor) -> None:
+    torch._foreach_mul_([x, x.clone()], [x * 2, x * 3])
+    assert num_ops(x, torch.ones(2).to(x.device)) == 3  # each product is one, the list another
+    ltc.mark_step()
+    y = x + 0
+    before = y._version
+    torch._foreach_add_([x, y], [x, x])
+    names = [
+        line.split("aten.")[1].split(".")[0]
+        for line in ltc.dump_ir([x, y]).splitlines()
+        if "aten." in line
+    ]
+    assert names == ["add", "add_", "add_"]
+    assert y._version == before + 1
+
+
 def test_an_op_may_read_what_it_writes(x: Tensor) -> None:
     eager = x.cpu()
     for t in (x, eager):
