@@ -1,8 +1,9 @@
-# Everything one has to type: make setup | demo | test | check | bench | test-xla.
+# Everything one has to type: make setup | demo | test | check | bench | test-xla | test-programs | test-opinfo |
+# test-random.
 #   PYTHON=...  the Python (3.11 or newer) the environment is made from; found by itself if not given
 #   VENV=...    where the environment lives (given on the command line only; default .venv)
 #   XLA_VENV=...  the same for the one with torch_xla (default .venv-xla)
-#   ARGS=...    more arguments for demo, test and bench, such as ARGS="--device cpu" or ARGS="-k views"
+#   ARGS=...    more arguments for demo, test*, bench, such as ARGS="--device cpu", ARGS="-k views", ARGS="--seed 3"
 
 VENV := .venv
 XLA_VENV := .venv-xla
@@ -21,13 +22,16 @@ unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV PIP_CONSTRAINT
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-xla check bench clean
+.PHONY: help setup demo test test-xla test-programs test-opinfo test-random check bench clean
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
 	@echo "make demo    train a CNN on handwritten digits, in two processes"
 	@echo "make test    run the tests"
 	@echo "make test-xla  run the tests of the TPU executor on the CPU (an environment of 8 GB of its own)"
+	@echo "make test-programs  run small programs beside eager, op by op (ARGS=\"--tier compiled\": compiled, an hour)"
+	@echo "make test-opinfo  run PyTorch's operators beside eager: op by op, lowered, compiled (over an hour)"
+	@echo "make test-random  run 10,000 random programs beside eager (ARGS=\"--seed 3 --count 500\")"
 	@echo "make check   formatting, lint, types"
 	@echo "make bench   measure recording speed, memory, and training beside its peers (over an hour)"
 
@@ -61,6 +65,18 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The nets at full size: each prints its seed, and what differs as a program that can be run.
+test-programs: $(STAMP)
+	$(BIN)/python -m tests.nets.run_programs $(ARGS)
+
+test-opinfo: $(STAMP)
+	$(BIN)/python -m pytest tests/core/test_opinfo.py
+	$(BIN)/python -m tests.nets.run_opinfo --tier lowered $(ARGS)
+	$(BIN)/python -m tests.nets.run_opinfo --tier compiled $(ARGS)
+
+test-random: $(STAMP)
+	$(BIN)/python -m tests.nets.random_programs $(ARGS)
 
 # torch_xla 2.9 wants torch 2.9, whose standard build brings CUDA: 7 GB, and 1 GB for pip's cache.
 $(XLA_STAMP): setup.cfg pyproject.toml constraints.txt

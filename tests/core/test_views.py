@@ -1,7 +1,7 @@
 """Views on the device are views: writes go through them, in both directions, as in eager PyTorch.
 
 First each kind of view with each kind of write, then what is special about some of them. Autograd
-through views is in test_views_autograd.py, random programs are in test_views_random.py.
+through views is in test_views_autograd.py, random programs are in tests/nets.
 """
 
 from collections.abc import Callable

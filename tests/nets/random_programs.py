@@ -1,0 +1,350 @@
+"""Random programs beside eager: `python -m tests.nets.random_programs --count 10000` (make test-random).
+
+A program is a list of lines drawn by `statements`, found again by its number. It runs once on the CPU and four times
+on the lazy devices; what each line raises, what it asks and what all tensors hold at the end must be the same. What
+differs is shrunk line by line and printed as a script. The programs run in a child process, so that one that ends its
+process, or hangs, is found and named too.
+"""
+
+import argparse
+import contextlib
+import copy
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ltc_core as ltc
+from tests.nets.beside import ROUNDS, Raised, attempt, difference
+from tests.nets.seed import seed
+from tests.nets.statements import MOST_ELEMENTS, STATEMENTS, Draw
+from tests.nets.tiers import TIERS, tier
+
+__all__ = ["check", "generate", "main", "shrunk"]
+
+NUM_LINES = 14
+HANG_S = 60
+# Operands that overlap are values to the device, which computes what copies of them give.
+_OVERLAP = "some elements of the input tensor and the written-to tensor refer to a single memory location"
+# A program ends before one of its tensors is larger.
+_MOST = 4 * MOST_ELEMENTS
+
+Lines = list[str]
+
+
+def make(shape: Sequence[int], dtype: torch.dtype, number: int) -> torch.Tensor:
+    """Small whole numbers, so that most arithmetic is exact."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(-4, 5, tuple(shape), generator=generator).to(dtype)
+
+
+def safe(t: torch.Tensor) -> torch.Tensor:
+    """Values that every dtype has."""
+    return t.nan_to_num(0, 0, 0).clamp(-99, 99) if t.is_floating_point() else t
+
+
+def _namespace(devices: Sequence[torch.device], cut: Callable[[], object]) -> dict[str, Any]:
+    return {
+        "torch": torch, "F": F, "copy": copy, "checkpoint": checkpoint, "make": make, "safe": safe,
+        "d": list(devices), "cut": cut, "out": [],
+    }  # fmt: skip
+
+
+# -- making ------------------------------------------------------------------------------------------
+
+
+def generate(number: int, num_devices: int = 2, num_lines: int = NUM_LINES) -> Lines:
+    """The program of a number. It runs in eager while it is made, so that lines fit what is there."""
+    draw = Draw(random.Random(number), num_devices)
+    names = _namespace([torch.device("cpu")] * num_devices, lambda: None)
+    makers, weights = zip(*STATEMENTS, strict=True)
+    lines: Lines = []
+    torch.manual_seed(0)
+    while len(lines) < num_lines:
+        maker = makers[0] if len(lines) < 2 else draw.rng.choices(makers, weights)[0]
+        line = maker(draw)
+        if line is None:
+            continue
+        error = _step(line, names)
+        if error is not None and "# values" in line:
+            continue
+        if isinstance(error, (NameError, AttributeError, SyntaxError)):
+            continue
+        if any(isinstance(t, torch.Tensor) and t.numel() > _MOST for t in names.values()):
+            break
+        lines.append(line)
+        draw.tensors = {
+            name: t
+            for name, t in names.items()
+            if isinstance(t, torch.Tensor) and t.numel() <= MOST_ELEMENTS and not t.is_complex()
+        }
+    return lines
+
+
+def _step(line: str, names: dict[str, Any]) -> Exception | None:
+    try:
+        exec(_code(line), names)
+    except Exception as error:
+        return error
+    return None
+
+
+_codes: dict[str, Any] = {}
+
+
+def _code(line: str) -> Any:
+    if line not in _codes:
+        if len(_codes) > 10_000:
+            _codes.clear()
+        _codes[line] = compile(line, "<program>", "exec")
+    return _codes[line]
+
+
+# -- running -----------------------------------------------------------------------------------------
+
+
+def outcome(lines: Lines, devices: Sequence[torch.device]) -> tuple[list[Any], dict[str, Any]]:
+    """What each line raised and asked, then what all tensors hold."""
+    events, names = _run(lines, devices)
+    events += names["out"]
+    held: dict[str, Any] = {}
+    for name in sorted(names):
+        t = names[name]
+        if isinstance(t, torch.Tensor):
+            held[name] = attempt(lambda t=t: t)  # type: ignore[misc]
+            held[f"{name}.grad"] = attempt(lambda t=t: t.grad if t.is_leaf else None)  # type: ignore[misc]
+    return events, held
+
+
+def _run(lines: Lines, devices: Sequence[torch.device]) -> tuple[list[Any], dict[str, Any]]:
+    """What each line raised, and all names at the end."""
+    cut = (lambda: None) if devices[0].type == "cpu" else ltc.mark_step
+    names = _namespace(devices, cut)
+    events: list[Any] = []
+    torch.manual_seed(0)
+    for line in lines:
+        error = _step(line, names)
+        events.append(None if error is None else Raised(error))
+    return events, names
+
+
+def check(lines: Lines, num_devices: int = 2, rounds: int = ROUNDS) -> str:
+    """How a program differs from eager, in words; "" if it does not.
+
+    A kernel's own refusal comes when the kernel runs: a line that raises in eager may raise at the sync after it. The
+    rest of the program is then compared without that line.
+    """
+    while True:
+        late, what = _compare(lines, num_devices, rounds)
+        if late is None:
+            return what
+        what = _told_late(lines[: late + 1], num_devices)
+        if what:
+            return what
+        lines = lines[:late] + lines[late + 1 :]
+
+
+def _is_apart(line: str, got: Any) -> bool:
+    """Whether a line that eager refuses is looked at by itself: what is left of it is not what eager leaves.
+
+    The device writes nothing then, where eager may have written some of several operands.
+    """
+    return got is None or "_foreach_" in line or "out=" in line
+
+
+def _told_late(lines: Lines, num_devices: int) -> str:
+    """How what a last line raises at the sync after it differs from what eager raises at once."""
+    cpu = [torch.device("cpu")] * num_devices
+    lazy = [ltc.lazy_device(index) for index in range(num_devices)]
+    expected = outcome(lines, cpu)[0][len(lines) - 1]
+    events, names = _run(lines, lazy)
+    got = events[-1] or attempt(lambda: ltc.mark_step(wait=True))
+    del names
+    attempt(ltc.wait_device_ops)
+    if got is None and _OVERLAP in expected.text and "_foreach_" not in lines[-1]:
+        return ""
+    what = difference(got, expected)
+    return what and f"{lines[-1]}, and a sync: {what}"
+
+
+def _compare(lines: Lines, num_devices: int, rounds: int) -> tuple[int | None, str]:
+    """The line that raises in eager and not at once on the device; else how the device differs."""
+    cpu = [torch.device("cpu")] * num_devices
+    lazy = [ltc.lazy_device(index) for index in range(num_devices)]
+    events, held = outcome(lines, cpu)
+    for number in range(1, rounds + 1):
+        got_events, got_held = outcome(lines, lazy)
+        late = attempt(lambda: ltc.mark_step(wait=True))
+        for k, (got, wanted) in enumerate(zip(got_events, events, strict=False)):
+            if k < len(lines) and isinstance(wanted, Raised) and _is_apart(lines[k], got):
+                return k, ""
+        if isinstance(late, Raised):
+            return None, f"round {number}: {late!r} comes late"
+        for k, (got, wanted) in enumerate(zip(got_events, events, strict=False)):
+            what = difference(got, wanted)
+            if what:
+                where = lines[k] if k < len(lines) else f"answer {k - len(lines)}"
+                return None, f"round {number}, {where}: {what}"
+        if held.keys() != got_held.keys():
+            return None, f"round {number}: there are {sorted(got_held)}, in eager {sorted(held)}"
+        for name, wanted in held.items():
+            what = difference(got_held[name], wanted)
+            if what:
+                return None, f"round {number}, {name}: {what}"
+    return None, ""
+
+
+# -- shrinking ---------------------------------------------------------------------------------------
+
+
+def shrunk(lines: Lines, fails: Callable[[Lines], bool]) -> Lines:
+    """The fewest lines that still fail: larger pieces first, from the end, as later lines read what earlier ones make."""
+    size = max(len(lines) // 2, 1)
+    while size:
+        end = len(lines)
+        while end > 0:
+            start = max(end - size, 0)
+            fewer = lines[:start] + lines[end:]
+            if fewer and _is_whole(fewer) and fails(fewer):
+                lines = fewer
+            end = start
+        size //= 2
+    return lines
+
+
+def _is_whole(lines: Lines) -> bool:
+    """Whether all names are there that the lines read."""
+    made: set[str] = set()
+    for line in lines:
+        target, found = re.match(r"((?:t\d+, )*t\d+) = ", line), set(re.findall(r"\bt\d+\b", line))
+        new = set(re.findall(r"t\d+", target[1])) if target else set()
+        if not found - new <= made:
+            return False
+        made |= new
+        if line.startswith("del "):
+            made -= found
+    return True
+
+
+def script(lines: Lines, num_devices: int) -> str:
+    """A program as a script that says where the device and eager differ."""
+    return f'''
+from tests.nets.random_programs import check
+
+LINES = """
+{chr(10).join(lines)}
+""".strip().splitlines()
+
+print(check(LINES, num_devices={num_devices}) or "as eager")
+'''
+
+
+# -- the command -------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.nets.random_programs")
+    parser.add_argument("--count", type=int, default=10_000, help="programs to run")
+    parser.add_argument("--seed", type=int, default=None, help="default: NETS_SEED, or the day")
+    parser.add_argument("--number", type=int, default=None, help="run this one program")
+    parser.add_argument("--tier", choices=TIERS, default="ops", help="what runs the graphs")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--lines", type=int, default=NUM_LINES)
+    parser.add_argument("--child", nargs=2, type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        return _work(args, *args.child)
+    first = args.number
+    if first is None:
+        first = (seed() if args.seed is None else args.seed) * 1_000_000
+    count = 1 if args.number is not None else args.count
+    print(f"programs {first} to {first + count - 1}, {args.tier}, torch {torch.__version__}", flush=True)
+    return _supervise(args, first, first + count)
+
+
+def _supervise(args: argparse.Namespace, start: int, end: int) -> int:
+    """Run the programs in child processes: a new one after each that died."""
+    failures = 0
+    while start < end:
+        found, start = _run_child(args, start, end)
+        failures += found
+    print(f"{failures} programs differ" if failures else "all as eager", flush=True)
+    return 1 if failures else 0
+
+
+def _run_child(args: argparse.Namespace, start: int, end: int) -> tuple[int, int]:
+    """How many programs of one child process failed, and the number to go on with."""
+    command = [
+        sys.executable, "-m", "tests.nets.random_programs", "--tier", args.tier,
+        "--devices", str(args.devices), "--lines", str(args.lines), "--child", str(start), str(end),
+    ]  # fmt: skip
+    environment = {**os.environ, "LTC_NUM_DEVICES": str(args.devices), "LTC_COMPILE": "off"}
+    failures, at = 0, start
+    last = [time.monotonic()]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        stop = threading.Event()
+        watch = threading.Thread(target=_watch, args=(child, last, stop))
+        watch.start()
+        assert child.stdout is not None
+        for line in child.stdout:
+            last[0] = time.monotonic()
+            if line.startswith("@"):
+                at = int(line[1:])
+                continue
+            failures += line.startswith("program ")
+            print(line, end="", flush=True)
+        stop.set()
+        watch.join()
+    if child.returncode == 0:
+        return failures, end
+    text = "\n".join(generate(at, args.devices, args.lines))
+    print(f"program {at} ends its process with {child.returncode}:\n{text}\n", flush=True)
+    return failures + 1, at + 1
+
+
+def _watch(child: subprocess.Popen[str], last: list[float], stop: threading.Event) -> None:
+    while not stop.wait(1.0):
+        if time.monotonic() - last[0] > HANG_S:
+            child.kill()
+
+
+def _work(args: argparse.Namespace, start: int, end: int) -> int:
+    warnings.simplefilter("ignore")
+    with tier(args.tier, args.devices):
+        for number in range(start, end):
+            print(f"@{number}", flush=True)
+            lines = generate(number, args.devices, args.lines)
+            what = _checked(lines, args.devices)
+            if what:
+                _report(number, lines, what, args.devices)
+    return 0
+
+
+def _checked(lines: Lines, num_devices: int) -> str:
+    try:
+        return check(lines, num_devices)
+    except Exception:
+        with contextlib.suppress(Exception):
+            ltc.wait_device_ops()
+        return f"the check fails\n{traceback.format_exc()}"
+
+
+def _report(number: int, lines: Lines, what: str, num_devices: int) -> None:
+    fewer = shrunk(lines, lambda some: bool(_checked(some, num_devices)))
+    what = _checked(fewer, num_devices) or what
+    print(f"program {number}: {what}\n{script(fewer, num_devices)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The programs beside eager: half of them op by op, a share of them lowered and compiled, other ones each day.
+
+All of them: make test-programs, with the tier in ARGS.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.nets.programs import find
+from tests.nets.run_programs import check
+from tests.nets.seed import rotating, seed
+from tests.nets.tiers import tier
+
+ROOT = Path(__file__).parents[2]
+NAMES = list(find())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", sorted({name.split(".")[0] for name in NAMES}))
+def test_op_by_op_they_are_as_eager(family: str) -> None:
+    chosen = [n for n in rotating(NAMES, 2) if n.startswith(f"{family}.")]
+    with tier("ops"):
+        found = {name: what for name in chosen if (what := check(name))}
+    assert not found, f"seed {seed()}\n{report(found)}"
+
+
+@pytest.mark.timeout(300)
+def test_lowered_they_are_as_eager() -> None:
+    with tier("lowered"):
+        found = {name: what for name in rotating(NAMES, 15) if (what := check(name))}
+    assert not found, f"seed {seed()}\n{report(found)}"
+
+
+@pytest.mark.timeout(400)
+def test_compiled_they_are_as_eager(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.nets.run_programs", "--tier", "compiled", "--share", "70"],
+        cwd=ROOT,
+        env={**os.environ, "LTC_COMPILED_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def report(found: dict[str, str]) -> str:
+    return "\n".join(f"{name}: {what}" for name, what in found.items())

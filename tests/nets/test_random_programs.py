@@ -1,0 +1,80 @@
+"""Random programs beside eager, other ones each day; ten thousand of them: make test-random.
+
+That a program which fails is found, shrunk and named is tested on devices that are made to fail.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.nets import random_programs
+from tests.nets.beside import Raised, attempt, difference
+from tests.nets.random_programs import generate, outcome, shrunk
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("tier", "count"), [("ops", "120"), ("lowered", "20")])
+def test_random_programs(tier: str, count: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.nets.random_programs", "--tier", tier, "--count", count],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_number_is_always_the_same_program() -> None:
+    assert generate(7) == generate(7) != generate(8)
+
+
+def test_what_fails_is_shrunk_to_the_lines_that_matter() -> None:
+    lines = [
+        "t0 = make([3], torch.float32, 1).to(d[0])",
+        "t1 = make([3], torch.float32, 2).to(d[0])",
+        "t2 = t0 + t1",
+        "cut()",
+        "t3 = t1.exp()",
+        "t0.add_(1)",
+        "t4 = t3 * 2",
+        "t2.mul_(t4)",
+    ]
+    found = shrunk(lines, lambda some: any("t4" in line and "mul_" in line for line in some))
+    assert found == [line for line in lines if line[:2] in ("t1", "t0", "t2", "t3", "t4")][0:1] + [
+        lines[1], lines[2], lines[4], lines[6], lines[7],
+    ]  # fmt: skip
+
+
+def test_a_difference_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["t0 = make([3], torch.float32, 1).to(d[0])", "t1 = t0 + 1", "t0.view(7)"]
+    eager = outcome(lines, [torch.device("cpu")])
+
+    def wrong(lines: list[str], devices: list[torch.device]) -> object:
+        events, held = outcome(lines, devices)
+        return events, held if devices[0].type == "cpu" else {**held, "t1": held["t1"] + 1}
+
+    monkeypatch.setattr(random_programs, "outcome", wrong)
+    what = random_programs.check(lines, num_devices=1)
+    assert what.startswith("round 1, t1: ") and "not close" in what
+    assert isinstance(eager[0][2], Raised) and eager[0][2].type is RuntimeError
+
+
+def test_what_counts_as_a_difference() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    assert difference(x, x.clone()) == ""
+    assert "dtype" in difference(x, x.double())
+    assert "shape" in difference(x, x[:1])
+    assert "strides" in difference(x, x.t().contiguous().t())
+    assert "requires_grad" in difference(x, x.clone().requires_grad_())
+    assert "structure" in difference([x], (x,))
+    assert "eager raises" in difference(x, attempt(lambda: x.view(7)))
+    assert "raises" in difference(attempt(lambda: x.view(7)), x)
+    assert difference(attempt(lambda: x.view(7)), attempt(lambda: x.view(5))) == ""
+    assert "eager" in difference(1, 1.0)

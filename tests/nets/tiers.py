@@ -1,0 +1,115 @@
+"""`with tier("lowered"):` a block in which the devices run their graphs in one tier.
+
+- `ops`: op by op, on the reference executor.
+- `lowered`: partitioned, written down as for the compiler's process, read back and traced to FX graphs,
+  which run as ATen: all that a compile does except PyTorch's compiler and g++, in milliseconds a graph.
+- `compiled`: as shared libraries, each compiled before its first run.
+
+Programs that a device has already are dropped at both ends of the block.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+import ltc_core as ltc
+from ltc_core import runtime
+from ltc_core.compiler import Compiler
+from ltc_core.executors import Executor, Program
+from ltc_core.executors.inductor.chain import compiled_chain
+from ltc_core.executors.inductor.executor import InductorExecutor
+from ltc_core.executors.inductor.lower import Lowered, lower
+from ltc_core.executors.inductor.partition import partition
+from ltc_core.executors.inductor.request import Request, decode, encode
+from ltc_core.executors.inductor.tiers import TieredProgram
+from ltc_core.executors.part import Part
+from ltc_core.executors.replay import Refused
+from ltc_core.graph import Graph
+from ltc_core.settings import settings
+from tests.core.stand_ins import Interpreted
+
+__all__ = ["TIERS", "tier"]
+
+TIERS = ("ops", "lowered", "compiled")
+
+
+class _LoweredProgram(TieredProgram):
+    """A graph whose parts are traced as the compiler's process traces them, and run as ATen."""
+
+    def _start(self, scalars: Sequence[Any]) -> None:
+        refused: frozenset[str] = frozenset()
+        while True:
+            parts = partition(self.graph, scalars, frozenset(self._varied), refused)
+            try:
+                models: dict[int, Any] = {
+                    k: (Interpreted(found.module), found.returned)
+                    for k, part in enumerate(parts)
+                    if part.compiled
+                    for found in [_lowered(part)]
+                }
+            except Refused as error:
+                assert error.op not in refused
+                refused |= {error.op}
+                continue
+            self._chains.append(compiled_chain(self.graph, parts, models, self.hardware))
+            return
+
+
+def _lowered(part: Part) -> Lowered:
+    """Lower a part in a thread of its own, which has none of the modes of the thread that asks."""
+    request = decode(encode(Request(part, "cpu", torch.get_num_threads())))
+    results: list[Lowered] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(lower(request.part, request.device))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+class _LoweredExecutor(InductorExecutor):
+    def compile(self, graph: Graph) -> Program:
+        return _LoweredProgram(graph, self.interpret(graph), self.hardware)
+
+
+_EXECUTORS: dict[str, tuple[str, Callable[[], Executor]]] = {
+    "ops": ("off", InductorExecutor),
+    "lowered": ("sync", _LoweredExecutor),
+    "compiled": ("sync", InductorExecutor),
+}
+
+
+@contextlib.contextmanager
+def tier(name: str, num_devices: int = 1) -> Iterator[None]:
+    mode, make = _EXECUTORS[name]
+    contexts = [runtime.context(index) for index in range(num_devices)]
+    before = [(context, context.executor) for context in contexts]
+    try:
+        _use([(context, make()) for context in contexts])
+        with settings.override(compile=mode):
+            yield
+    finally:
+        _use(before)
+
+
+def _use(executors: Sequence[tuple[runtime.Context, Executor]]) -> None:
+    with contextlib.suppress(RuntimeError):  # an error of the block, which the block has seen or reports
+        ltc.wait_device_ops()
+    for context, executor in executors:
+        with context.trace.lock:
+            if context.trace:
+                context.trace.cut()
+            context.trace.forget()
+            context.executor = executor
+            context.compiler = Compiler(executor)
