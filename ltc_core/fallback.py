@@ -27,6 +27,7 @@ from ltc_core.views import Pending, close_lens, open_lens, shares_memory
 __all__ = ["run_real"]
 
 _warned: set[str] = set()
+_open_lens = in_own_state(open_lens)
 
 
 class _RealCall:
@@ -57,7 +58,7 @@ class _RealCall:
             return self._written(item)
         known = self.written.get(id(base_of(item._h)))
         if known is not None:  # memory that is written, too
-            operand, _ = open_lens(known[1], lens_of(item._h))
+            operand, _ = _open_lens(known[1], lens_of(item._h))
         else:
             operand = real(item._h, self.schema.name)
         self.operands.append(operand)
@@ -77,10 +78,9 @@ class _RealCall:
             if id(base) not in self.written:
                 self.written[id(base)] = (base, real(base, self.schema.name).clone())
 
-    @in_own_state
     def _written(self, item: LazyTensor) -> torch.Tensor:
         _, whole = self.written[id(base_of(item._h))]
-        part, copies = open_lens(whole, lens_of(item._h))
+        part, copies = _open_lens(whole, lens_of(item._h))
         self.pending += copies
         self.outs.append((item, part))
         return part
