@@ -1,6 +1,6 @@
 """Checkpoints of a job: its state at a step, whole or not there, restored by any number of processes.
 
-Layers: layout | lock, commit, transaction | reading, random_state, resplit, stopping | checkpointer.
+Layers: layout | lock, commit, transaction | reading, agreement, random_state, resplit, stopping | checkpointer.
 """
 
 from ltc_dist.checkpoint.checkpointer import Checkpointer

@@ -8,16 +8,12 @@
         step += 1
         checkpointer.step(step)
 
-Comes from `transaction` (how one is written) and `reading` (how one is found).
+Comes from `transaction` (how one is written) and `agreement` (how all processes find one).
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
 import os
-import secrets
 import sys
 import threading
 import weakref
@@ -27,13 +23,14 @@ from typing import Any, NoReturn, Self
 import torch
 from torch.utils.data import DataLoader
 
-from ltc_core.errors import CheckpointError, CheckpointIOError, listed
+from ltc_core.errors import CheckpointError, listed
 from ltc_core.runtime import contexts
 from ltc_core.serialization.cpu_copy import CpuCopies
 from ltc_core.serialization.directory import Plan
 from ltc_core.serialization.tree import map_tensors
 from ltc_dist import host
-from ltc_dist.checkpoint import commit, lock, random_state, reading
+from ltc_dist.checkpoint import random_state
+from ltc_dist.checkpoint.agreement import Agreement
 from ltc_dist.checkpoint.layout import SHARED, abandoned_in, own_part, step_name, steps_in
 from ltc_dist.checkpoint.reading import Checkpoint, Contents
 from ltc_dist.checkpoint.resplit import loader_state
@@ -46,15 +43,7 @@ __all__ = ["Checkpointer"]
 
 _LOADERS = (DataLoader, MpDeviceLoader, ParallelLoader)
 
-_made = itertools.count()  # Checkpointers of this process: they meet the same ones of the others
-
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-_NOT_WRITABLE = (
-    "give a directory that every process may write to, and no other job or open Checkpointer does."
-)
-_NOT_SHARED = "give a directory that all hosts share, by a path that leads every process to it."
 
 
 class Checkpointer:
@@ -107,8 +96,8 @@ class Checkpointer:
         self._own = {name: objects[name] for name in objects if name in names | set(own)}
         self._shared = {name: objects[name] for name in objects if name not in self._own}
         self._here = ranks()
-        self._release: weakref.finalize[[], Checkpointer] | None = None
-        self._token = self._open()
+        self._agreement = Agreement(self.directory, self._here)
+        self._release = weakref.finalize(self, self._agreement.release)
         self._is_behind = bool(steps_in(self.directory))  # there are some that were not restored
         self._known: set[int] = set()  # steps that this run comes from, or has committed
         self._num_saves = 0
@@ -119,51 +108,6 @@ class Checkpointer:
         if self._stopping is not None:
             weakref.finalize(self, self._stopping.close)
         _live.add(self)
-
-    def _open(self) -> str:
-        """See that every process can write, and that all see it; give the token of this job's temporary names."""
-        problem, token, mine = "", secrets.token_hex(4), secrets.token_hex(8)
-        place = f"checkpoints/{next(_made)}"
-        try:
-            commit.probe(self.directory, mine)
-            if self._here.rank == 0:
-                claim = lock.claim(self.directory)
-                self._release = weakref.finalize(self, claim.release)
-                commit.sweep(self.directory)
-        except OSError as error:
-            problem = self._problem(error)
-        try:
-            payload = json.dumps([problem, token, mine]).encode()
-            answers = [json.loads(p) for p in host.rendezvous(place, payload)]
-            self._refuse([problem for problem, _, _ in answers if problem], _NOT_WRITABLE)
-            probes = {rank: probe for rank, (_, _, probe) in enumerate(answers)}
-            if self._here.rank > 0:
-                probes = {0: probes[0]}
-            unseen = [str(rank) for rank in commit.see_probes(self.directory, probes)]
-            if unseen:
-                problem = self._problem(f"does not see what rank {listed(unseen)} wrote there")
-            problems = [p.decode() for p in host.rendezvous(f"{place}/seen", problem.encode()) if p]
-            self._refuse(problems, _NOT_SHARED)
-        finally:
-            with contextlib.suppress(OSError):  # told already, where it could not be made
-                os.unlink(commit.probe_name(self.directory, mine))
-        return str(answers[0][1])
-
-    def _problem(self, error: OSError | str) -> str:
-        text = str(error)
-        if isinstance(error, CheckpointIOError):
-            text = f"{error.what} ({error.got})"
-        return f"rank {self._here.rank}: {text}"
-
-    def _refuse(self, problems: list[str], next: str) -> None:
-        if not problems:
-            return
-        if self._release is not None:
-            self._release()
-        what = "cannot be written to" if next is _NOT_WRITABLE else "would not be whole in"
-        raise CheckpointIOError(
-            f"checkpoints {what} {self.directory}", got=listed(problems), next=next
-        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CheckpointError(
@@ -251,8 +195,8 @@ class Checkpointer:
         except Exception as error:
             failure = error
         return Transaction(
-            self.directory, self._token, step, self._keep, self._here,
-            f"checkpoint/{self._token}/{self._num_saves}", plans, self._known, failure,
+            self.directory, self._agreement.token, step, self._keep, self._here,
+            f"checkpoint/{self._agreement.token}/{self._num_saves}", plans, self._known, failure,
         )  # fmt: skip
 
     def _plan(self, tree: dict[str, Any]) -> Plan:
@@ -310,7 +254,8 @@ class Checkpointer:
         """
         self.wait()
         skipped = set(skip)
-        contents = self._chosen(step, skipped)
+        shared, own = ([n for n in held if n not in skipped] for held in (self._shared, self._own))
+        contents = self._agreement.read(step, shared, own)
         if contents is not None:
             self._load(contents, skipped)
             self._come_from(contents.checkpoint.step)
@@ -327,65 +272,6 @@ class Checkpointer:
         earlier = {s for s in steps_in(self.directory) if s <= step and s not in abandoned}
         self._known = {step, *earlier}
         self._newest = None
-
-    def _chosen(self, step: int | None, skip: set[str]) -> Contents | None:
-        """Find one that is whole for all: rank 0 names one after the other, each process reads what it needs of it."""
-        if self._here.rank > 0:
-            return self._follow(skip)
-        contents: Contents | None = None
-
-        def attempt(candidate: int) -> None:
-            nonlocal contents
-            reading.look(self.directory, candidate)
-            self._told(["read", candidate])
-            contents = self._read(candidate, skip)
-
-        try:
-            reading.find(self.directory, attempt, step)
-        except CheckpointError as error:
-            self._told(["error", error.what, error.got, error.next])
-            raise
-        self._told(["done"])
-        return contents
-
-    def _follow(self, skip: set[str]) -> Contents | None:
-        """Read what rank 0 names, until all have read one."""
-        contents: Contents | None = None
-        while True:
-            verb, *said = self._told(None)
-            if verb == "error":
-                raise CheckpointError(said[0], got=said[1], next=said[2])
-            if verb == "done":
-                return contents
-            try:
-                contents = self._read(said[0], skip)
-            except CheckpointError:
-                contents = None  # rank 0 has heard why, and names another one
-
-    def _told(self, message: list[Any] | None) -> list[Any]:
-        payload = b"" if message is None else json.dumps(message).encode()
-        found: list[Any] = json.loads(host.rendezvous(f"restore/{self._token}", payload)[0])
-        return found
-
-    def _read(self, step: int, skip: set[str]) -> Contents:
-        """Read what this process needs, and hear whether the others could.
-
-        Raises:
-            CheckpointError: some process found a file missing or damaged.
-        """
-        here, problem = self._here, ""
-        wanted = [[n for n in held if n not in skip] for held in (self._shared, self._own)]
-        try:
-            contents = reading.read(
-                self.directory, step, here.rank, here.world_size, wanted[0], wanted[1]
-            )
-        except (CheckpointError, OSError) as error:
-            problem = reading.why(error)
-        heard = host.rendezvous(f"restored/{self._token}", problem.encode())
-        problems = [p.decode() for p in heard if p]
-        if problems:
-            raise CheckpointError(problems[0])
-        return contents
 
     def _load(self, contents: Contents, skip: set[str]) -> None:
         states = {name: contents.objects.get(name) for name in self._shared if name not in skip}
@@ -423,8 +309,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._release is not None:
-                self._release()
+            self._release()
             if self._stopping is not None:  # last: SIGTERM, sent again, ends no process that writes
                 self._stopping.close()
 
