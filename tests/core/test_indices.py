@@ -12,7 +12,7 @@ from ltc_core.executors.inductor import indices
 from ltc_core.executors.inductor.chain import compiled_chain
 from ltc_core.executors.inductor.indices import Bound, find_bounds, hold
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.graph import Graph, Node, Ref, TensorMeta, Write
+from ltc_core.graph import Graph, Node, Ref, TensorMeta, ViewStep, Write
 from tests.core.stand_ins import ended
 
 aten = torch.ops.aten
@@ -50,6 +50,8 @@ CALLS: list[tuple[Any, tuple[Any, ...], list[TensorMeta], list[Bound]]] = [
     (aten.index.Tensor, (Ref(0), [None, Ref(1)]), [TABLE, INDEX], [Bound(1, -4, 3)]),
     (aten.index.Tensor, (Ref(0), [Ref(1), Ref(1)]), [TABLE, INDEX], [Bound(1, -9, 8), Bound(1, -4, 3)]),
     (aten.index.Tensor, (Ref(0), [Ref(1)]), [TABLE, meta(9, dtype=torch.bool)], []),
+    (aten.index.Tensor, (Ref(0), [Ref(1)]), [meta(), meta(dtype=torch.bool)], []),
+    (aten.index.Tensor, (Ref(0), [Ref(1), Ref(2)]), [meta(4), meta(dtype=torch.uint8), INDEX], [Bound(2, -4, 3)]),
     (aten.take.default, (Ref(0), Ref(1)), [TABLE, INDEX], [Bound(1, -36, 35)]),
     (aten.scatter.value, (Ref(0), 1, Ref(1), 2.0), [TABLE, meta(9, 2, dtype=LONG)], [Bound(1, 0, 3)]),
     (aten.nll_loss_forward.default, (Ref(0), Ref(1), None, 1, -100), [meta(3, 4), INDEX], [Bound(1, 0, 3, -100)]),
@@ -76,6 +78,19 @@ def test_an_index_that_is_written_through_a_lens_is_found_too() -> None:
     )  # fmt: skip
     graph = Graph((node,), {0: TABLE, 1: INDEX, 2: meta(3, 4)}, (3,), frozenset({0}))
     assert find_bounds(graph) == ([Bound(1, 0, 8)], set())
+
+
+def test_the_part_that_a_lens_leads_to_has_the_size_that_counts() -> None:
+    rows, column = ViewStep(aten.slice.Tensor, (0, 2, 5)), ViewStep(aten.unsqueeze.default, (0,))
+    for shape, lens, bound in (
+        ((9, 4), (rows,), Bound(1, -3, 2)),
+        ((), (column,), Bound(1, -1, 0)),
+    ):
+        whole = meta(*shape)
+        args = (Write(0, lens), [Ref(1)], Ref(2))
+        node = Node(aten.index_put_.default, args, {}, 3, (whole,), (0,), result="self")
+        graph = Graph((node,), {0: whole, 1: INDEX, 2: meta()}, (3,), frozenset({0}))
+        assert find_bounds(graph) == ([bound], set())
 
 
 class TestWhereIndicesComeFrom:

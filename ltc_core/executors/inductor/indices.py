@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ltc_core.graph import Graph, Node, TensorMeta, references
+from ltc_core.graph import Graph, Node, TensorMeta, Write, references
+from ltc_core.views import apply_lens
 
 __all__ = ["Bound", "find_bounds", "hold"]
 
@@ -39,7 +40,7 @@ def _rows(table: int, index: int) -> Find:
     """The operand `index` counts the first dim of the operand `table`."""
 
     def find(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
-        yield args[index], 0, metas[args[table]].size[0] - 1, None
+        yield args[index], 0, _size(args[table], metas)[0] - 1, None
 
     return find
 
@@ -60,14 +61,16 @@ def _along(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
 
 
 def _fancy(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
-    """(self, indices, ...), an index or None for each dim; a mask counts for as many dims as it has."""
+    """(self, indices, ...), an index or None for each dim; a mask counts for as many dims as it has, maybe none."""
     size = _size(args[0], metas)
     dim = 0
     for index in args[1]:
+        if index is not None and metas[index].dtype in (torch.bool, torch.uint8):
+            dim += len(metas[index].size)
+            continue
         if index is not None:
             yield index, -size[dim], size[dim] - 1, None
-        is_mask = index is not None and metas[index].dtype in (torch.bool, torch.uint8)
-        dim += len(metas[index].size) if is_mask else 1
+        dim += 1
 
 
 def _flat(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
@@ -87,7 +90,13 @@ def _classes(scores: int, target: int, ignored: int) -> Find:
 
 
 def _size(operand: Any, metas: Metas) -> torch.Size:
-    return metas[operand].size
+    return operand.size if type(operand) is _Part else metas[operand].size
+
+
+class _Part(int):
+    """A value that an op sees through a lens, as a tensor of `size`."""
+
+    size: torch.Size
 
 
 _INDEXED: dict[str, Find] = {
@@ -129,7 +138,7 @@ def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
         find = _INDEXED.get(node.op._opname.rstrip("_"))
         if find is None:
             continue
-        args = [_read(node, a) for a in node.args]
+        args = [_read(node, a, metas) for a in node.args]
         for index, low, high, besides in find(args, metas):
             if metas[index].dtype is torch.bool:
                 continue
@@ -141,9 +150,14 @@ def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
     return list(bounds), unknown
 
 
-def _read(node: Node, item: Any) -> Any:
-    """Give the value an op reads where it writes."""
-    return node.writes[item.base] if hasattr(item, "lens") else item
+def _read(node: Node, item: Any, metas: Metas) -> Any:
+    """The value an op reads where it writes, with the size of the part that it sees."""
+    if type(item) is not Write:
+        return item
+    value = _Part(node.writes[item.base])
+    whole = metas[value]
+    value.size = apply_lens(whole.meta_tensor(), item.lens).shape if item.lens else whole.size
+    return value
 
 
 def _source(value: int, maker: dict[int, Node], metas: Metas, high: int) -> int | None:
