@@ -166,6 +166,37 @@ def _item(args: Any, kwargs: Any) -> Any:
     return number
 
 
+# -- histograms ------------------------------------------------------------------------------------
+
+_record_histc = recorder(OpSchema.of(aten.histc.default))
+
+
+def _histc(args: Any, kwargs: Any) -> Any:
+    """Count whole numbers, too, as CUDA does in their own arithmetic; eager has no kernel for them on the CPU."""
+    x, bins, low, high = (*args, *(100, 0, 0)[len(args) - 1 :])
+    named = kwargs or {}
+    bins, low, high = named.get("bins", bins), named.get("min", low), named.get("max", high)
+    dtype = x.dtype
+    if (
+        dtype.is_floating_point
+        or dtype.is_complex
+        or dtype is torch.bool
+        or bins <= 0
+        or low > high
+    ):
+        return _record_histc(args, kwargs)
+    x = x.reshape(-1).to(torch.int64)
+    first, last = int(low), int(high)
+    if first == last and x.numel():
+        first, last = x.min(), x.max()  # type: ignore[assignment]
+    are_equal = torch.as_tensor(first == last, device=x.device).to(torch.int64)
+    first, last = first - are_equal, last + are_equal  # type: ignore[assignment]
+    is_counted = (x >= first) & (x <= last)
+    place = ((x - first) * bins // (last - first)).clamp(0, bins - 1)
+    counts = torch.zeros(bins, dtype=torch.int64, device=x.device)
+    return counts.scatter_add_(0, place, is_counted.to(torch.int64)).to(dtype)
+
+
 # -- changing what a tensor is -------------------------------------------------------------------
 
 
@@ -314,6 +345,7 @@ SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy,
     aten._local_scalar_dense.default: _item,
+    aten.histc.default: _histc,
     aten.as_strided.default: _as_strided,
     aten.as_strided_.default: _as_strided_in_place,
     aten.t_.default: _in_place_view(aten.t.default),

@@ -20,7 +20,7 @@ from torch import _tensor_str
 from torch.utils import _foreach_utils
 
 from ltc_core import errors, sharing, source
-from ltc_core.cell import Handle, base_of
+from ltc_core.cell import Cell, Handle, Value, View, base_of, lens_of
 from ltc_core.graph import TensorMeta, contiguous_stride
 from ltc_core.settings import settings
 
@@ -84,6 +84,26 @@ class LazyStorage:
         return self.nbytes()
 
 
+def _release_parameters() -> None:
+    """Detach what a module has computed of its parameters, if its `_apply`, which moves them, is what asks.
+
+    Old `weight_norm` keeps such a tensor as an attribute and makes it anew before each forward. Its graph refers to the
+    parameters, and `torch.utils.swap_tensors` refuses to move a tensor that others refer to.
+    """
+    frame: Any = sys._getframe(2)
+    for _ in range(3):  # PyTorch asks through two functions of its own
+        if frame is None or frame.f_code is torch.nn.Module._apply.__code__:
+            break
+        frame = frame.f_back
+    else:
+        return
+    if frame is not None:
+        attributes = frame.f_locals["self"].__dict__
+        for name, held in attributes.items():
+            if isinstance(held, torch.Tensor) and held.grad_fn is not None:
+                attributes[name] = held.detach()
+
+
 class LazyTensor(torch.Tensor):
     """A tensor whose values are computed when they are needed.
 
@@ -111,7 +131,12 @@ class LazyTensor(torch.Tensor):
 
     # `nn.Module._apply` swaps tensors that have these two (instead of assigning `.data`): tied parameters
     # stay tied and an optimizer built before `.to(device)` keeps its parameters. No process-wide flag needed.
+    @property
     def __tensor_flatten__(self) -> Any:
+        _release_parameters()
+        return self._no_flattening
+
+    def _no_flattening(self) -> Any:
         raise self._no_inner_tensors()
 
     @staticmethod
@@ -137,6 +162,7 @@ class LazyTensor(torch.Tensor):
             self._h = other._h
             return
         # A parameter moved off the device stays the object that modules and optimizers hold.
+        _release_parameters()
         grad, self.grad = self.grad, None
         moved = torch.nn.Parameter(other, requires_grad=self.requires_grad)
         torch.utils.swap_tensors(self, moved)  # type: ignore[no-untyped-call]
@@ -204,7 +230,10 @@ class LazyTensor(torch.Tensor):
         return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
-        """Copy the values too, for `copy.copy` as well as for `copy.deepcopy`."""
+        """Copy the values too, for `copy.copy` as well as for `copy.deepcopy`.
+
+        Tensors that share memory share it again in the copy of a structure that holds them all.
+        """
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
@@ -213,9 +242,10 @@ class LazyTensor(torch.Tensor):
                 "the moment.  If you were attempting to deepcopy a module, this may be because of a torch.nn."
                 "utils.weight_norm usage, see https://github.com/pytorch/pytorch/pull/103001"
             )
-        with torch.no_grad():
-            copied = self.detach().clone()
-        if self.grad is not None:
+        is_parameter = getattr(self, "_is_param", False)
+        # A parameter is copied by itself, and without its gradient: see `nn.Parameter.__deepcopy__`.
+        copied = wrap(_copy_of(self._h, {} if is_parameter else memo))
+        if self.grad is not None and not is_parameter:
             copied.grad = copy.deepcopy(self.grad, memo)
         extra = {k: v for k, v in self.__dict__.items() if k != "_h"}
         copied.__dict__.update(copy.deepcopy(extra, memo))
@@ -238,6 +268,20 @@ class LazyTensor(torch.Tensor):
             torch._utils._rebuild_device_tensor_from_cpu_tensor,
             (data, self.dtype, str(self.device), requires_grad),
         )
+
+
+def _copy_of(handle: Handle, memo: dict[int, Any]) -> Handle:
+    """The same part of a copy of its memory; `memo` keeps the copy for others that share that memory."""
+    base = base_of(handle)
+    known = memo.get(id(base))
+    if known is None:
+        with base.trace.lock:  # values are immutable: two cells may have one
+            copied = Cell(base.trace, base.value, base.meta)
+        known = memo[id(base)] = (copied, base)  # `base` must live as long as its id is used
+    whole: Cell = known[0]
+    if type(handle) is Cell:
+        return whole
+    return View(whole, lens_of(handle), handle.meta, Value(-1, -1))
 
 
 def _represent(t: LazyTensor) -> str:

@@ -210,6 +210,26 @@ class TestLikeOnAnotherDevice:
         assert made[1].sum().item() == 18 and made[2].tolist() == [1.0, 1.0]
 
 
+class TestHistograms:
+    def test_of_whole_numbers(self, device: torch.device) -> None:
+        """Eager counts floats alone on the CPU; of small whole numbers their histogram is the same."""
+        for dtype in (torch.int32, torch.int64, torch.uint8):
+            x = torch.tensor([0, 1, 2, 3, 3, 7, 9], dtype=dtype)
+            for bins, low, high in ((8, 0, 7), (4, 2, 9), (10, 0, 0), (3, 20, 30)):
+                got = torch.histc(x.to(device), bins=bins, min=low, max=high)
+                assert_same(got, torch.histc(x.float(), bins=bins, min=low, max=high).to(dtype))
+            assert torch.histc(x[3:5].to(device), 4).tolist() == [0, 0, 2, 0]
+            assert torch.histc(x[:0].to(device), bins=4).tolist() == [0] * 4
+        with pytest.raises(RuntimeError):
+            torch.histc(x.to(device), bins=0).cpu()
+
+    def test_of_floats_is_the_op(self, device: torch.device) -> None:
+        x = torch.tensor([0.1, 0.5, 0.9])
+        with Counting() as counted:
+            assert_same(torch.histc(x.to(device), 3, 0, 1), torch.histc(x, 3, 0, 1))
+        assert counted.fallbacks == {}
+
+
 class TestShapeChangers:
     """Beside eager; what is not here is in test_views.py."""
 

@@ -312,6 +312,23 @@ class TestCopies:
         made = copy.deepcopy(parameter)
         assert isinstance(made, nn.Parameter) and made.requires_grad
 
+    def test_deepcopy_keeps_shared_memory_shared(self) -> None:
+        def program(device: torch.device) -> object:
+            x = torch.zeros(2, 3).to(device)
+            module = nn.Linear(2, 2).to(device)
+            module.register_buffer("whole", torch.zeros(4).to(device))
+            module.register_buffer("part", module.whole[:2])  # type: ignore[index]
+            nn.init.ones_(module.weight)
+            module.weight.sum().backward()
+            turned, row, whole, copied = copy.deepcopy((x.t(), x[0], x, module))
+            row.add_(1)
+            whole[1] = 7
+            copied.part.add_(3)
+            grad = copied.weight.grad
+            return x, turned, row, whole, copied.whole, module.whole, copied.part, grad
+
+        beside_eager(program)
+
     def test_attributes_and_slots(self, device: torch.device) -> None:
         t = torch.ones(2, 3, device=device)
         assert (t.is_cuda, t.is_cpu, t.is_meta, t.is_sparse, t.is_quantized) == (False,) * 5
