@@ -22,6 +22,8 @@ __all__ = ["is_overlap_refused", "is_refused"]
 
 _REHEARSAL_ELEMENTS = 1 << 20
 
+aten = torch.ops.aten
+
 
 def _of_one_dtype(*positions: int) -> Callable[..., bool]:
     def refused(*args: Any) -> bool:
@@ -55,10 +57,10 @@ def _index_put(x: Any, indices: Any, values: Any, *rest: Any) -> bool:
     masks = [i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices]
     if any(masks):  # how many elements a mask selects is in its values
         return _any_mask_of_other_shape(x, indices, masks)
-    picked = x.new_empty(x.shape, device="meta")[tuple(_zeros_meta(i) for i in indices)]
     try:
+        picked = aten.index.Tensor(_meta(x), [None if i is None else _meta(i) for i in indices])
         torch.broadcast_shapes(values.shape, picked.shape)  # type: ignore[no-untyped-call]
-    except RuntimeError:
+    except (RuntimeError, IndexError):
         return True
     return False
 
@@ -73,10 +75,8 @@ def _any_mask_of_other_shape(x: Any, indices: Any, masks: list[bool]) -> bool:
     return False
 
 
-def _zeros_meta(index: Any) -> Any:
-    if index is None:
-        return slice(None)
-    return torch.empty(index.shape, dtype=index.dtype, device="meta")
+def _meta(t: Any) -> torch.Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
 def _random_range(x: Any, low: int = 0, high: int | None = None, *rest: Any) -> bool:

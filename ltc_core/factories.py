@@ -110,7 +110,10 @@ def register_factories() -> None:
         op = getattr(getattr(aten, packet), overload or "default")
         library.impl(name, functools.partial(_make, op), "PrivateUse1")
     library.impl("randperm", _randperm, "PrivateUse1")
-    library.impl("ctc_loss.Tensor", RULES[aten.ctc_loss.Tensor], "AutogradPrivateUse1")
+    for op in (aten.ctc_loss.Tensor, aten.one_hot.default):
+        name = op._schema.name.removeprefix("aten::")
+        overload = op._schema.overload_name
+        library.impl(f"{name}.{overload}" if overload else name, RULES[op], "AutogradPrivateUse1")
     library.impl("_has_compatible_shallow_copy_type", _can_be_assigned, "AutogradPrivateUse1")
     set_strided = (
         aten.set_.source_Tensor_storage_offset

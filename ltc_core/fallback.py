@@ -104,11 +104,12 @@ class _RealCall:
             for original, part in self.outs:
                 if item is part:
                     return original
-            if item.layout is not torch.strided or item.is_quantized:
+            if item.layout is not torch.strided or item.is_quantized or item.is_nested:
                 raise errors.UnsupportedOpError(
                     f"{self.schema.op} gives a {_kind(item)} tensor, which {self.ctx.device} cannot hold",
                     where=source.user_line(),
-                    next="run it on the CPU: t.cpu()",
+                    next="run it on the CPU: t.cpu()"
+                    + (", or pad: enable_nested_tensor=False" if item.is_nested else ""),
                 )
             return wrap(self._cell(item))
         if isinstance(item, list | tuple):
@@ -125,6 +126,8 @@ class _RealCall:
 
 
 def _kind(item: torch.Tensor) -> str:
+    if item.is_nested:
+        return "nested"
     return "quantized" if item.is_quantized else str(item.layout).removeprefix("torch.")
 
 

@@ -146,6 +146,22 @@ def ctc_loss(
     return aten.ctc_loss.IntList(log_probs, targets, *lengths, blank, reduction, zero_infinity)  # type: ignore[no-any-return]
 
 
+def has_no_nested_tensors(x: Tensor, mask: Tensor) -> bool:
+    """Say of every mask that no nested tensor can be made of it: `nn.TransformerEncoder` then computes padded."""
+    return False
+
+
+def one_hot(classes: Tensor, num_classes: int = -1) -> Tensor:
+    """Write ones by index, which must be in range as on the CPU; ATen's own rule for devices lets others pass."""
+    if classes.dtype is not torch.int64 or not classes.numel():  # eager's answer, or its error
+        host = torch.empty(classes.shape, dtype=classes.dtype)
+        return torch.nn.functional.one_hot(host, num_classes).to(classes.device)
+    if num_classes < 0:
+        num_classes = max(int(classes.max()) + 1, 0)
+    rows = torch.zeros(*classes.shape, num_classes, dtype=torch.int64, device=classes.device)
+    return rows.scatter_(-1, classes.unsqueeze(-1), 1)
+
+
 RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.native_dropout.default: native_dropout,
     aten._fused_dropout.default: fused_dropout,
@@ -154,6 +170,8 @@ RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.randint_like.default: randint_like,
     aten.randint_like.low_dtype: randint_like_low,
     aten.ctc_loss.Tensor: ctc_loss,
+    aten.one_hot.default: one_hot,
+    aten._nested_tensor_from_mask_left_aligned.default: has_no_nested_tensors,
     aten._pack_padded_sequence.default: pack_padded_sequence,
     aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
     aten._pad_packed_sequence.default: pad_packed_sequence,

@@ -189,6 +189,46 @@ def test_convolutions_that_make_no_sense_are_refused(
         F.conv2d(x, w, stride=stride, padding=padding, dilation=dilation)
 
 
+def test_masks_and_indices_without_dims_do_what_they_do_in_eager() -> None:
+    for value in (True, False):
+        for shape in ((), (3,), (0, 2)):
+            answers = []
+            for device in ("cpu", ltc.lazy_device()):
+                x = torch.ones(shape).to(device)
+                mask = torch.tensor(value).to(device)
+                x[mask] = 5.0
+                x[..., mask] = x[..., mask] * 2
+                x[None, mask] = 3.0
+                x.masked_fill_(~mask, 4.0)
+                answers.append((x, x[mask], torch.masked_select(x, mask)))
+            assert_same(*reversed(answers))
+    for index in (1, -1):
+        answers = []
+        for device in ("cpu", ltc.lazy_device()):
+            x = torch.zeros(3).to(device)
+            x.index_put_((torch.tensor(index).to(device),), torch.tensor(2.0).to(device), True)
+            answers.append(x)
+        assert_same(*reversed(answers))
+
+
+ONE_HOT = [
+    ([[1, 0], [2, 1]], -1), ([1, 0], 4), (1, 3), ([], 3), ([], -1), ([], 0), ([5], 3), ([5], 0), ([-1], 3),
+    ([-1], -1), ([0, -1], -1), ([1.0], 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("classes", "count"), ONE_HOT, ids=str)
+def test_one_hot_refuses_what_is_no_class(classes: list[int], count: int) -> None:
+    host = torch.tensor(classes, dtype=None if classes else torch.int64)
+    try:
+        wanted = F.one_hot(host, count)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            F.one_hot(host.to(ltc.lazy_device()), count).cpu()
+    else:
+        assert_same(F.one_hot(host.to(ltc.lazy_device()), count), wanted)
+
+
 def test_an_empty_range_to_draw_from_is_refused() -> None:
     with pytest.raises(RuntimeError, match="expects 'from' to be less than 'to'"):
         torch.zeros(3, device=ltc.lazy_device()).random_(5, 5)
