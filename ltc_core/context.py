@@ -271,17 +271,20 @@ class Context:
     def _zeros(self, meta: TensorMeta) -> Any:
         return self.executor.place(torch.zeros(meta.size, dtype=meta.dtype))
 
-    def place(self, tensor: torch.Tensor) -> Value:
-        """Copy a CPU tensor to the device."""
-        return self.place_all([tensor])[0]
+    def place(self, tensor: torch.Tensor, meta: TensorMeta) -> Value:
+        """Copy a CPU tensor to the device, with the dtype and the strides of `meta`."""
+        return self.place_all([tensor], [meta])[0]
 
     @in_own_state
-    def place_all(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
-        """Copy CPU tensors to the device."""
+    def place_all(
+        self, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta]
+    ) -> list[Value]:
+        """Copy CPU tensors to the device, each with the dtype and the strides of its meta."""
+        tensors = [meta.laid_out(t) for t, meta in zip(tensors, metas, strict=True)]
         with metrics.timer("TransferToDeviceTime"):
             placed = self.executor.place_all(tensors)
         metrics.observe("OutboundData", sum(tensor.nbytes for tensor in tensors))
-        sizes = [self.executor.nbytes(TensorMeta.like(tensor)) for tensor in tensors]
+        sizes = map(self.executor.nbytes, metas)
         return [
             Value.of(Buffer.ready(self.memory, data, nbytes))
             for data, nbytes in zip(placed, sizes, strict=True)

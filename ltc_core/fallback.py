@@ -22,7 +22,7 @@ from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
 from ltc_core.signature import two_devices
 from ltc_core.tensor import LazyTensor, set_handle, sizes_of, wrap
-from ltc_core.views import Pending, close_lens, open_lens, shares_memory
+from ltc_core.views import Pending, close_lens, open_lens
 
 __all__ = ["run_real"]
 
@@ -91,13 +91,10 @@ class _RealCall:
         close_lens(self.pending)
         for base, whole in self.written.values():
             if whole.shape == base.meta.size:  # a resized one leaves its aliases what they had
-                base.rebind(_value(self.ctx, whole))
+                base.rebind(_value(self.ctx, whole, base.meta))
         for item, part in self.outs:
             if part.shape != item.shape:
-                cell = Cell(
-                    base_of(item._h).trace, _value(self.ctx, part.clone()), TensorMeta.like(part)
-                )
-                set_handle(item, cell)
+                set_handle(item, self._new_cell(part))
 
     def result(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -111,18 +108,19 @@ class _RealCall:
                     next="run it on the CPU: t.cpu()"
                     + (", or pad: enable_nested_tensor=False" if item.is_nested else ""),
                 )
-            return wrap(self._cell(item))
+            return wrap(self._new_cell(item))
         if isinstance(item, list | tuple):
             items = [self.result(i) for i in item]
             return tuple(items) if isinstance(item, tuple) else items
         return item
 
     @in_own_state
-    def _cell(self, item: torch.Tensor) -> Cell:
-        if any(shares_memory(item, o) for o in self.operands):
-            item = item.clone()
-        meta = TensorMeta.of(item.size(), item.stride(), 0, item.dtype)
-        return Cell(self.ctx.trace, _value(self.ctx, item.resolve_conj().resolve_neg()), meta)
+    def _new_cell(self, data: torch.Tensor) -> Cell:
+        """New memory of the device with this tensor's values, packed where it has gaps or overlaps."""
+        meta = TensorMeta.of(data.size(), data.stride(), 0, data.dtype)
+        if not meta.dense:
+            meta = TensorMeta.packed(data.size(), data.dtype)
+        return Cell(self.ctx.trace, _value(self.ctx, data, meta), meta)
 
 
 def _kind(item: torch.Tensor) -> str:
@@ -131,8 +129,9 @@ def _kind(item: torch.Tensor) -> str:
     return "quantized" if item.is_quantized else str(item.layout).removeprefix("torch.")
 
 
-def _value(ctx: Context, data: torch.Tensor) -> Value:
-    return Value.of(Buffer.ready(ctx.memory, ctx.executor.place(data), data.nbytes))
+def _value(ctx: Context, data: torch.Tensor, meta: TensorMeta) -> Value:
+    placed = ctx.executor.place(meta.laid_out(data))
+    return Value.of(Buffer.ready(ctx.memory, placed, meta.nbytes))
 
 
 def run_real(schema: OpSchema, args: Any, kwargs: dict[str, Any], trace: Any) -> Any:
@@ -185,7 +184,7 @@ def _call(
             next=_advice(error),
         ) from None
     if cell is not None:
-        cell.rebind(_value(context(trace.device.index), generator.get_state()))
+        cell.rebind(_value(context(trace.device.index), generator.get_state(), cell.meta))
     return result
 
 

@@ -98,6 +98,24 @@ class TensorMeta:
         """Tell whether several elements are the same memory, as in an expanded tensor."""
         return any(s == 0 and n > 1 for n, s in zip(self.size, self.stride, strict=True))
 
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` with this dtype and these strides; the same object where it has them.
+
+        Its values are in its memory then: a conjugated or negated tensor is not, and is copied.
+        """
+        is_plain = not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+        if is_plain and tensor.dtype is self.dtype and self._has_strides(tensor.stride()):
+            return tensor
+        copy = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensor.device)
+        return copy.copy_(tensor.detach())
+
+    def _has_strides(self, stride: tuple[int, ...]) -> bool:
+        """Whether these strides lead to the same addresses."""
+        if stride == self.stride or not self.numel:
+            return True
+        rows = zip(self.size, self.stride, stride, strict=True)
+        return all(n == 1 or wanted == got for n, wanted, got in rows)
+
     def meta_tensor(self) -> torch.Tensor:
         """Make a tensor on the device `meta` with this size, stride, offset and dtype."""
         if not self.offset:

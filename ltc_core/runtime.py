@@ -134,15 +134,9 @@ def upload(tensor: torch.Tensor, index: int) -> LazyTensor:
 def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
     """Make lazy tensors with copies of CPU tensors' values. Cost: one transfer, where the device has such."""
     ctx = context(index)
-    packed, metas = _packed(tensors)
-    values = ctx.place_all(packed)
-    return [wrap(Cell(ctx.trace, value, meta)) for meta, value in zip(metas, values, strict=True)]
-
-
-@in_own_state
-def _packed(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[TensorMeta]]:
     metas = [TensorMeta.packed(tensor.shape, tensor.dtype) for tensor in tensors]
-    return [tensor.contiguous() for tensor in tensors], metas
+    values = ctx.place_all(tensors, metas)
+    return [wrap(Cell(ctx.trace, value, meta)) for value, meta in zip(values, metas, strict=True)]
 
 
 # -- leaving and forking ---------------------------------------------------------------------------

@@ -144,8 +144,9 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     """Copy values from the CPU; where they fill whole memory, no op is recorded for it."""
     handle = destination._h
     ctx = context(handle.trace.device.index)
-    if type(handle) is Cell and host.shape == handle.meta.size:
-        value = ctx.place(_as_dtype(host, handle.meta.dtype))
+    fills = type(handle) is Cell and host.shape == handle.meta.size
+    if fills and not handle.meta.overlaps:
+        value = ctx.place(host, handle.meta)
         with handle.trace.lock:
             handle.rebind(value)
         return destination
@@ -154,7 +155,6 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
 
 
 _number = in_own_state(torch.Tensor.item)
-_as_dtype = in_own_state(torch.Tensor.to)
 
 
 def _item(args: Any, kwargs: Any) -> Any:
@@ -317,7 +317,7 @@ def _set_storage(args: Any, kwargs: Any) -> Any:
         shape = meta if fills else TensorMeta.packed((count,), dtype)
         host = torch.empty(0, dtype=dtype).set_(storage.host, 0, shape.size, shape.stride)
         ctx = context(storage.device.index)
-        whole = storage.whole[dtype] = wrap(Cell(ctx.trace, ctx.place(host), shape))
+        whole = storage.whole[dtype] = wrap(Cell(ctx.trace, ctx.place(host, shape), shape))
     if offset == 0 and whole._h.meta is meta:
         set_handle(t, whole._h)
     else:

@@ -12,10 +12,22 @@ import torch
 from torch import Tensor
 
 import ltc_core as ltc
+from ltc_core.cell import base_of
 from ltc_core.errors import LtcError
 from ltc_core.settings import settings
 from tests.core.beside_eager import assert_same, beside_eager
 from tests.core.counting import Counting
+
+
+def _with_data(t: Tensor, data: Tensor) -> Tensor:
+    t.data = data.to(t.device)
+    return t
+
+
+@torch.library.custom_op("special_tests::turned", mutates_args=())
+def _turned(x: Tensor) -> Tensor:
+    """An op that runs on the CPU; its result is turned, and lies on itself."""
+    return x.clone().transpose(0, 1).contiguous().transpose(0, 1).expand(2, *x.shape)
 
 
 @pytest.fixture
@@ -124,6 +136,46 @@ class TestCopies:
             torch.zeros(3, device=device).copy_(torch.ones(4))
         with pytest.raises(RuntimeError, match="size of tensor a|shape"):
             torch.zeros(3).copy_(torch.ones(4, device=device))
+
+    SOURCES: dict[str, Callable[[], Tensor]] = {
+        "packed": lambda: torch.randn(2, 3, 4, 4),
+        "turned": lambda: torch.randn(4, 4, 3, 2).permute(3, 2, 1, 0),
+        "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "expanded": lambda: torch.randn(2, 1, 4, 1).expand(2, 3, 4, 4),
+        "with gaps": lambda: torch.randn(2, 3, 8, 8)[..., ::2, 1::2],
+        "another dtype": lambda: torch.randn(2, 3, 4, 4).double().transpose(0, 1).transpose(0, 1),
+        "negated": lambda: torch.randn(2, 3, 4, 4, dtype=torch.complex64).conj().imag,
+        "empty": lambda: torch.randn(4, 4, 3, 0).permute(3, 2, 1, 0),
+        "of one row": lambda: torch.randn(3, 4, 4).as_strided((1, 3, 4, 4), (7, 16, 4, 1)),
+    }
+    ROUTES: dict[str, Callable[[Tensor, torch.device], Tensor]] = {
+        "to": lambda t, d: t.to(d),
+        "copy_": lambda t, d: torch.zeros(t.shape, device=d).copy_(t),
+        "into channels last": lambda t, d: torch.empty(
+            t.shape, device=d, memory_format=torch.channels_last
+        ).copy_(t),
+        "into turned": lambda t, d: torch.empty_strided(
+            t.shape, torch.empty(t.shape[::-1]).permute(3, 2, 1, 0).stride(), device=d
+        ).copy_(t),
+        "data": lambda t, d: _with_data(torch.zeros(t.shape, device=d), t.float()),
+        "a list": lambda t, d: torch.tensor(t.tolist(), device=d),
+        "the fallback": lambda t, d: torch.ops.special_tests.turned(t.to(d)),
+    }
+
+    @pytest.mark.parametrize("route", ROUTES)
+    def test_what_is_placed_lies_as_its_meta_says(self, route: str, device: torch.device) -> None:
+        """Compiled programs address memory by the meta's strides."""
+        for name, make in self.SOURCES.items():
+            source = make()
+            t = self.ROUTES[route](source, device)
+            base = base_of(t._h)  # type: ignore[attr-defined]
+            ltc.mark_step(wait=True)
+            if base.value.buffer is None:  # nothing was ever written
+                continue
+            placed = base.value.buffer.take()
+            assert base.meta.laid_out(placed) is placed, (name, placed.stride(), base.meta.stride)
+            if t.shape == source.shape:
+                assert torch.equal(t.cpu(), source.float()), name
 
     def test_conjugates_and_negatives(self) -> None:
         def program(device: torch.device) -> Any:

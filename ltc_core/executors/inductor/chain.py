@@ -14,7 +14,7 @@ import torch
 from ltc_core.executors.base import NodeFailure
 from ltc_core.executors.chain import Chain, EagerLink, Link
 from ltc_core.executors.inductor.indices import find_bounds, hold
-from ltc_core.executors.inductor.launcher import Model
+from ltc_core.executors.inductor.launcher import Mismatch, Model
 from ltc_core.executors.number_rules import NUMBER_DTYPES, kinds
 from ltc_core.executors.part import Part
 from ltc_core.graph import Graph
@@ -53,6 +53,7 @@ class _Compiled(Link):
         super().__init__(part)
         self._hardware = hardware
         self._model = model
+        self._metas = list(part.graph.inputs.values())
         # A GPU looks at indices itself, as it does in eager; looking at them here would wait for it.
         self._bounds = find_bounds(part.graph)[0] if hardware.type == "cpu" else []
         self._reference: EagerLink | None = None
@@ -76,12 +77,26 @@ class _Compiled(Link):
                 torch.tensor([scalars[k] for k in positions], dtype=dtype, device=self._hardware)
             )
         try:
-            results = self._model.run(tensors)
+            results = self._launch(tensors, values)
         except RuntimeError as error:
             raise NodeFailure(None, {}) from error
         values.update(zip(self._returned, results, strict=True))
         for output, source in self._written:
             values[output] = values[source]
+
+    def _launch(
+        self, tensors: list[torch.Tensor], values: dict[int, Any]
+    ) -> Sequence[torch.Tensor]:
+        """Run the library. Operands with other strides than recorded, which ops run one by one may give, are copied."""
+        while True:
+            try:
+                return self._model.run(tensors)
+            except Mismatch as mismatch:
+                at = mismatch.position
+                expected = self._metas[at] if at < len(self._metas) else None
+                if not (expected and mismatch.is_of_strides(expected)):
+                    raise
+                tensors[at] = values[self.part.inputs[at]] = expected.laid_out(tensors[at])
 
     def _run_by_reference(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         if self._reference is None:

@@ -38,6 +38,10 @@ class Mismatch(Exception):
         self.position = position
         self.got = got
 
+    def is_of_strides(self, expected: TensorMeta) -> bool:
+        """Whether the tensor has only other strides than `expected`."""
+        return self.got.size == expected.size and self.got.dtype is expected.dtype
+
 
 @final
 class Model:
