@@ -95,6 +95,11 @@ def _randperm(n: int, **kwargs: Any) -> Any:
     return _make(aten.randperm.generator, n, generator=None, **kwargs)
 
 
+def _zeros(size: Any, **kwargs: Any) -> Any:
+    """Zeros in memory. Forward-mode autograd's own have none: compiled code would read at address 0."""
+    return _make(aten.zeros.default, size, **kwargs)
+
+
 def _can_be_assigned(t: torch.Tensor, data: torch.Tensor) -> bool:
     """Tell `nn.Module.to` whether `t.data = data` works: for a parameter that goes to the CPU, it does."""
     return type(data) is LazyTensor or (type(t) is LazyTensor and data.device.type == "cpu")
@@ -110,6 +115,7 @@ def register_factories() -> None:
         op = getattr(getattr(aten, packet), overload or "default")
         library.impl(name, functools.partial(_make, op), "PrivateUse1")
     library.impl("randperm", _randperm, "PrivateUse1")
+    library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     for op in (aten.ctc_loss.Tensor, aten.one_hot.default):
         name = op._schema.name.removeprefix("aten::")
         overload = op._schema.overload_name

@@ -100,6 +100,13 @@ def test_under_another_default_dtype(name: str) -> None:
     beside_eager(program, rtol=1e-6)
 
 
+def test_zeros_of_autograd_have_memory(device: torch.device) -> None:
+    """Forward mode asks for zeros without memory, which compiled code cannot read."""
+    zeros = torch.ops.aten._efficientzerotensor((2, 3), dtype=torch.float64, device=device)
+    assert zeros.dtype is torch.float64 and torch.equal(zeros.cpu(), torch.zeros(2, 3).double())
+    assert zeros.add_(1).sum().item() == 6
+
+
 class TestArguments:
     def test_dtypes(self) -> None:
         def program(device: torch.device) -> Any:
