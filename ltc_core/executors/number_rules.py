@@ -94,11 +94,11 @@ def div(x: Tensor, y: Any) -> Any:
 
 
 def addcmul(x: Tensor, a: Tensor, b: Tensor, value: Number = 1) -> Any:
-    return x + _scaled(a * b, value)
+    return x + _scaled(a, value) * b  # in this order, as in ATen: a product in another may overflow
 
 
 def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: Number = 1) -> Any:
-    return x + _scaled(a / b, value)
+    return x + _scaled(a, value) / b
 
 
 def lerp(x: Tensor, end: Tensor, weight: Any) -> Any:

@@ -102,7 +102,7 @@ class Replay:
                 return
         numbers = _numbers_in(node)
         whole = WHOLE_RULES.get(node.op._opname)
-        if whole is not None and (numbers or self.all_by_rule):
+        if whole is not None and (numbers or self.all_by_rule or _writes_unmarked(node)):
             self._call_whole(node, whole)
         elif not (numbers or _is_foreach(node)):
             self._call(node)
@@ -226,6 +226,11 @@ def _writes_of(node: Node) -> list[Write]:
     for item in (*node.args, *node.kwargs.values()):
         found += [w for w in (item if type(item) in (list, tuple) else (item,)) if type(w) is Write]
     return found
+
+
+def _writes_unmarked(node: Node) -> bool:
+    """Whether a node writes operands that its op's schema does not mark: tracers do not see such writes."""
+    return bool(node.writes) and not node.op._schema.is_mutable
 
 
 def _is_foreach(node: Node) -> bool:

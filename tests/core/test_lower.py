@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ltc_core.executors.inductor.lower import Lowered, lower
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.number_rules import NUMBER_DTYPES
+from ltc_core.executors.number_rules import NUMBER_DTYPES, WHOLE_RULES
 from ltc_core.executors.part import Part
 from ltc_core.executors.replay import Refused
 from ltc_core.executors.spelled_out import WHERE_IT_PAYS, attention, attention_backward
@@ -114,6 +114,31 @@ class TestWrites:
         x = torch.ones(4)
         [result] = run(Graph((write,), {0: META}, (1,), frozenset({0})), [x])
         assert result is x and x.tolist() == [1, 5, 5, 1]
+
+    def batch_norms(self) -> Graph:
+        """Two in training on one pair of running statistics; the first ones are wanted too."""
+        x = TensorMeta.packed((8, 4), torch.float32)
+        nodes = []
+        for first, mean, var in ((3, 1, 2), (8, 6, 7)):
+            args = (Ref(0), None, None, Write(0, ()), Write(1, ()), True, 0.5, 1e-5)
+            outs = (x, META, META, META, META)
+            norm = aten.native_batch_norm.default
+            nodes.append(Node(norm, args, {}, first, outs, (mean, var), result=(0, 1, 2)))
+        return Graph(tuple(nodes), {0: x, 1: META, 2: META}, (6, 7, 11, 12), frozenset({1, 2}))
+
+    @pytest.mark.parametrize("has_rule", [True, False])
+    def test_writes_that_a_schema_does_not_mark(
+        self, has_rule: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without a rule for the op its decomposition writes, and what was traced is made functional again."""
+        if not has_rule:
+            monkeypatch.delitem(WHOLE_RULES, "native_batch_norm")
+        names = calls(lowered(self.batch_norms()))
+        assert names.count("copy_") == 2 and names[-2:] == ["copy_", "copy_"]
+        x, mean, var = torch.randn(8, 4), torch.zeros(4), torch.ones(4)
+        first, _, second, _ = run(self.batch_norms(), [x, mean, var])
+        torch.testing.assert_close(first, x.mean(0) / 2)
+        torch.testing.assert_close(second, x.mean(0) * 0.75)
 
 
 class TestNumbers:

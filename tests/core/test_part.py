@@ -49,6 +49,27 @@ class TestWhatIsCompiled:
         assert (part.compiled, ops(part)) == (True, ["exp", "neg"])
         assert (part.inputs, part.outputs, part.graph.outputs) == ((0,), (2,), (2,))
 
+    @pytest.mark.parametrize(
+        "op, divisor, compiled",
+        [
+            (aten.remainder.Tensor, Ref(0), False),
+            (aten.div.Tensor_mode, Ref(0), False),
+            (aten.floor_divide.default, Scalar(0), True),
+            (aten.fmod.Scalar, Scalar(1), False),
+            (aten.floor_divide.default, 3, True),
+        ],
+    )
+    def test_whole_numbers_are_divided_where_zero_raises(
+        self, op: Any, divisor: Any, compiled: bool
+    ) -> None:
+        meta = TensorMeta.packed((4,), torch.int64)
+        named = {"rounding_mode": "floor"} if op is aten.div.Tensor_mode else {}
+        divide = Node(op, (Ref(0), divisor), named, 1, (meta,), result=0)
+        [part] = cut(Graph((divide,), {0: meta}, (1,)), 2, 0)
+        assert part.compiled == compiled
+        floats = Node(op, (Ref(0), divisor), named, 1, (META,), result=0)
+        assert cut(Graph((floats,), {0: META}, (1,)), 2, 0)[0].compiled
+
     def test_a_refused_op_runs_between_compiled_parts(self) -> None:
         graph = Graph(
             (

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ltc_core.executors.inductor.exact import exact_decompositions
 from ltc_core.executors.inductor.gemm import use_onednn
 from ltc_core.executors.number_rules import vector_metas
 from ltc_core.executors.part import Part
-from ltc_core.executors.replay import Replay
+from ltc_core.executors.replay import Refused, Replay
 from ltc_core.executors.spelled_out import WHERE_IT_PAYS
 from ltc_core.graph import Graph, Node, TensorMeta
 from ltc_core.passes import plan
@@ -69,17 +70,31 @@ def lower(part: Part, device: str) -> Lowered:
     with mode:
         fakes = [_fake(meta, device) for meta in part.graph.inputs.values()]
         fakes += [_fake(meta, device) for meta in vector_metas(part.types)]
-    trace = _Replay(part, memory.copied, device).run
-    with torch.no_grad(), mode:
-        module = make_fx(
-            torch.func.functionalize(trace, remove="mutations"),
-            decomposition_table=select_decomp_table(),
-            tracing_mode="real",
-        )(*fakes)
+    module = _traced(_Replay(part, memory.copied, device).run, fakes, mode)
+    if _writing(module):  # decompositions run below functionalization: their own writes are left
+        module = _traced(module, fakes, mode)
+        left = _writing(module)
+        if left:
+            raise Refused(str(left[0]), "it writes in a way that cannot be made functional")
     module.graph = fx_graph_cse(module.graph)
     use_onednn(module)
     returned = _write_back(module, part.graph, memory.reuses)
     return Lowered(module, fakes, returned, mode)
+
+
+def _traced(run: Callable[..., Any], fakes: list[Tensor], mode: FakeTensorMode) -> GraphModule:
+    with torch.no_grad(), mode:
+        return make_fx(
+            torch.func.functionalize(run, remove="mutations"),
+            decomposition_table=exact_decompositions(select_decomp_table()),
+            tracing_mode="real",
+        )(*fakes)
+
+
+def _writing(module: GraphModule) -> list[torch._ops.OpOverload]:
+    """Ops of a traced graph that write. The compiler drops clones, so such a write would reach inputs."""
+    ops = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    return [op for op in ops if op._schema.is_mutable]
 
 
 def _fake(meta: TensorMeta, device: str) -> Tensor:
@@ -115,6 +130,8 @@ def _write_back(module: GraphModule, graph: Graph, reuses: dict[int, int]) -> tu
     written = []
     for value, node in zip(graph.outputs, end.args[0], strict=True):
         target = inputs.get(reuses.get(value, -1))
+        if target is node:  # it is there already
+            continue
         if target is not None and target.meta["val"].shape == node.meta["val"].shape:
             written.append((target, node))
         else:

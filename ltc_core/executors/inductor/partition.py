@@ -17,14 +17,17 @@ from ltc_core.executors.first_values import without_operands
 from ltc_core.executors.inductor.indices import find_bounds
 from ltc_core.executors.inductor.layout import keep_channels_last
 from ltc_core.executors.inductor.spread import spread
+from ltc_core.executors.number_rules import base_name
 from ltc_core.executors.part import Part, parts_of
 from ltc_core.executors.stages import stages
-from ltc_core.graph import Graph, Lens, Node, TensorMeta, Write
+from ltc_core.graph import Graph, Lens, Node, Scalar, TensorMeta, Write
 from ltc_core.views import open_lens
 
 __all__ = ["partition"]
 
 aten = torch.ops.aten
+# Base names of ops that give whole numbers for whole numbers.
+_DIVISIONS = frozenset({"div", "floor_divide", "fmod", "remainder"})
 
 
 def partition(
@@ -39,19 +42,21 @@ def partition(
     """
     graph = spread(graph)
     graph = without_operands(graph)
-    stage_of = stages(graph, _eager_nodes(graph, refused))
+    stage_of = stages(graph, _eager_nodes(graph, scalars, refused))
     graph = keep_channels_last(graph, stage_of)
     return parts_of(graph, stage_of, scalars, varied)
 
 
-def _eager_nodes(graph: Graph, refused: frozenset[str]) -> set[int]:
+def _eager_nodes(graph: Graph, scalars: Sequence[Any], refused: frozenset[str]) -> set[int]:
     """Find the nodes that the compiler does not get."""
     metas = graph.metas()
     _, unchecked = find_bounds(graph)
     return {
         at
         for at, node in enumerate(graph.nodes)
-        if at in unchecked or _runs_eagerly(node, metas, refused)
+        if at in unchecked
+        or _runs_eagerly(node, metas, refused)
+        or _may_divide_by_zero(node, metas, scalars)
     }
 
 
@@ -67,6 +72,21 @@ def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozense
         elif type(item) in (list, tuple):
             stack.extend(item)
     return False
+
+
+def _may_divide_by_zero(
+    node: Node, metas: Mapping[int, TensorMeta], scalars: Sequence[Any]
+) -> bool:
+    """Whether a node divides whole numbers by what may be zero: eager raises, in compiled code the process ends."""
+    if base_name(node.op) not in _DIVISIONS or len(node.args) < 2:
+        return False
+    result = node.outs[0]
+    if result is None or result.dtype.is_floating_point or result.dtype.is_complex:
+        return False
+    divisor = node.args[1]
+    if type(divisor) is Scalar:
+        divisor = scalars[divisor]
+    return type(divisor) not in (int, bool) or divisor == 0
 
 
 def _is_plain_view(lens: Lens, meta: TensorMeta) -> bool:

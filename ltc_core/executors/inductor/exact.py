@@ -1,0 +1,202 @@
+"""Ops that PyTorch's compiler computes otherwise than ATen, beyond rounding: each as ops that it computes right.
+
+Its C++ of `expm1(x)` is `exp(x) - 1`, of `remainder(a, b)` it is `a - floor(a / b) * b`, of a floor division it is
+`floor(a / b)`; its hyperbolic functions overflow early. `EXACT` extends the decompositions with which `lower` traces,
+so it serves these ops inside of others' decompositions too. Rules return NotImplemented where the compiler is right.
+Integer division by what may be zero is not here: it runs op by op (see `partition`), where it raises.
+Source: the kernels of the ops on the CPU, aten/src/ATen/native/cpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["EXACT", "exact_decompositions"]
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+Rule = Callable[..., Any]
+
+_NARROW = (torch.float16, torch.bfloat16)
+_LARGE = 1e8  # beyond, x * x + 1 is x * x in double precision too
+_LOG_2 = math.log(2)
+_ERF_TERMS = (1.0, -1 / 3, 1 / 10, -1 / 42, 1 / 216, -1 / 1320)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which ATen's kernels compute."""
+    return torch.float32 if dtype in _NARROW else dtype
+
+
+def _elementwise(rule: Callable[[Tensor], Tensor]) -> Rule:
+    """A rule of one real operand, called with floats in which to compute."""
+
+    def run(x: Tensor) -> Any:
+        if x.is_complex():
+            return NotImplemented
+        dtype = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+        return rule(x.to(_wide(dtype))).to(dtype)
+
+    return run
+
+
+def _expm1(x: Tensor) -> Tensor:
+    t = torch.tanh(x / 2)
+    return torch.where(x.abs() < 1, 2 * t / (1 - t), torch.exp(x) - 1)
+
+
+def _cosh(x: Tensor) -> Tensor:
+    half = torch.exp(x.abs() / 2)  # its square may be finite where exp(x) is not
+    return 0.5 * half * half + 0.5 * torch.exp(-x.abs())
+
+
+def _sinh(x: Tensor) -> Tensor:
+    a = x.abs()
+    small = _expm1(a.clamp(max=1))
+    half = torch.exp(a / 2)
+    large = 0.5 * half * half - 0.5 * torch.exp(-a)
+    return torch.where(a < 1, 0.5 * (small + small / (small + 1)), large).copysign(x)
+
+
+def _asinh(x: Tensor) -> Tensor:
+    a = x.abs()
+    b = a.clamp(max=_LARGE)
+    small = torch.log1p(b + b * b / (1 + (b * b + 1).sqrt()))
+    return torch.where(a > _LARGE, torch.log(a) + _LOG_2, small).copysign(x)
+
+
+def _acosh(x: Tensor) -> Tensor:
+    t = x.clamp(max=_LARGE) - 1
+    small = torch.log1p(t + (2 * t + t * t).sqrt())
+    result = torch.where(x > _LARGE, torch.log(x) + _LOG_2, small)
+    return torch.where(x < 1, math.nan, result)
+
+
+def _atanh(x: Tensor) -> Tensor:
+    return 0.5 * (torch.log1p(x) - torch.log1p(-x))
+
+
+_inside_gelu = False
+
+
+def _erf(x: Tensor) -> Any:
+    """Near zero a series: the compiler's has an absolute error of 1e-7. That is enough inside of GELU."""
+    if _inside_gelu or x.dtype is not torch.float32:
+        return NotImplemented
+    near = x.clamp(-0.5, 0.5)
+    square, total = near * near, torch.zeros_like(near)
+    for factor in reversed(_ERF_TERMS):
+        total = total * square + factor
+    series = near * total * (2 / math.sqrt(math.pi))
+    with _raw_erf():
+        return torch.where(x.abs() < 0.5, series, torch.erf(x))
+
+
+@contextlib.contextmanager
+def _raw_erf() -> Iterator[None]:
+    global _inside_gelu
+    before, _inside_gelu = _inside_gelu, True
+    try:
+        yield
+    finally:
+        _inside_gelu = before
+
+
+def _with_raw_erf(rule: Rule) -> Rule:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _raw_erf():
+            return rule(*args, **kwargs)
+
+    return run
+
+
+def _operands(a: Any, b: Any) -> tuple[torch.dtype, list[Tensor]] | None:
+    """The dtype of a result, and both operands in what ATen computes in; None for whole and complex numbers."""
+    dtype = torch.result_type(a, b)
+    if not dtype.is_floating_point:
+        return None
+    device = a.device if isinstance(a, Tensor) else b.device
+    tensors = [
+        t if isinstance(t, Tensor) else torch.full((), t, device=device, dtype=torch.float64)
+        for t in (a, b)
+    ]
+    return dtype, [t.to(_wide(dtype)) for t in tensors]
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    found = _operands(a, b)
+    if found is None:
+        return NotImplemented
+    dtype, (x, y) = found
+    x, y = x.to(dtype).to(x.dtype), y.to(dtype).to(y.dtype)  # a number is rounded first
+    rest = torch.fmod(x, y)
+    return torch.where((rest != 0) & ((y < 0) != (rest < 0)), rest + y, rest).to(dtype)
+
+
+def _floor_divide(a: Any, b: Any) -> Any:
+    found = _operands(a, b)
+    if found is None:
+        return NotImplemented
+    dtype, (x, y) = found
+    x = x.to(dtype).to(x.dtype)
+    rest = torch.fmod(x, y)
+    exact = (x - rest) / y
+    exact = torch.where((rest != 0) & ((y < 0) != (rest < 0)), exact - 1, exact)
+    whole = torch.floor(exact)
+    whole = torch.where(exact - whole > 0.5, whole + 1, whole)
+    plain = x / y
+    whole = torch.where(exact != 0, whole, torch.zeros_like(plain).copysign(plain))
+    overflows = plain.isinf() & x.isfinite()  # division by zero, too
+    return torch.where(overflows | (y == 0), plain, whole).to(dtype)
+
+
+def _divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
+    return _floor_divide(a, b) if rounding_mode == "floor" else NotImplemented
+
+
+def _power(x: Tensor, exponent: Any) -> Any:
+    """The exponents for which ATen has a kernel of its own, other than those of the compiler."""
+    if x.dtype.is_floating_point and exponent in (-0.5, -2):
+        wide = x.to(_wide(x.dtype))
+        result = wide.rsqrt() if exponent == -0.5 else (wide * wide).reciprocal()
+        return result.to(x.dtype)
+    return NotImplemented
+
+
+EXACT: Mapping[torch._ops.OpOverload, Rule] = {
+    aten.acosh.default: _elementwise(_acosh),
+    aten.asinh.default: _elementwise(_asinh),
+    aten.atanh.default: _elementwise(_atanh),
+    aten.cosh.default: _elementwise(_cosh),
+    aten.div.Scalar_mode: _divide,
+    aten.div.Tensor_mode: _divide,
+    aten.erf.default: _erf,
+    aten.expm1.default: _elementwise(_expm1),
+    aten.floor_divide.default: _floor_divide,
+    aten.floor_divide.Scalar: _floor_divide,
+    aten.pow.Tensor_Scalar: _power,
+    aten.remainder.Scalar: _remainder,
+    aten.remainder.Scalar_Tensor: _remainder,
+    aten.remainder.Tensor: _remainder,
+    aten.sinh.default: _elementwise(_sinh),
+}
+_GELU = (aten.gelu.default, aten.gelu_backward.default)
+
+
+def exact_decompositions(table: Mapping[Any, Rule]) -> dict[Any, Rule]:
+    """The compiler's own decompositions with `EXACT` in front of them."""
+    whole = {**table, **{op: _or_else(rule, table.get(op)) for op, rule in EXACT.items()}}
+    return whole | {op: _with_raw_erf(table[op]) for op in _GELU if op in table}
+
+
+def _or_else(rule: Rule, other: Rule | None) -> Rule:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = rule(*args, **kwargs)
+        return result if result is not NotImplemented or other is None else other(*args, **kwargs)
+
+    return run

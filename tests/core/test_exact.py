@@ -1,0 +1,80 @@
+"""Ops that the compiler gets wrong, as ops that it gets right: each rule gives what eager gives, at extremes too.
+
+That compiled code gives it as well is in test_compiled_programs.py, for the same calls.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ltc_core.executors.inductor.exact import EXACT, exact_decompositions
+
+aten = torch.ops.aten
+INF, NAN = math.inf, math.nan
+NUMBERS = (0.3, -0.3, 2.0, -2.5, 3, INF, -INF, NAN, 0.0)
+VALUES = (
+    0.0, 1e-30, 1e-8, 1e-6, 1e-3, 0.1, 0.3, 0.5, 0.9999, 1.0, 1.5, 2.0, 2.5, 3.0, 10.0, 20.0, 87.0, 88.0, 100.0,
+    711.0, 1e10, 2.0**31, 1e15, 1e20, 1e30, 3e38, INF,
+)  # fmt: skip
+
+
+def values(dtype: torch.dtype) -> Tensor:
+    return torch.tensor([*VALUES, *(-v for v in VALUES), NAN], dtype=torch.float64).to(dtype)
+
+
+def calls(op: torch._ops.OpOverload, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], Any]]:
+    """The arguments of an op's test, by what it takes."""
+    x = values(dtype)
+    named = {"rounding_mode": "floor"} if op._opname == "div" else {}
+    if op is aten.pow.Tensor_Scalar:
+        return [((x, -0.5), {}), ((x, -2), {})]
+    taken = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    if len(taken) == 1:
+        return [((x,), {})]
+    if op._overloadname == "Scalar_Tensor":
+        return [((number, x), named) for number in NUMBERS]
+    if "Scalar" in op._overloadname:
+        return [((x, number), named) for number in NUMBERS]
+    return [((x.repeat_interleave(len(x)), x.repeat(len(x))), named)]
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding, relative to the value: also near zero. Eager's own cosh of 89 may be infinite."""
+    eps = torch.finfo(expected.dtype).eps
+    assert got.dtype is expected.dtype
+    torch.testing.assert_close(got, expected, rtol=16 * eps, atol=1e-37, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", EXACT, ids=str)
+def test_a_rule_gives_what_eager_gives(op: torch._ops.OpOverload, dtype: torch.dtype) -> None:
+    for args, named in calls(op, dtype):
+        got = EXACT[op](*args, **named)
+        if got is NotImplemented:
+            assert op is aten.erf.default and dtype is not torch.float32
+        else:
+            assert_close(got, op(*args, **named))
+
+
+def test_whole_numbers_are_left_to_the_compiler() -> None:
+    x = torch.arange(1, 5)
+    assert EXACT[aten.remainder.Tensor](x, x) is NotImplemented
+    assert EXACT[aten.div.Tensor_mode](x, x, rounding_mode="floor") is NotImplemented
+    assert EXACT[aten.div.Tensor_mode](x.float(), x, rounding_mode="trunc") is NotImplemented
+
+
+def test_gelu_keeps_the_compilers_erf() -> None:
+    """It is called once for each activation, and adds the error to 1."""
+    seen = []
+
+    def gelu(x: Tensor) -> Tensor:
+        seen.append(table[aten.erf.default](x))
+        return x
+
+    table = exact_decompositions({aten.gelu.default: gelu})
+    table[aten.gelu.default](torch.ones(2))
+    assert seen == [NotImplemented]
+    assert table[aten.erf.default](torch.ones(2)) is not NotImplemented
