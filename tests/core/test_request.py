@@ -11,9 +11,17 @@ import pytest
 import torch
 
 from ltc_core.executors.inductor import request as module
+from ltc_core.executors.inductor.compiler_process import CompilerProcess
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.inductor.request import Request, decode, encode, key
+from ltc_core.executors.inductor.request import (
+    Request,
+    compiler_variables,
+    decode,
+    encode,
+    is_decisive,
+    key,
+)
 from ltc_core.executors.part import Part
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write
 from tests.core.random_graphs import random_graph
@@ -165,3 +173,47 @@ def test_the_c_plus_plus_compiler_is_told_by_its_file(
     assert module._compiler().startswith(f"{other} ") and module._compiler() != before
     monkeypatch.setenv("CXX", str(tmp_path / "missing"))
     assert module._compiler() == "none"
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_FREEZING", "ATEN_CPU_CAPABILITY"])
+def test_variables_of_the_compiler_are_in_the_key(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(module, "_environment", module._environment.__wrapped__)
+    monkeypatch.setattr(module, "compiler_variables", module.compiler_variables.__wrapped__)
+    before = key(make_request())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")  # says where, not what
+    assert key(make_request()) == before
+    monkeypatch.setenv(name, "another")
+    assert key(make_request()) != before
+
+
+def test_variables_are_those_that_the_process_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that programs built later are those that the key says."""
+    before = compiler_variables()
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+    environment = CompilerProcess("module:build", Path("root"))._environment()
+    assert {n: v for n, v in environment.items() if is_decisive(n)} == before
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        "graph.py",
+        "executors/fused_optimizers.py",
+        "executors/inductor/exact.py",
+        "executors/inductor/gemm.py",
+        "executors/a_new_file.py",
+    ],
+)
+def test_an_edit_of_what_decides_is_in_the_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, edited: str
+) -> None:
+    monkeypatch.setattr(module, "_PACKAGE", tmp_path)
+    for name in ("graph.py", "executors/__init__.py", "executors/inductor/exact.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+    before = module._sources()
+    assert module._sources() == before
+    (tmp_path / edited).write_text("after")
+    assert module._sources() != before

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ltc_core.executors.inductor.artifacts import WORK
+from ltc_core.executors.inductor.request import compiler_variables, is_decisive
 from ltc_core.settings import settings
 
 __all__ = ["Answer", "CompilerProcess"]
@@ -195,12 +196,17 @@ class CompilerProcess:
 
     def _environment(self) -> dict[str, str]:
         work = str(self.root / WORK)
-        inherited = {name: value for name, value in os.environ.items() if name != "CXX" or value}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not is_decisive(name) and (name != "CXX" or value)
+        }
         if _is_chosen_by_torch(inherited.get("TORCHINDUCTOR_CACHE_DIR", "")):
             del inherited["TORCHINDUCTOR_CACHE_DIR"]
         return {
             "TORCHINDUCTOR_CACHE_DIR": work,
             **inherited,
+            **compiler_variables(),
             "TMPDIR": work,  # where PyTorch keeps its precompiled headers
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "OMP_NUM_THREADS": "1",

@@ -24,19 +24,19 @@ import torch
 from ltc_core.executors.part import Part
 from ltc_core.graph import TensorMeta
 
-__all__ = ["Request", "decode", "encode", "key"]
+__all__ = ["Request", "compiler_variables", "decode", "encode", "is_decisive", "key"]
 
 
 _PACKAGE = Path(__file__).parents[2]
-# The files that decide what is made of a part: `lower` and all it stands on.
-_LOWERING = (
-    "graph.py", "passes.py", "schema.py", "views.py",
-    *(f"executors/{name}.py" for name in ("number_rules", "part", "replay", "spelled_out")),
-    *(
-        f"executors/inductor/{name}.py" for name in
-        ("build_artifact", "gemm", "gemm_lowering", "lower")
-    ),
-)  # fmt: skip
+# What decides what is made of a part is in these folders: the graph and its passes, the executors.
+_FOLDERS = ("*.py", "executors/**/*.py")
+# Variables that PyTorch's compiler reads, and those of them that only say where and how fast it works.
+_READ = ("TORCHINDUCTOR_", "TORCH_COMPILE_", "AOT_INDUCTOR_", "AOTINDUCTOR_", "ATEN_CPU_CAPABILITY")
+_WHERE = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_WORKER_START",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +109,23 @@ def _environment() -> str:
             _processor(),
             _compiler(),
             _sources(),
+            *(f"{name}={value}" for name, value in compiler_variables().items()),
         )
     )
+
+
+@functools.cache
+def compiler_variables() -> dict[str, str]:
+    """Environment variables that decide what is compiled, as they were when they were first asked for.
+
+    The compiler's process is started with these: its programs are those that the key says.
+    """
+    return {name: os.environ[name] for name in sorted(os.environ) if is_decisive(name)}
+
+
+def is_decisive(name: str) -> bool:
+    """Whether an environment variable is one of those that decide what is compiled."""
+    return name.startswith(_READ) and name not in _WHERE
 
 
 def _processor() -> str:
@@ -134,7 +149,9 @@ def _compiler() -> str:
 
 
 def _sources() -> str:
+    """Digest the sources that decide what is made of a part. Cost: 3 ms, once a process."""
     digest = hashlib.sha256()
-    for name in _LOWERING:
-        digest.update((_PACKAGE / name).read_bytes())
+    for path in sorted(path for folder in _FOLDERS for path in _PACKAGE.glob(folder)):
+        digest.update(str(path.relative_to(_PACKAGE)).encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
