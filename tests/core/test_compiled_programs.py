@@ -1,0 +1,105 @@
+"""Programs that compiled code once got wrong, in one graph, by the real compiler: each gives what eager gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core import child
+
+SCRIPT = """
+import json
+import warnings
+from torch import nn
+from torch.func import hessian, jacfwd, jacrev, jvp, vmap
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of rules of jvp
+
+
+def numbers(*size):
+    g = torch.Generator().manual_seed(sum(size))
+    return torch.randn(*size, generator=g)
+
+
+def averages(device):
+    torch.manual_seed(0)
+    net = nn.BatchNorm1d(3).to(device)
+    average = AveragedModel(net, use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(3):
+        net(numbers(8 + step, 3).to(device))
+        average.update_parameters(net)
+    return [*average.buffers(), *net.buffers()]
+
+
+def cubes(x):
+    return (x**3).sum() + x[0] * x[1]
+
+
+def derivatives(device):
+    x = numbers(3).to(device)
+    return [
+        hessian(cubes)(x),
+        jacfwd(jacrev(cubes))(x),
+        jacrev(jacfwd(torch.sin))(x),
+        vmap(hessian(cubes))(numbers(2, 3).to(device)),
+        *jvp(lambda t: t.detach() * t[0], (x,), (torch.ones_like(x),)),
+        *jvp(lambda t: (t, torch.zeros_like(t)), (x,), (x,))[1],
+    ]
+
+
+def layouts(device):
+    turned = torch.zeros(4, 3, device=device)
+    turned.copy_(numbers(3, 4).t())
+    conv = nn.Conv2d(2, 3, 2).to(device)
+    other = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        other.weight.copy_(numbers(3, 2, 2, 2)), other.bias.zero_()
+    conv.load_state_dict(other.state_dict())
+    negative = torch.zeros(2, device=device)
+    negative.copy_(torch.view_as_complex(numbers(2, 2)).conj().imag)
+    spread = torch.zeros(4, 3, device=device)
+    spread.copy_(numbers(4, 1).expand(4, 3))
+    return [turned * 2, conv(numbers(1, 2, 4, 4).to(device)), negative + 1, spread * 3]
+
+
+PROGRAMS = [averages, derivatives, layouts]
+found = [program(ltc.lazy_device()) for program in PROGRAMS]
+ltc.mark_step(wait=True)
+wrong = {}
+for program, got in zip(PROGRAMS, found):
+    pairs = zip(got, program("cpu"), strict=True)
+    wrong[program.__name__] = [
+        k for k, (a, b) in enumerate(pairs) if not torch.allclose(a.cpu(), b, 1e-5, 1e-6, equal_nan=True)
+    ]
+names = ltc.metrics.counter_names()
+wrong["counters"] = {name: ltc.metrics.counter_value(name) for name in names}
+print(json.dumps(wrong))
+"""
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cache: Path = tmp_path_factory.mktemp("compiled")
+    with child.start(SCRIPT, LTC_COMPILE="sync", LTC_COMPILED_CACHE_DIR=str(cache)) as process:
+        try:
+            out, err = process.communicate(timeout=280)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (0, "")
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_all_is_one_graph_and_compiled(wrong: dict[str, Any]) -> None:
+    counters = wrong["counters"]
+    assert counters["UncachedCompile"] == counters["CompiledProgram"] == 1
+    assert "CompileRefused" not in counters
+
+
+@pytest.mark.parametrize("program", ["averages", "derivatives", "layouts"])
+def test_it_gives_what_eager_gives(wrong: dict[str, Any], program: str) -> None:
+    assert wrong[program] == []
