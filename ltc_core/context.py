@@ -121,7 +121,10 @@ class Context:
         if place is Place.SPARING:
             num_threads -= 1
         run = self._run(compiled, inputs, scalars, outputs, num_threads)
-        job = Job(lambda: _end(run))
+        job = Job(
+            lambda: _end(run),
+            lambda: self._settle(self._lost_at_a_fork(), {}, compiled, outputs),
+        )
         if place is Place.HERE:
             self._take_the_cores()
             is_done = _begin(run)
@@ -230,6 +233,27 @@ class Context:
                 buffer.set(data)
             else:
                 buffer.fail(error)
+
+    # -- forking -------------------------------------------------------------------------------
+
+    def after_fork(self, is_whole: bool) -> None:
+        """Begin anew in a forked child; `is_whole` says that nothing was recorded or run at the fork.
+
+        Else values of the running trace and of jobs that were not done are lost in the child.
+        """
+        self.memory.after_fork()
+        self.trace.after_fork()
+        self.worker.after_fork()
+        if not is_whole:
+            for _, value in self.trace.cut().alive:
+                value.buffer = Buffer.failed(self.memory, self._lost_at_a_fork())
+
+    def _lost_at_a_fork(self) -> errors.LtcError:
+        return errors.ExecutionError(
+            f"this process was forked while {self.device} was busy in another thread: the value is lost here",
+            got="a device that did not become idle before the fork",
+            next="call wait_device_ops() in the thread that uses the device, or start processes by spawn",
+        )
 
     # -- waiting -------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ take its place.
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,15 @@ _lock = threading.Lock()
 # The ops to follow, by name and overload; those named before the C++ part is there wait for it.
 _ops: dict[tuple[str, str], tuple[Any, ...]] = {}
 _is_on = not settings.eager  # there each op is cut where it is called
+
+
+def _after_fork_in_child() -> None:
+    """Make the lock anew: its owner may be a thread that is gone."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def install() -> bool:

@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,9 @@ __all__ = [
 _contexts: dict[int, Context] = {}
 _forking = threading.local()  # the contexts a forking thread holds still
 _contexts_lock = threading.Lock()
+# A fork waits so long for devices that other threads use; the first waits for a lock, which it gives back then.
+_FORK_PATIENCE_S = 60.0
+_FIRST_WAIT_S = 0.05
 metrics.register_gauge(
     "PeakMemory", lambda: max((c.memory.peak_bytes for c in contexts()), default=0)
 )
@@ -178,23 +182,36 @@ def _at_exit() -> None:
 
 def _before_fork() -> None:
     """Let no thread be in the middle of recording, and no job be running, while the process is copied."""
-    held = _forking.held = contexts()
-    for ctx in held:
-        _hold_still(ctx)
+    _forking.held = _held_still(contexts())
 
 
-def _hold_still(ctx: Context) -> None:
-    """Take the lock of an idle device; a job that runs may need the lock itself, so never wait with it."""
+def _held_still(chosen: Sequence[Context]) -> list[Context]:
+    """Take the locks of idle devices, of all of them or of none; returns those whose lock is held.
+
+    Each wait is bounded: a job that runs, or a thread that records on two devices, may need a lock that is held here.
+    The waits become longer, since a device that other threads keep busy is idle only after its lock was taken.
+    """
+    deadline = time.monotonic() + _FORK_PATIENCE_S
+    wait_s = _FIRST_WAIT_S
     while True:
-        ctx.worker.drain()
-        ctx.trace.lock.acquire()
-        if ctx.worker.is_idle:
-            return
-        ctx.trace.lock.release()
+        held = []
+        for ctx in chosen:
+            if not ctx.trace.lock.acquire(timeout=wait_s):
+                break
+            held.append(ctx)
+        if len(held) == len(chosen) and all(ctx.worker.drain(wait_s) for ctx in chosen):
+            return held
+        for ctx in reversed(held):
+            ctx.trace.lock.release()
+        if time.monotonic() > deadline:
+            return []
+        for ctx in chosen:
+            ctx.worker.drain(_FIRST_WAIT_S)
+        wait_s *= 2
 
 
 def _after_fork_in_parent() -> None:
-    for ctx in _forking.held:
+    for ctx in reversed(_forking.held):
         ctx.trace.lock.release()
     _forking.held = []
 
@@ -202,11 +219,9 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _contexts_lock
     _contexts_lock = threading.Lock()
-    _forking.held = []
+    held, _forking.held = _forking.held, []
     for ctx in contexts():
-        ctx.memory.after_fork()
-        ctx.trace.after_fork()
-        ctx.worker.after_fork()
+        ctx.after_fork(is_whole=ctx in held)
     if _contexts:
         # A forked child must not use the OpenMP threads of its parent: it would wait for them for ever.
         torch.set_num_threads(1)

@@ -11,18 +11,23 @@ import queue
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 
 __all__ = ["Job", "Worker"]
 
 
 class Job:
-    """One call for a worker. `run` must not raise: what goes wrong is recorded where it is asked for."""
+    """One call for a worker. `run` must not raise: what goes wrong is recorded where it is asked for.
 
-    __slots__ = ("_done", "_run")
+    `drop` is called instead in a forked child, if the job was not done at the fork.
+    """
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    __slots__ = ("_done", "_drop", "_run")
+
+    def __init__(self, run: Callable[[], None], drop: Callable[[], None] | None = None) -> None:
         self._run: Callable[[], None] | None = run
+        self._drop = drop
         self._done = threading.Event()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -32,12 +37,21 @@ class Job:
     def is_done(self) -> bool:
         return self._done.is_set()
 
+    def drop(self) -> None:
+        """Let nobody wait for a job that is not run: in a forked child the worker's thread is gone."""
+        drop, self._run, self._drop = self._drop, None, None
+        if drop is not None:
+            drop()
+        self._done = threading.Event()
+        self._done.set()
+
     def execute(self) -> None:
         run, self._run = self._run, None
         try:
             if run is not None:
                 run()
         finally:
+            self._drop = None  # a fork may come while it runs
             self._done.set()
 
 
@@ -52,11 +66,14 @@ class Worker:
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        self._lock = threading.Lock()
+        self._unfinished: deque[Job] = deque()
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Begin anew, without the thread (a forked child has none)."""
+        """Begin anew, without the thread (a forked child has none); jobs that were not done are dropped."""
+        unfinished, self._unfinished = self._unfinished, deque()
+        for job in unfinished:
+            job.drop()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._places = threading.Semaphore(self._limit)
@@ -82,11 +99,13 @@ class Worker:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
             self._last = job
+            self._unfinished.append(job)
             self._queue.put(job)
 
     def _loop(self) -> None:
+        jobs, places, unfinished = self._queue, self._places, self._unfinished
         while True:
-            job = self._queue.get()
+            job = jobs.get()
             if job is None:
                 return
             try:
@@ -96,7 +115,8 @@ class Worker:
                     threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
                 )
             finally:
-                self._places.release()
+                unfinished.popleft()
+                places.release()
             del job
 
     def park(self) -> None:
@@ -114,9 +134,13 @@ class Worker:
         signal.pthread_kill(self._stopping.ident, number)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait for all jobs handed over so far; False if that took longer than the time given."""
-        with self._lock:
-            last = self._last
+        """Wait for all jobs handed over so far; False if that took longer than the time given.
+
+        A job does not wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            return True
+        last = self._last
         return last is None or last.wait(timeout_s)
 
     def stop(self, timeout_s: float) -> bool:

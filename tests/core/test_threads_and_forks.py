@@ -221,6 +221,104 @@ else:
         assert child.split()[0] == "child" and parent.endswith(" 0")
         assert child.split()[1] == parent.split()[1]
 
+    def test_forks_while_threads_use_two_devices(self) -> None:
+        """Each device is at work: threads record and copy between them, a job reads the other device."""
+        done = python(
+            """
+import threading, time
+@torch.library.custom_op("ltc_tests::reads", mutates_args=())
+def reads(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.05)            # the fork has the lock of the first device by now
+    return x + other.sum().item()
+@reads.register_fake
+def _(x): return torch.empty_like(x)
+devices = [ltc.lazy_device(0), ltc.lazy_device(1)]
+shared = [torch.ones(4, device=d) * 2 for d in devices]
+other = torch.ones(2, device=devices[0])
+stop, errors = threading.Event(), []
+def train(k):
+    try:
+        x, count = torch.zeros(16, 16, device=devices[k]), 0
+        while not stop.is_set():
+            for _ in range(10):
+                x = x + 1
+            y, count = (x @ x).sum(), count + 10
+            if count % 40 == 0:
+                assert (x.to(devices[1 - k]) + 1)[0, 0].item() == count + 1
+            ltc.mark_step(device=devices[k])
+    except BaseException as error:
+        errors.append(error)
+def read():
+    try:
+        while not stop.is_set():
+            z = reads(torch.ones(1, device=devices[1]))
+            ltc.mark_step(device=devices[1])
+            assert z.item() == 3
+    except BaseException as error:
+        errors.append(error)
+def use():
+    for d, t in zip(devices, shared):
+        assert (torch.arange(4.0, device=d) + t).sum().item() == 14
+        ltc.mark_step()
+    ltc.wait_device_ops()
+threads = [threading.Thread(target=c) for c in (lambda: train(0), lambda: train(1), read)]
+for t in threads: t.start()
+codes = []
+for _ in range(8):
+    pid = os.fork()
+    if not pid:
+        try:
+            use()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+stop.set()
+for t in threads: t.join()
+use()
+print(codes, errors)
+""",
+            LTC_NUM_DEVICES="2",
+        )
+        assert done.stdout == "[0, 0, 0, 0, 0, 0, 0, 0] []\n", done.stderr
+
+    def test_a_fork_does_not_wait_for_ever(self) -> None:
+        """What a busy device computed is lost in the child, which goes on with the device; the parent keeps all."""
+        done = python("""
+import threading
+from ltc_core import runtime
+runtime._FORK_PATIENCE_S = 0.2
+go, begun = threading.Event(), threading.Event()
+@torch.library.custom_op("ltc_tests::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    begun.set()
+    assert go.wait(30)
+    return x + 1
+@waits.register_fake
+def _(x): return torch.empty_like(x)
+held = torch.ones(2).to(d)
+lost = waits(held)
+ltc.mark_step()
+assert begun.wait(30)
+pending = held * 3
+pid = os.fork()
+if not pid:
+    for t in (lost, pending):
+        try:
+            t.tolist()
+            print("read")
+        except RuntimeError as error:
+            print("forked while" in str(error), "Next: " in str(error))
+    print((held * 2).tolist(), flush=True)
+    ltc.wait_device_ops()
+    os._exit(0)
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+go.set()
+print(code, lost.tolist(), pending.tolist())
+""")
+        lines = ["True True", "True True", "[2.0, 2.0]", "0 [2.0, 2.0] [3.0, 3.0]"]
+        assert done.stdout.splitlines() == lines, done.stderr
+
     def test_multiprocessing_with_fork(self) -> None:
         done = python("""
 import multiprocessing

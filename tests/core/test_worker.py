@@ -171,19 +171,42 @@ def test_a_stopped_worker_begins_again(worker: Worker) -> None:
     assert ran == [0, 1, 2] and worker.stop(0)
 
 
+def test_after_a_fork_nobody_waits_for_what_was_not_done(worker: Worker) -> None:
+    dropped: list[int] = []
+    _, go = held(worker)
+    job = Job(lambda: None, lambda: dropped.append(0))
+    worker.submit(job)
+    [old] = [t for t in threading.enumerate() if t.name == NAME]
+    queue = worker._queue
+    worker.after_fork()
+    assert job.wait(0) and dropped == [0] and worker.is_idle
+    go.set()  # here, unlike in a child, the old thread lives
+    queue.put(None)
+    old.join(10)
+    assert not old.is_alive() and dropped == [0]
+
+
+def test_a_job_does_not_wait_for_itself(worker: Worker) -> None:
+    drained: list[bool] = []
+    job = Job(lambda: drained.append(worker.drain(5)))
+    worker.submit(job)
+    assert job.wait(10) and drained == [True]
+
+
 def test_after_a_fork_it_is_as_new(worker: Worker) -> None:
     """What the child does: its thread is gone though the worker still knows it, and its places are taken."""
     _, go = held(worker)
     worker.submit(Job(lambda: None))
     [old] = [t for t in threading.enumerate() if t.name == NAME]
+    queue = worker._queue
     worker.after_fork()
     assert worker.is_idle
     ran = threading.Event()
     worker.submit(Job(ran.set))
     assert ran.wait(10)
-    # Here, unlike in a child, the old thread lives and takes from the queue too: two have to be ended.
+    # Here, unlike in a child, the old thread lives: two have to be ended.
     go.set()
-    worker._queue.put(None)
+    queue.put(None)
     assert worker.stop(10)
     old.join(10)
     assert not old.is_alive()
