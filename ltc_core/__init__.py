@@ -16,6 +16,7 @@ Importing it registers the device. `lazy_device()` gives it, `mark_step()` ends 
 from ltc_core import (  # noqa: F401
     attention,
     autocast,
+    backward,
     dispatch,
     errors,
     factories,
@@ -99,5 +100,6 @@ autocast.register_autocast()
 attention.register_attention()
 tensor.name_methods()
 tensor.join_foreach()
+backward.use_calling_thread()
 momentum.register_first_momentum()
 follow.install()

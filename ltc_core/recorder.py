@@ -3,9 +3,6 @@
 `recorder(schema)` gives the op's handler. It builds the op's signature, moves the trace's cursor along it and wraps
 the results. A call that repeats what was recorded here before rarely comes this far: `follow` makes it. What cannot be
 recorded raises `NotRecordable` or `Unknown`, and `dispatch` runs it on real values.
-
-A thread that records runs its backward itself, not in a thread that autograd has for the device: that one may still
-hold values when backward has returned, so that a cut finds other values alive than the step before. It is quicker too.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ __all__ = ["record_factory", "recorder"]
 
 
 _FOR_EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # where ATen calls an op for each tensor
-_let_autograd_use_threads = torch._C._set_multithreading_enabled
 
 
 def recorder(schema: OpSchema) -> Callable[[Any, Any], Any]:
@@ -78,7 +74,6 @@ def record_factory(schema: OpSchema, trace: Trace, args: Any, kwargs: dict[str, 
 
 
 def _record_on(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
-    _let_autograd_use_threads(False)
     with trace.lock:
         if trace.count >= trace.limit:
             trace.on_limit()  # type: ignore[misc]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ltc_core import errors, metrics, source
+from ltc_core.backward import note_crossing
 from ltc_core.cell import Cell, View, base_of
 from ltc_core.graph import TensorMeta, ViewStep, contiguous_stride
 from ltc_core.host_storage import HostStorage
@@ -114,6 +115,8 @@ def _to_copy(args: Any, kwargs: Any) -> Any:
         if wanted.index in (None, t.device.index):
             return _record_to_copy(args, kwargs)
         return aten._to_copy.default(_across(t, wanted.index), **kwargs)
+    if t.requires_grad:
+        note_crossing()
     if wanted.type == "meta":
         return aten._to_copy.default(_stand_in(t), **kwargs)
     plain = kwargs.get("dtype") in (None, t.dtype) and kwargs.get("memory_format") in _packing
@@ -131,6 +134,8 @@ def _across(t: LazyTensor, index: int) -> LazyTensor:
 def _copy(args: Any, kwargs: Any) -> Any:
     destination, origin = args[0], args[1]
     if type(destination) is not LazyTensor:
+        if origin.requires_grad:
+            note_crossing()
         return destination.copy_(fetch(origin._h, "ToCpu"))
     handle = destination._h
     if type(origin) is not LazyTensor:

@@ -8,7 +8,6 @@
 #include "next_step.h"
 
 #include <ATen/core/stack.h>
-#include <c10/core/AutogradState.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
@@ -56,9 +55,8 @@ class Follower final : public c10::OperatorKernel {
         python(op.handle.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (!is_on || !Py_IsInitialized() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
+    if (!is_on.load(std::memory_order_relaxed) || !Py_IsInitialized() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
       return python.callBoxed(handle, keys, stack);
-    c10::AutogradState::get_tls_state().set_multithreading_enabled(false); // see `recorder`
     Noted noted;
     {
       const Gil gil;
@@ -222,8 +220,7 @@ PyObject* setup(PyObject*, PyObject* given) {
 
 // turn(on): follow calls, or leave all of them to Python. Gives what it was.
 PyObject* turn(PyObject*, PyObject* on) {
-  const bool was_on = is_on;
-  is_on = PyObject_IsTrue(on) == 1;
+  const bool was_on = is_on.exchange(PyObject_IsTrue(on) == 1);
   return PyBool_FromLong(was_on);
 }
 // count(): calls followed so far.

@@ -7,6 +7,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <atomic>
 #include <utility>
 
 namespace ltc {
@@ -98,7 +99,7 @@ inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type; // given by `
 inline PyObject *name_acquire, *name_release, *name_handle, *name_outs, *name_result, *name_settle, *name_follows_default;
 inline PyObject* number_zero;
 inline PyObject *detach, *python_dispatch; // the op; what stood where `dispatch` stands
-inline bool is_on = true; // read and written with the GIL
+inline std::atomic<bool> is_on = true; // also read without the GIL
 inline Py_ssize_t num_followed = 0;
 inline PyObject* make_empty; // (meta, device) -> a lazy tensor without a handle
 inline PyObject* empty_op; // what stands in a key for the beginning of memory, with its meta

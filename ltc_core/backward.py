@@ -1,0 +1,83 @@
+"""Backward passes over lazy tensors run in the thread that calls them.
+
+Autograd has a thread for each device. That one may still hold values when backward has returned, so that a cut finds
+other values alive than the step before; to wake it is slower too. So the engine is told to use the calling thread, for
+the time of a pass that comes to a lazy tensor; what `torch.autograd.set_multithreading_enabled` says stays the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from ltc_core.settings import settings
+
+__all__ = ["note_crossing", "use_calling_thread"]
+
+_is_multithreaded = torch._C._is_multithreading_enabled
+_set_multithreaded = torch._C._set_multithreading_enabled
+
+
+_crosses = False
+
+
+def note_crossing() -> None:
+    """Take note that a graph goes on from the device on another one, where a pass may begin. Cost: 30 ns."""
+    global _crosses
+    _crosses = True
+
+
+class _Engine(torch._C._ImperativeEngine):  # type: ignore[misc]
+    """PyTorch's engine, as `torch.autograd` calls it."""
+
+    def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_multithreaded() or not _comes_to_lazy(outputs):
+            return super().run_backward(outputs, *args, **kwargs)
+        _set_multithreaded(False)
+        try:
+            return super().run_backward(outputs, *args, **kwargs)
+        finally:
+            _set_multithreaded(True)
+
+
+def _comes_to_lazy(outputs: Iterable[Any]) -> bool:
+    """Tell whether a pass that begins at these tensors, or edges, comes to a tensor of the device."""
+    name = settings.device_name
+    nodes = []
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):  # an edge: (node, number of its output)
+            nodes.append(output[0])
+            if _is_lazy(output[0], name):
+                return True
+        elif output.device.type == name:
+            return True
+        else:
+            nodes.append(output.grad_fn)
+    return _crosses and _any_lazy(nodes, name)
+
+
+def _is_lazy(node: Any, name: str) -> bool:
+    return any(meta.device.type == name for meta in node._input_metadata)
+
+
+def _any_lazy(nodes: list[Any], name: str) -> bool:
+    """Look through a graph that begins on another device. Cost: about 1 us a node."""
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _is_lazy(node, name):
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def use_calling_thread() -> None:
+    """Put the engine in its place, once; called when the device is registered."""
+    if type(Variable._execution_engine) is not _Engine:  # type: ignore[attr-defined]
+        Variable._execution_engine = _Engine()  # type: ignore[attr-defined]
