@@ -9,8 +9,6 @@ records nothing and waits for nothing.
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -120,36 +118,25 @@ class Streams:
 
     def __init__(self, trace_of: Callable[[int], Trace]) -> None:
         self._trace_of = trace_of
-        self._lock = threading.Lock()
+        # No lock: each access is one call of a dict, and a signal handler or a finalizer may make one in between.
         self._defaults: dict[int, Stream] = {}
         self._by_generator: dict[int, Stream] = {}
 
-    def after_fork(self) -> None:
-        """Make the lock anew: in a forked child its owner may be a thread that is gone."""
-        self._lock = threading.Lock()
-
     def default(self, device: int) -> Stream:
-        with self._lock:
-            found = self._defaults.get(device)
+        found = self._defaults.get(device)
         if found is None:
-            created = Stream(device, self._trace_of)
-            with self._lock:
-                found = self._defaults.setdefault(device, created)
+            found = self._defaults.setdefault(device, Stream(device, self._trace_of))
         return found
 
     def add(self, generator: int, device: int, default: bool = False) -> None:
         new = self.default(device) if default else Stream(device, self._trace_of)
-        with self._lock:
-            self._by_generator[generator] = new
+        self._by_generator[generator] = new
 
     def remove(self, generator: int) -> None:
-        self._by_generator.pop(
-            generator, None
-        )  # atomic; no lock: garbage collection may call this anywhere
+        self._by_generator.pop(generator, None)
 
     def of(self, generator: int) -> Stream:
-        with self._lock:
-            return self._by_generator[generator]
+        return self._by_generator[generator]
 
 
 streams: Streams | None = None
@@ -161,7 +148,6 @@ def install(
     """Set up the streams of this process; `generator_id` names the stream of a `torch.Generator`."""
     global streams, _generator_id
     streams = Streams(trace_of)
-    os.register_at_fork(after_in_child=streams.after_fork)
     _generator_id = generator_id
     return streams
 
