@@ -62,6 +62,12 @@ class Extension:
         self.unavailable_reason = ""
         self.loaded: ModuleType | None = None
         self._load_error = ""
+        self._after_fork_in_child()
+        os.register_at_fork(after_in_child=self._after_fork_in_child)
+
+    def _after_fork_in_child(self) -> None:
+        """Make the lock anew: its owner may be a thread that is gone."""
+        self._lock = threading.Lock()
 
     def load(self) -> ModuleType | None:
         """Return the module, building it if no usable file is cached.
@@ -71,6 +77,10 @@ class Extension:
         Cost:
             Milliseconds when cached, one compiler run (a few seconds) when not.
         """
+        with self._lock:  # PyTorch takes a registration of a module once
+            return self._load()
+
+    def _load(self) -> ModuleType | None:
         if self.loaded is not None:
             return self.loaded
         try:

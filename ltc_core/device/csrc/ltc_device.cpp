@@ -181,16 +181,27 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 // PyTorch calls a generator with mutex_ locked, often holding the GIL. Python code may hand the GIL to another thread,
 // which then waits for the same mutex with the GIL: a deadlock. So the mutex is let go while Python runs; the hooks
-// order themselves. try_lock succeeds only if the caller came without the lock.
+// order themselves. A caller may come without the lock, when nobody else knows the generator yet: the mutex is one that
+// says so (`make_checked`), since to unlock an ordinary one that another thread has, or nobody, is undefined.
 struct Unlocked {
-  std::mutex& mutex;
-  const bool was_free;
-  explicit Unlocked(std::mutex& m) : mutex(m), was_free(m.try_lock()) { mutex.unlock(); }
+  pthread_mutex_t* const mutex;
+  const bool was_mine;
+  explicit Unlocked(std::mutex& m) : mutex(m.native_handle()), was_mine(pthread_mutex_unlock(mutex) == 0) {}
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
   ~Unlocked() {
-    if (!was_free)
-      mutex.lock(); // whoever holds it now does not wait for the GIL, see above
+    if (was_mine)
+      pthread_mutex_lock(mutex); // whoever holds it now does not wait for the GIL, see above
   }
 };
+void make_checked(std::mutex& mutex) {
+  pthread_mutexattr_t attributes;
+  pthread_mutexattr_init(&attributes);
+  pthread_mutexattr_settype(&attributes, PTHREAD_MUTEX_ERRORCHECK);
+  pthread_mutex_destroy(mutex.native_handle());
+  pthread_mutex_init(mutex.native_handle(), &attributes);
+  pthread_mutexattr_destroy(&attributes);
+}
 
 int64_t next_generator_id() {
   static std::atomic<int64_t> next{kFirstUserGenerator};
@@ -201,6 +212,7 @@ struct LtcGenerator final : c10::GeneratorImpl {
   const int64_t id;
   LtcGenerator(DeviceIndex device, int64_t id, bool announce)
       : GeneratorImpl(Device(kLtc, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), id(id) {
+    make_checked(mutex_);
     if (announce)
       Call("generator_new", "Li", static_cast<long long>(id), static_cast<int>(device));
   }

@@ -104,34 +104,37 @@ class TieredProgram(Program):
     def _compiled(self, scalars: Sequence[Any]) -> Chain | None:
         """Give the compiled program for these numbers if it is there now; see to it that it will be."""
         self._runs += 1
-        if self._build is not None and self._build.is_orphan:
-            self._build = None
-        if self._build is None and self._is_wanted():
-            self._start(scalars)
-        if settings.compile == "sync" and self._build is not None:
-            self._build.done.wait()
+        build = self._build  # the service's thread takes it away once it is done
+        if build is not None and build.is_orphan:
+            build = self._build = None
+        if build is None and self._is_wanted():
+            build = self._start(scalars)
+        if settings.compile == "sync" and build is not None:
+            build.done.wait()
         return next((chain for chain in self._chains if chain.fits(scalars)), None)
 
     def _is_wanted(self) -> bool:
         return self._runs == 1 or self._runs >= settings.compile_after or settings.compile == "sync"
 
-    def _start(self, scalars: Sequence[Any]) -> None:
+    def _start(self, scalars: Sequence[Any]) -> _Build | None:
+        """Ask for the compiled program; returns None if nothing is compiled now."""
         compiler = service()
         why = compiler.available()
         if why:
             self.give_up(f"no graph is compiled, all run op by op: {why}")
-            return
+            return None
         varied, refused = frozenset(self._varied), frozenset(_refused_ops)
         parts = partition(self.graph, scalars, varied, refused)
         build = _Build(self, parts, compiler)
         if not build.requests:
             self._given_up = True
-            return
+            return None
         only_cached = settings.compile == "async" and self._runs < settings.compile_after
         if only_cached and not build.is_cached():
-            return
+            return None
         self._build = build
         build.submit()
+        return build
 
     def install(self, chain: Chain, seconds: float) -> None:
         """Take a compiled program, that was there after so many seconds: the next run uses it."""
