@@ -213,3 +213,34 @@ def test_a_failed_step_gives_its_memory_back() -> None:
     del lost
     gc.collect()
     assert used_bytes() == before
+
+
+def test_a_buffer_dies_while_its_thread_counts() -> None:
+    """As in a finalizer or a signal handler; what nobody waits for is counted, in order, by who comes next."""
+    memory = MemoryCounter()
+    kept = Buffer.ready(memory, None, 100)
+    dying = [Buffer.ready(memory, None, 20)]
+    with memory._lock:  # not reentrant: whoever waited for it here would wait for ever
+        dying.clear()
+        memory.add(50)
+        memory.note_peak(7)
+    assert (memory.used_bytes, memory.peak_bytes) == (150, 157)
+    with memory._lock:
+        memory.reset_peak()
+    assert (memory.used_bytes, memory.peak_bytes) == (150, 150)
+    assert kept.nbytes == 100
+
+
+def test_bytes_are_exact_whatever_threads_count_them() -> None:
+    memory = MemoryCounter()
+
+    def work() -> None:
+        for _ in range(2000):
+            Buffer.ready(memory, None, 3)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert memory.used_bytes == 0 and 3 <= memory.peak_bytes <= 24000

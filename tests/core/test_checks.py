@@ -4,6 +4,7 @@ What eager refuses raises at the call, with eager's type; what eager accepts is 
 CPU because a check was too strict, and gives eager's answer.
 """
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -325,3 +326,22 @@ def test_large_memory_that_is_shared_is_not_copied_for_a_check() -> None:
     assert counted.fallbacks == {}
     with pytest.raises(RuntimeError, match="single memory location"):
         x[1:].add_(x[:-1])
+
+
+def test_a_rehearsal_changes_no_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of all threads: two rehearsals at once left an "ignore" behind."""
+    seen = []
+
+    def note(kind: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: seen.append(kind)
+
+    def rehearse(size: int) -> None:
+        x = torch.ones(3, size, device=ltc.lazy_device())
+        torch.atan2(x, x), torch.hypot(x, x), torch.bucketize(x, x[0].contiguous())
+
+    rehearse(11)  # here PyTorch imports what it had not yet
+    for name in ("catch_warnings", "simplefilter", "filterwarnings", "resetwarnings"):
+        monkeypatch.setattr(warnings, name, note(name))
+    rehearse(12)
+    monkeypatch.undo()
+    assert seen == []
