@@ -30,7 +30,7 @@ def note_crossing() -> None:
     _crosses = True
 
 
-class _Engine(torch._C._ImperativeEngine):  # type: ignore[misc]
+class _Engine(torch._C._ImperativeEngine):
     """PyTorch's engine, as `torch.autograd` calls it."""
 
     def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,5 +79,5 @@ def _any_lazy(nodes: list[Any], name: str) -> bool:
 
 def use_calling_thread() -> None:
     """Put the engine in its place, once; called when the device is registered."""
-    if type(Variable._execution_engine) is not _Engine:  # type: ignore[attr-defined]
-        Variable._execution_engine = _Engine()  # type: ignore[attr-defined]
+    if type(Variable._execution_engine) is not _Engine:
+        Variable._execution_engine = _Engine()
