@@ -17,6 +17,7 @@ from ltc_core import (  # noqa: F401
     attention,
     autocast,
     backward,
+    c10d,
     dispatch,
     errors,
     factories,
@@ -102,4 +103,5 @@ tensor.name_methods()
 tensor.join_foreach()
 backward.use_calling_thread()
 momentum.register_first_momentum()
+c10d.register()
 follow.install()

@@ -18,7 +18,7 @@ from ltc_core.fallback import run_real
 from ltc_core.follow import follow_op, turn
 from ltc_core.infer import Unknown
 from ltc_core.recorder import recorder
-from ltc_core.rules import RULES
+from ltc_core.rules import RULE_MAKERS, RULES
 from ltc_core.runtime import contexts, upload
 from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
@@ -91,6 +91,8 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if schema.counter in settings.force_fallback and not schema.view:
         return _on_real_values(schema)
     rule = RULES.get(op)
+    if rule is None and op.namespace in RULE_MAKERS:
+        rule = RULE_MAKERS[op.namespace](op)
     if rule is not None:  # before composites: `_pad_packed_sequence` is one
         return lambda args, kwargs: rule(*args, **(kwargs or {}))
     if schema.composite:

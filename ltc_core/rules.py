@@ -17,7 +17,7 @@ from ltc_core.packed_sequence import (
     pad_packed_sequence,
 )
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "RULE_MAKERS"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -193,3 +193,6 @@ for _name, _overload, _rule in _LIKE:
     _op = getattr(getattr(aten, _name), _overload, None)
     if _op is not None:
         RULES[_op] = _rule
+
+# Namespace -> what makes the rule of an op of it.
+RULE_MAKERS: dict[str, Callable[[torch._ops.OpOverload], Callable[..., Any]]] = {}

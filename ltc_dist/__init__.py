@@ -24,7 +24,6 @@ import ltc_dist.expected_name  # for `compat`, before ltc_core registers the dev
 from ltc_core import *  # noqa: F403
 from ltc_core import __all__ as _core
 from ltc_core import source as _source
-from ltc_dist import c10d as _c10d
 from ltc_dist.bucketized import (
     all_gather_bucketized,
     all_reduce_bucketized_gradients,
@@ -57,7 +56,6 @@ from ltc_dist.sync_batch_norm import SyncBatchNorm
 from ltc_dist.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 _source.skip_frames_of(_os.path.dirname(__file__))
-_c10d.register()
 if settings.compat:  # noqa: F405
     import ltc_dist.compat  # noqa: F401
 
