@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ltc_core.buckets import deal_backwards
+from ltc_core.graph import Node
 from ltc_core.settings import settings
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Replicated",
     "Transport",
     "all_reduce_in_vectors",
+    "groups_of",
     "ops",
     "packed",
     "plan_text",
@@ -307,3 +309,8 @@ OPS = frozenset(
         "broadcast",
     )
 ).union(STARTS, FINISHES)
+
+
+def groups_of(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """Names of the groups whose collectives are among the nodes."""
+    return tuple({node.args[-1]: None for node in nodes if node.op in OPS})

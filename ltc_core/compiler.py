@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from ltc_core import metrics
+from ltc_core import collective, metrics
 from ltc_core.debug.explain import Cause, KnownGraphs, explain, on_compile
 from ltc_core.executors import Executor, Program
 from ltc_core.graph import Graph, TensorMeta, references
@@ -27,12 +27,13 @@ class Compiled:
     """A program with what the runtime must know to launch it: which inputs, what comes out.
 
     `recorded` counts all ops of the path, those that turned out dead included. `outputs` are, for each output, its
-    bytes and which of the inputs taken it lives on in (-1: none).
+    bytes and which of the inputs taken it lives on in (-1: none). `groups` are those of the graph's collectives.
     """
 
     __slots__ = (
         "cause",
         "graph",
+        "groups",
         "input_slots",
         "key",
         "outputs",
@@ -52,6 +53,7 @@ class Compiled:
         recorded: dict[str, int],
     ) -> None:
         self.graph = graph
+        self.groups = collective.groups_of(graph.nodes)
         self.program = program
         self.input_slots = input_slots
         self.outputs = outputs

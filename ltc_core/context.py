@@ -7,6 +7,7 @@ the op that failed. Comes from `recorder` and `runtime`, goes to `compiler` and 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,6 +35,10 @@ __all__ = ["Context"]
 # Steps kept in a device's trie, about 2 KiB each: a program that never repeats itself must not grow for ever.
 _TRIE_STEPS = 300_000
 _DONE = object()
+
+# Name of a group -> the last job handed over that runs its collectives, and the index of that job's device.
+_last_jobs: dict[str, tuple[int, Job]] = {}
+_last_jobs_lock = threading.Lock()
 
 
 class Context:
@@ -121,11 +126,14 @@ class Context:
         if place is Place.SPARING:
             num_threads -= 1
         run = self._run(compiled, inputs, scalars, outputs, num_threads)
+        earlier: list[Job] = []
         job = Job(
-            lambda: _end(run),
+            lambda: _end(run, earlier),
             lambda: self._settle(self._lost_at_a_fork(), {}, compiled, outputs),
         )
-        if place is Place.HERE:
+        if compiled.groups:
+            earlier += self._stand_in_line(compiled.groups, job)
+        if place is Place.HERE and not earlier:
             self._take_the_cores()
             is_done = _begin(run)
             if is_done:
@@ -141,8 +149,23 @@ class Context:
         except BaseException as error:  # an interrupt: nobody will run it
             lost = errors.op_error(error, what=f"a program was not handed over on {self.device}")
             self._settle(lost, {}, compiled, outputs)
+            job.cancel()
             raise
         return job
+
+    def _stand_in_line(self, groups: Sequence[str], job: Job) -> list[Job]:
+        """The jobs of other devices that run collectives of these groups and were handed over before this job.
+
+        The members of a group run its collectives in one order, whatever device of theirs recorded them.
+        """
+        found = []
+        with _last_jobs_lock:
+            for group in groups:
+                index, last = _last_jobs.get(group, (self.device.index, job))
+                if index != self.device.index and not last.is_done:
+                    found.append(last)
+                _last_jobs[group] = self.device.index, job
+        return found
 
     def _place(self, compiled: Compiled, num_threads: int) -> Place:
         if compiled.program.holds_lock:
@@ -328,7 +351,9 @@ def _begin(run: Iterator[None]) -> bool:
 
 
 @in_own_state
-def _end(run: Iterator[None]) -> None:
+def _end(run: Iterator[None], earlier: Sequence[Job] = ()) -> None:
+    for job in earlier:
+        job.wait()
     for _ in run:
         pass
 

@@ -149,9 +149,9 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     """Copy values from the CPU; where they fill whole memory, no op is recorded for it."""
     handle = destination._h
     ctx = context(handle.trace.device.index)
-    fills = type(handle) is Cell and host.shape == handle.meta.size
-    if fills and not handle.meta.overlaps:
-        value = ctx.place(host, handle.meta)
+    meta = handle.meta
+    if type(handle) is Cell and host.shape == meta.size and not meta.overlaps:
+        value = ctx.place(host, meta)
         with handle.trace.lock:
             handle.rebind(value)
         return destination
@@ -191,11 +191,12 @@ def _histc(args: Any, kwargs: Any) -> Any:
     ):
         return _record_histc(args, kwargs)
     x = x.reshape(-1).to(torch.int64)
-    first, last = int(low), int(high)
+    first: Any = int(low)
+    last: Any = int(high)
     if first == last and x.numel():
-        first, last = x.min(), x.max()  # type: ignore[assignment]
+        first, last = x.min(), x.max()
     are_equal = torch.as_tensor(first == last, device=x.device).to(torch.int64)
-    first, last = first - are_equal, last + are_equal  # type: ignore[assignment]
+    first, last = first - are_equal, last + are_equal
     is_counted = (x >= first) & (x <= last)
     place = ((x - first) * bins // (last - first)).clamp(0, bins - 1)
     counts = torch.zeros(bins, dtype=torch.int64, device=x.device)

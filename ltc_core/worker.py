@@ -45,6 +45,11 @@ class Job:
         self._done = threading.Event()
         self._done.set()
 
+    def cancel(self) -> None:
+        """Be done without having run; whoever calls it has failed the outputs."""
+        self._run = self._drop = None
+        self._done.set()
+
     def execute(self) -> None:
         run, self._run = self._run, None
         try:

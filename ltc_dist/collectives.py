@@ -6,7 +6,6 @@ default. With one process they do nothing to values. Comes from `process_group`,
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
@@ -15,7 +14,8 @@ import torch
 import ltc_core as ltc
 from ltc_core.collective import ops
 from ltc_core.errors import CollectiveError
-from ltc_dist.process_group import Group, Groups, group_of, reduction
+from ltc_core.tokens import token
+from ltc_dist.process_group import Group, Groups, group_of, line_of, reduction
 
 __all__ = [
     "REDUCE_AND",
@@ -36,19 +36,14 @@ __all__ = [
 REDUCE_SUM, REDUCE_MUL, REDUCE_AND = "sum", "mul", "and"
 REDUCE_OR, REDUCE_MIN, REDUCE_MAX = "or", "min", "max"
 
-# One token a group and device: what orders its collectives in the graphs.
-_tokens: dict[tuple[str, torch.device], torch.Tensor] = {}
-_lock = threading.Lock()
-
 Tensors = TypeVar("Tensors", bound=Sequence[torch.Tensor])
 
 
-def _token(group: Group, device: torch.device) -> torch.Tensor:
-    with _lock:
-        found = _tokens.get((group.name, device))
-        if found is None:
-            found = _tokens[group.name, device] = torch.zeros(1, dtype=torch.uint8).to(device)
-    return found
+def _line(group: Group, value: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Token and name of the line in which the group's next collective on the value's device stands."""
+    index = value.device.index
+    name = line_of(group, index)
+    return token(name, index), name
 
 
 def _checked(value: Any, name: str) -> torch.Tensor:
@@ -121,9 +116,9 @@ def all_reduce(
         for v in values if scale != 1.0 else ():
             v.mul_(scale)
         return inputs
-    token = _token(group, values[0].device)
+    written, line = _line(group, values[0])
     label = label or ("a tensor" if single else f"{len(values)} tensors")
-    rest = (token, reduce_type, float(scale), label, group.name)
+    rest = (written, reduce_type, float(scale), label, line)
     if single:
         return ops.all_reduce(values[0], *rest)
     ops.all_reduce_(values, *rest)
@@ -151,8 +146,8 @@ def all_gather(
     if len(group.members) == 1:
         result = given.clone()
     else:
-        token = _token(group, given.device)
-        result = ops.all_gather(given, token, dim, len(group.members), group.name)
+        written, line = _line(group, given)
+        result = ops.all_gather(given, written, dim, len(group.members), line)
     return result if output is None else output.copy_(result)
 
 
@@ -180,10 +175,10 @@ def reduce_scatter(
     if shard_count == 1:
         result = given * scale
     else:
-        token = _token(group, given.device)
+        written, line = _line(group, given)
         dim = scatter_dim % given.dim()
         result = ops.reduce_scatter(
-            given, token, reduce_type, float(scale), dim, shard_count, group.name
+            given, written, reduce_type, float(scale), dim, shard_count, line
         )
     return result if output is None else output.copy_(result)
 
@@ -206,8 +201,8 @@ def all_to_all(
     if split_count == 1:
         return given.clone()
     dims = split_dimension % given.dim(), concat_dimension % given.dim()
-    token = _token(group, given.device)
-    return ops.all_to_all(given, token, *dims, split_count, group.name)  # type: ignore[no-any-return]
+    written, line = _line(group, given)
+    return ops.all_to_all(given, written, *dims, split_count, line)  # type: ignore[no-any-return]
 
 
 def _check_count(value: torch.Tensor, dim: int, count: int, group: Group) -> None:
@@ -237,7 +232,8 @@ def collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> t
         )
     if len(group.members) == 1:
         return given.clone() if flat else torch.zeros_like(given)
-    return ops.permute(given, _token(group, given.device), flat, group.name)  # type: ignore[no-any-return]
+    written, line = _line(group, given)
+    return ops.permute(given, written, flat, line)  # type: ignore[no-any-return]
 
 
 def collective_broadcast(
@@ -259,9 +255,9 @@ def collective_broadcast(
     values = [_checked(t, "collective_broadcast") for t in tensors]
     if len(group.members) == 1 or not values:
         return
-    token = _token(group, values[0].device)
+    written, line = _line(group, values[0])
     for value, result in zip(
-        values, ops.broadcast(values, token, root_ordinal, group.name), strict=True
+        values, ops.broadcast(values, written, root_ordinal, line), strict=True
     ):
         value.copy_(result)
 

@@ -1,7 +1,8 @@
-"""Between the processes of a job, on the host: meeting by tag, and reducing Python values. No graph is cut or run.
+"""Between the processes of a job, on the host: meeting by tag, and reducing Python values.
 
-Messages go through the job's store: the one its launcher serves, or rank 0 at MASTER_ADDR. A process that waits in
-vain says for whom, as soon as that one has ended or the time is up. Comes from `ranks`.
+A graph is cut only if it has collectives, which other processes may wait for: see `wait_for`. Messages go through the
+job's store: the one its launcher serves, or rank 0 at MASTER_ADDR. A process that waits in vain says for whom, as soon
+as that one has ended or the time is up. Comes from `ranks`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import datetime
 import io
 import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -24,12 +26,14 @@ import ltc_core as ltc
 from ltc_core.errors import RankEndedError, RankError, RankTimeoutError, listed
 from ltc_core.runtime import contexts, exit_patience_s, give_up
 from ltc_core.settings import settings
+from ltc_core.tokens import hand_over
 from ltc_dist.ranks import ranks
 
 __all__ = [
     "LOOK_S",
     "abandon",
     "before_leaving",
+    "connected",
     "do_on_ordinals",
     "ended",
     "job_store",
@@ -62,11 +66,16 @@ def job_store() -> Any:
     global _store
     with _lock:
         if _store is None:
-            _store = _connected()
+            _store = connected()
         return _store
 
 
-def _connected() -> Any:
+def connected() -> Any:
+    """Connect to the store of this job once more.
+
+    Raises:
+        RankError: it cannot be reached.
+    """
     here = ranks()
     timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
     try:
@@ -106,6 +115,10 @@ def leave() -> None:
         call()
     if here.world_size == 1:
         return
+    if not hasattr(
+        sys, "last_value"
+    ):  # after an exception that nobody caught the others need not wait for this one
+        hand_over()
     for ctx in contexts():
         ctx.worker.drain(exit_patience_s())
     # A launcher's store is there to the end. One that rank 0 serves may be gone, or never have been.
@@ -118,7 +131,7 @@ def leave() -> None:
 def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> list[bytes]:
     """Wait until every process has come to `tag` as often as this one, and exchange payloads.
 
-    Processes may come from different lines of a program: only the tag counts. Nothing is synced.
+    Processes may come from different lines of a program: only the tag counts. A call that raises does not count.
 
     Args:
         replicas: the ranks that meet; all by default.
@@ -129,6 +142,8 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
     Raises:
         TypeError: the payload is not bytes.
         RankError: somebody has ended and will not come, or has not come in time.
+
+    Cost: hands over recorded collectives; nothing else is synced.
 
     Source: `torch_xla.core.xla_model.rendezvous`, as it was when tags counted.
     """
@@ -151,7 +166,15 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
     place = f"meet/{tag}/{','.join(map(str, members))}"
     store.set(f"{place}/{number}/{here.rank}", payload)
     keys = [f"{place}/{number}/{rank}" for rank in members]
-    wait_for(keys, members, f"rendezvous {tag!r}")
+    try:
+        wait_for(keys, members, f"rendezvous {tag!r}")
+    except BaseException:
+        with _lock:
+            if _meetings[tag, members] == number:
+                _meetings[tag, members] -= 1
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            store.delete_key(f"{place}/{number}/{here.rank}")
+        raise
     payloads = [bytes(store.get(key)) for key in keys]
     # All have come here this time, so all have read what was brought last time.
     store.delete_key(f"{place}/{number - 1}/{here.rank}")
@@ -161,11 +184,17 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
 def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
     """Wait until the keys are in the job's store, each set by one of the processes `of`.
 
+    A process that waits for others must run what they may wait for: collectives that were recorded and not cut are
+    handed over first. All that waits for other processes in a thread that records goes through here, or calls
+    `hand_over` itself.
+
     Raises:
         RankError: one of them has ended without it.
         RankTimeoutError: the time is up.
-    """
 
+    Cost: cuts graphs with collectives; nothing else is synced.
+    """
+    hand_over()
     wait_looking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up))
 
 
@@ -189,17 +218,19 @@ def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up
         )
 
 
-def wait_looking(keys: Sequence[str], look: Callable[[bool], None]) -> None:
+def wait_looking(keys: Sequence[str], look: Callable[[bool], None], store: Any = None) -> None:
     """Wait until the keys are in the job's store.
 
     Args:
         look: called once a second meanwhile, with whether the time is up; it raises to end the waiting.
+        store: a connection of the caller's own.
     """
+    store = job_store() if store is None else store
     deadline = time.monotonic() + settings.collective_timeout_s
     while True:
         left = min(LOOK_S, max(0.01, deadline - time.monotonic()))
         with contextlib.suppress(RuntimeError):  # DistStoreError: the time was up
-            job_store().wait(list(keys), datetime.timedelta(seconds=left))
+            store.wait(list(keys), datetime.timedelta(seconds=left))
             return
         look(time.monotonic() >= deadline)
 
@@ -223,9 +254,10 @@ def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
     return [bytes(store.get(key)) for key in keys]
 
 
-def ended(of: Iterable[int]) -> list[int]:
-    """Give those of the processes that have come to their end."""
-    return [rank for rank in of if job_store().check([f"ended/{rank}"])]
+def ended(of: Iterable[int], store: Any = None) -> list[int]:
+    """Those of the processes that have come to their end."""
+    store = job_store() if store is None else store
+    return [rank for rank in of if store.check([f"ended/{rank}"])]
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:

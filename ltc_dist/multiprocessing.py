@@ -35,6 +35,7 @@ from ltc_core.errors import RankError
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
 from ltc_core.tensor import keeping_copies
+from ltc_core.tokens import hand_over
 from ltc_dist import host, worker
 from ltc_dist.failures import (
     Failure,
@@ -56,6 +57,8 @@ _TOGETHER_S = 0.3  # for those that fail together
 _CAUSE_S = 2.0  # for the cause to show, where all that is known are consequences of it
 _LOOK_S = 0.02
 _LARGEST_PAYLOAD = 64 << 20  # bytes; an exception that holds more is sent as its text
+# What is running: the processes need the store that the parent serves, whether somebody holds their context or not.
+_running: set[SpawnContext] = set()
 
 
 def spawn(
@@ -295,6 +298,8 @@ class SpawnContext:
         self, fn: _Function, args: tuple[Any, ...], nprocs: int, daemon: bool, start_method: str
     ) -> None:
         context: Any = torch.multiprocessing.get_context(start_method)
+        for context_left in [c for c in _running if c.has_ended]:
+            context_left._release()
         self._store, port = serve_store()
         self.processes: list[Any] = []
         self._files: list[_ReportFile] = []
@@ -319,6 +324,11 @@ class SpawnContext:
         except BaseException:
             self._end(signal.SIGKILL)
             raise
+        _running.add(self)
+
+    @property
+    def has_ended(self) -> bool:
+        return all(process.exitcode is not None for process in self.processes)
 
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
@@ -410,6 +420,7 @@ class SpawnContext:
             file.close()
         self._files.clear()
         self._store = None
+        _running.discard(self)
 
 
 class _SigtermHandedOn:
@@ -498,7 +509,8 @@ def _rebuilt(rank: int, report: _Report, pid: int) -> BaseException:
 
 
 def _one_at_a_time() -> FileLock:
-    """Give the lock that lets one process of this user on this host through."""
+    """The lock that lets one process of this user on this host through; the one inside may wait for collectives."""
+    hand_over()
     directory = Path(settings.cache_dir).expanduser()
     private_directory(directory)
     return FileLock(directory / "serial.lock")
@@ -526,6 +538,6 @@ class MpSerialExecutor:
     """
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Call `fn()` and give what it returns. Cost: waits for the processes of this host that are at it."""
+        """Call `fn()` and return what it returns. Cost: waits for the processes of this host that are at it."""
         with _one_at_a_time():
             return fn()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +18,17 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ltc_core import collective
+from ltc_core import c10d, collective
 from ltc_core.buckets import deal
 from ltc_core.collective import COMBINE, all_reduce_in_vectors, packed, plan_text, scaled, unpacked
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, PeerEndedError, listed
 from ltc_core.settings import settings
-from ltc_dist.host import LOOK_S, ended, job_store, wait_looking
+from ltc_core.tokens import hand_over
+from ltc_dist.host import LOOK_S, connected, ended, job_store, wait_looking
 from ltc_dist.loopback import gloo_devices
 from ltc_dist.ranks import Ranks, ranks
 
-__all__ = ["Group", "group_of"]
+__all__ = ["Group", "group_of", "line_of"]
 
 dist: Any = torch.distributed  # its stubs lack what is used here
 
@@ -58,6 +61,9 @@ class Group:
 
 _groups: dict[tuple[int, ...], Group] = {}
 _lock = threading.Lock()
+# name of a line -> held while its processes are connected
+_connecting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+_LONGEST_PAUSE_S = 0.01  # between two looks at whether a GPU is done
 
 
 def group_of(groups: Groups = None) -> Group:
@@ -72,15 +78,47 @@ def group_of(groups: Groups = None) -> Group:
     members = _members(groups, here.rank, here.world_size)
     if here.threads:
         return _of_threads(here, members)
-    with _lock:
-        found = _groups.get(members)
-        if found is None:
-            name = ",".join(map(str, members))
-            found = Group(name, members, members.index(here.rank))
-            if len(members) > 1:
-                collective.TRANSPORTS[name] = ProcessTransport(found)
-            _groups[members] = found
+    found = _groups.get(members)
+    if found is None:
+        found = Group(",".join(map(str, members)), members, members.index(here.rank))
+        if len(members) > 1:
+            _connect(found)
+        _groups[members] = found
     return found
+
+
+def line_of(group: Group, index: int) -> str:
+    """Name of the line in which a collective stands that the calling thread records on device `index`.
+
+    The collectives of one line run in every member in the order in which they were recorded. Those of the main thread
+    are one line, whatever device they are on. Threads beside it have no order among each other: each device has a line
+    of its own for them, which the threads of the same device have in other processes.
+
+    Cost: on first use of a line connects its processes.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main or group.name not in _transports:
+        return group.name
+    name = f"{group.name} on device {index}"
+    _connect(Group(name, group.members, group.position))
+    return name
+
+
+# The names of TRANSPORTS that are lines of processes, and not of threads.
+_transports: set[str] = set()
+
+
+def _connect(line: Group) -> None:
+    with _lock:
+        being_connected = _connecting[line.name]
+    if line.name in _transports:
+        return
+    hand_over()
+    c10d.hand_over_before_calls()
+    with being_connected:
+        if line.name not in _transports:
+            collective.TRANSPORTS[line.name] = ProcessTransport(line)
+            _transports.add(line.name)
 
 
 def _members(groups: Groups, rank: int, world_size: int) -> tuple[int, ...]:
@@ -125,7 +163,10 @@ class ProcessTransport:
     """A group of processes, reached through gloo, or NCCL where LTC_DEVICE is cuda."""
 
     def __init__(self, group: Group) -> None:
-        store = dist.PrefixStore(f"group/{group.name}", job_store())
+        # A thread that waits keeps a connection busy: one beside the main thread has its own.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._job_store = job_store() if is_main else connected()
+        store = dist.PrefixStore(f"group/{group.name}", self._job_store)
         connect = _nccl() if _nccl_is_used() else _gloo
         try:
             self._backend = connect(store, group.position, len(group.members))
@@ -254,7 +295,7 @@ class ProcessTransport:
         if plan in self._known:
             return
         self._known.add(plan)
-        job_store().set(self._plan_key(self._group.position), self._plan)
+        self._job_store.set(self._plan_key(self._group.position), self._plan)
         for position in range(len(self._group.members)):
             self._await_plan(position)
 
@@ -264,8 +305,8 @@ class ProcessTransport:
     def _await_plan(self, position: int) -> None:
         def look(time_is_up: bool) -> None:
             at = f"at/{self._group.name}/{position}"
-            if job_store().check([at]):  # it waits for us, in an op that it knows
-                self._differ(position, job_store().get(at).decode())
+            if self._job_store.check([at]):  # it waits for us, in an op that it knows
+                self._differ(position, self._job_store.get(at).decode())
             self._look_for_ended()
             if time_is_up:
                 raise CollectiveTimeoutError(
@@ -275,18 +316,22 @@ class ProcessTransport:
                 )
 
         key = self._plan_key(position)
-        wait_looking([key], look)
-        other = job_store().get(key).decode()
+        wait_looking([key], look, self._job_store)
+        other = self._job_store.get(key).decode()
         if other != self._plan:
             self._differ(position, other)
 
     def _wait(self, work: Any) -> None:
         """Wait for an op; look now and then at what those are doing who do not come."""
-        while (failure := _waited(work)) is not None:
-            if work.is_completed():
+        is_done = _is_done_on_gpu if _nccl_is_used() else _is_done
+        while True:
+            try:
+                if is_done(work):
+                    return
+            except RuntimeError:
                 self._look_for_ended()
-                raise failure
-            store, here = job_store(), self._group.position
+                raise
+            store, here = self._job_store, self._group.position
             store.set(f"at/{self._group.name}/{here}", self._plan)
             for position in range(len(self._group.members)):
                 key = f"plan/{self._group.name}/{len(self._known) + 1}/{position}"
@@ -295,7 +340,7 @@ class ProcessTransport:
             self._look_for_ended()
 
     def _look_for_ended(self) -> None:
-        gone = ended(self._group.members)
+        gone = ended(self._group.members, self._job_store)
         if gone:
             raise PeerEndedError(
                 f"rank {gone[0]} has ended while rank {self._rank} waits for it",
@@ -312,13 +357,33 @@ class ProcessTransport:
         )
 
 
-def _waited(work: Any) -> RuntimeError | None:
-    """Wait a while for an op; give what was raised, None if it is done."""
+def _is_done(work: Any) -> bool:
+    """Wait a while for an op, and tell whether it is done; raise what failed."""
     try:
         work.wait(datetime.timedelta(seconds=LOOK_S))
-    except RuntimeError as failure:
-        return failure
-    return None
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    work.wait()  # it failed, or was done just after the time was up
+    return True
+
+
+def _is_done_on_gpu(work: Any) -> bool:
+    """The same for NCCL, whose wait aborts the communicator when its time is up, and without a time does not wait.
+
+    Source: `ProcessGroupNCCL::WorkNCCL::wait` of PyTorch.
+    """
+    deadline, pause_s = time.monotonic() + LOOK_S, 0.0
+    while not work.is_completed():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s or 1e-5, _LONGEST_PAUSE_S)
+    work.wait(
+        datetime.timedelta(seconds=LOOK_S)
+    )  # with a time it raises what failed; none is left to pass
+    return True
 
 
 def _nccl_is_used() -> bool:

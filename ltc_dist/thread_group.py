@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ltc_core.collective import COMBINE, plan_text
-from ltc_core.errors import CollectiveError
+from ltc_core.errors import CollectiveError, CollectiveTimeoutError, listed
+from ltc_core.settings import settings
 
 __all__ = ["Meeting", "Stopped", "ThreadTransport"]
 
@@ -43,6 +44,7 @@ class Meeting:
 
         Raises:
             CollectiveError: the threads are at different collectives, or one has ended.
+            CollectiveTimeoutError: one has not come in time. All are stopped then.
         """
         with self._changed:
             self._check(position, plan)
@@ -51,9 +53,12 @@ class Meeting:
                 self._combine(combine)
             else:
                 number = self._round
-                self._changed.wait_for(
-                    lambda: self._round > number or self._error is not None or self._left
+                in_time = self._changed.wait_for(
+                    lambda: self._round > number or self._error is not None or self._left,
+                    settings.collective_timeout_s,
                 )
+                if not in_time:
+                    self._give_up(position, plan)
                 if self._round == number:
                     self._check(position, plan)
             return self._results[position]
@@ -67,6 +72,16 @@ class Meeting:
                 got=f"replica {position} is at {plan}",
                 next="let all replicas take the same number of steps",
             )
+
+    def _give_up(self, position: int, plan: str) -> None:
+        missing = [k for k in range(self._count) if k not in self._brought]
+        self._error = CollectiveTimeoutError(
+            f"replica {missing[0]} did not come within {settings.collective_timeout_s:g} s",
+            got=f"replica {position} is at {plan}; missing: replicas {listed(missing)}",
+            next="let all replicas run the same collectives; LTC_COLLECTIVE_TIMEOUT_S sets how long one waits",
+        )
+        self._changed.notify_all()
+        raise self._error
 
     def _combine(self, combine: Callable[[list[Any]], Sequence[Any]]) -> None:
         brought = [self._brought[k] for k in range(self._count)]

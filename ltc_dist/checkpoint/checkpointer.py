@@ -28,6 +28,7 @@ from ltc_core.runtime import contexts
 from ltc_core.serialization.cpu_copy import CpuCopies
 from ltc_core.serialization.directory import Plan
 from ltc_core.serialization.tree import map_tensors
+from ltc_core.tokens import hand_over
 from ltc_dist import host
 from ltc_dist.checkpoint import random_state
 from ltc_dist.checkpoint.agreement import Agreement
@@ -219,6 +220,7 @@ class Checkpointer:
             CheckpointError: it could not be saved.
         """
         if self._thread is not None:
+            hand_over()  # the others may wait for collectives before they report
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None

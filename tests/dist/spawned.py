@@ -27,12 +27,15 @@ __all__ = [
     "fail",
     "fail_late",
     "learn_unlike",
+    "meet_again",
+    "meet_and_tell",
     "numbers",
     "reduce_each_kind",
     "replicate",
     "serial",
     "tell",
     "train",
+    "wait_elsewhere",
     "wait_for_ever",
 ]
 
@@ -489,3 +492,71 @@ def replicate(index: int, directory: str) -> None:
     transport.agree("a program")
     transport.launched("a program")
     torch.save([found, transport.replicas(index, 4)], Path(directory, f"{index}.pt"))
+
+
+def wait_elsewhere(rank: int, directory: str) -> None:
+    """Rank 0 reads a sum; rank 1, which has recorded its part, waits for rank 0 on the host. In each way there is."""
+    import torch.distributed as dist
+
+    import ltc_dist as ltd
+
+    dist.init_process_group("gloo")
+    device = ltd.lazy_device()
+    objects: list[Any] = [None, None]
+    writer = ltd.Checkpointer(Path(directory, "steps"), model=torch.nn.Linear(2, 2).to(device))
+    ways: dict[str, Any] = {
+        "rendezvous": lambda: ltd.rendezvous("way"),
+        "mesh_reduce": lambda: ltd.mesh_reduce("way", rank, sum),
+        "do_on_ordinals": lambda: ltd.do_on_ordinals(int, ordinals=(1,)),
+        "save": lambda: ltd.save({}, Path(directory, "way.pt")),
+        "checkpoint": lambda: (writer.save(1), writer.wait()),
+        "barrier": dist.barrier,
+        "objects": lambda: dist.all_gather_object(objects, rank),
+        "new group": lambda: ltd.all_reduce("sum", torch.ones(1, device=device), groups=[[1, 0]]),
+    }
+    for way, wait in ways.items():
+        total = ltd.all_reduce("sum", torch.ones(2, device=device) + rank)
+        if rank == 0:
+            assert total.tolist() == [3.0, 3.0], way
+        wait()
+        assert total.tolist() == [3.0, 3.0], way
+    total = ltd.all_reduce("sum", torch.ones(2, device=device) + rank)
+    ltd.rendezvous("serial")
+    inside = Path(directory, "inside")
+    if rank == 0:
+        total = ltd.all_reduce("sum", total)
+        ltd.MpSerialExecutor().run(lambda: (inside.touch(), total.tolist()))
+    else:
+        total = ltd.all_reduce("sum", total)
+        while not inside.exists():
+            time.sleep(0.01)
+        ltd.MpSerialExecutor().run(lambda: None)
+    assert total.tolist() == [6.0, 6.0]
+    writer.close()
+    dist.destroy_process_group()
+
+
+def meet_again(rank: int) -> None:
+    """Rank 0 waits in vain, and comes again when rank 1 does."""
+    from ltc_core.errors import RankTimeoutError
+    from ltc_dist.host import rendezvous
+
+    for _ in range(2):
+        if rank == 0:
+            with (
+                ltc.settings.override(collective_timeout_s=0.2),
+                pytest.raises(RankTimeoutError, match="missing: ranks 1"),
+            ):
+                rendezvous("late", b"too early")
+        rendezvous("between")
+        assert rendezvous("late", bytes([rank])) == [b"\0", b"\1"]
+
+
+def meet_and_tell(rank: int, directory: str) -> None:
+    from ltc_dist.host import rendezvous
+
+    Path(directory, f"begun{rank}").touch()
+    while not Path(directory, "go").exists():
+        time.sleep(0.01)
+    rendezvous("met")
+    Path(directory, f"met{rank}").touch()

@@ -58,3 +58,16 @@ def test_in_vain(how: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         xmp.spawn(spawned.miss, (how,), nprocs=2)
     assert "raised by rank 0" in caught.value.__notes__[0]
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.dist
+def test_a_process_that_waits_runs_what_others_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LTC_COLLECTIVE_TIMEOUT_S", "60")
+    xmp.spawn(spawned.wait_elsewhere, (str(tmp_path),), nprocs=2)
+
+
+@pytest.mark.dist
+def test_a_meeting_in_vain_does_not_count() -> None:
+    xmp.spawn(spawned.meet_again, nprocs=2)

@@ -1,5 +1,6 @@
 """`spawn`: real processes, their environment, failures told once by the one that failed first, nobody left behind."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -309,3 +310,15 @@ def test_tensors_of_the_device_as_arguments(tmp_path: Path, start_method: str) -
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert found[0].tolist() == [1, 2, 3] and torch.equal(found[1], weight.detach().cpu())
+
+
+@pytest.mark.dist
+def test_processes_keep_their_store_when_nobody_keeps_their_context(tmp_path: Path) -> None:
+    xmp.spawn(spawned.meet_and_tell, (str(tmp_path),), nprocs=2, join=False)
+    gc.collect()
+    while len(list(tmp_path.glob("begun*"))) < 2:
+        time.sleep(0.01)
+    (context,) = xmp._running
+    (tmp_path / "go").touch()
+    context.join()
+    assert len(list(tmp_path.glob("met*"))) == 2 and not xmp._running

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ltc_core.errors import CollectiveError
-from ltc_dist.thread_group import Meeting, ThreadTransport
+from ltc_core.errors import CollectiveError, CollectiveTimeoutError
+from ltc_core.settings import settings
+from ltc_dist.thread_group import Meeting, Stopped, ThreadTransport
 
 
 def both(
@@ -55,3 +56,17 @@ def test_different_programs_are_an_error_in_both() -> None:
     found = both(lambda t, k: t.agree(f"sum of float32[2]; program {k}"))
     assert all(isinstance(error, CollectiveError) for error in found)
     assert any("replica 1: sum of float32[2]; program 1" in str(error) for error in found)
+
+
+def test_a_thread_that_does_not_come_is_named_and_all_are_stopped() -> None:
+    meeting = Meeting(3)
+    transport = ThreadTransport(meeting, 1, (0, 1, 2))
+    text = r"replica 0 did not come within 0.1 s(?s:.*)missing: replicas 0, 2"
+    with (
+        settings.override(collective_timeout_s=0.1),
+        pytest.raises(CollectiveTimeoutError, match=text),
+    ):
+        transport.agree("a program")
+    assert meeting.is_stopped
+    with pytest.raises(Stopped, match="replica 0 did not come"):
+        ThreadTransport(meeting, 0, (0, 1, 2)).agree("a program")
