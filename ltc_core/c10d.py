@@ -157,7 +157,7 @@ def _receiving(work: Any, first: Any, copy: Any, is_written: bool) -> Any:
     return _Receiving(dist.Work.unbox(work), first, copy).boxed()
 
 
-class _Receiving(dist.Work):  # type: ignore[misc]
+class _Receiving(getattr(dist, "Work", object)):  # type: ignore[misc]
     """A message that comes: a process may send before it waits for what it receives."""
 
     # c10d looks for the methods of an object that must still be there.

@@ -178,8 +178,9 @@ _record_histc = recorder(OpSchema.of(aten.histc.default))
 
 def _histc(args: Any, kwargs: Any) -> Any:
     """Count whole numbers, too, as CUDA does in their own arithmetic; eager has no kernel for them on the CPU."""
-    x, bins, low, high = (*args, *(100, 0, 0)[len(args) - 1 :])
     named = kwargs or {}
+    given: list[Any] = [*args, *(100, 0, 0)[len(args) - 1 :]]
+    x, bins, low, high = given
     bins, low, high = named.get("bins", bins), named.get("min", low), named.get("max", high)
     dtype = x.dtype
     if (

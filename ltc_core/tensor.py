@@ -251,7 +251,7 @@ class LazyTensor(torch.Tensor):
         copied.__dict__.update(copy.deepcopy(extra, memo))
         copied.requires_grad_(self.requires_grad)
         memo[id(self)] = copied
-        return copied  # type: ignore[return-value]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a CPU copy that goes back to its device, or where `torch.load(map_location=)` says."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 
 import ltc_core as ltc
-from ltc_core.errors import RankEndedError, RankError, RankTimeoutError, listed
+from ltc_core.errors import LtcError, RankEndedError, RankError, RankTimeoutError, listed
 from ltc_core.runtime import contexts, exit_patience_s, give_up
 from ltc_core.settings import settings
 from ltc_core.tokens import hand_over
@@ -118,7 +118,10 @@ def leave() -> None:
     if not hasattr(
         sys, "last_value"
     ):  # after an exception that nobody caught the others need not wait for this one
-        hand_over()
+        try:
+            hand_over()
+        except LtcError as error:  # at the end there is nobody to raise it to; the others are told of the end below
+            print(f"ltc: {error}", file=sys.stderr, flush=True)
     for ctx in contexts():
         ctx.worker.drain(exit_patience_s())
     # A launcher's store is there to the end. One that rank 0 serves may be gone, or never have been.
