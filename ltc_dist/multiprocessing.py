@@ -298,8 +298,7 @@ class SpawnContext:
         self, fn: _Function, args: tuple[Any, ...], nprocs: int, daemon: bool, start_method: str
     ) -> None:
         context: Any = torch.multiprocessing.get_context(start_method)
-        for context_left in [c for c in _running if c.has_ended]:
-            context_left._release()
+        _running.difference_update([other for other in _running if other.has_ended])
         self._store, port = serve_store()
         self.processes: list[Any] = []
         self._files: list[_ReportFile] = []
