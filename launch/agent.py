@@ -75,9 +75,12 @@ def run(spec: Spec) -> int:
             agent = Agent(spec, log_dir, beats)
             with line:
                 result = agent.run()
-            agent.leave(is_well=not result.is_failed())
+            if result.is_failed():
+                agent.leave()
         except (SignalException, KeyboardInterrupt) as stopped:
             number = signal.Signals(int(getattr(stopped, "sigval", signal.SIGINT)))
+            if agent is not None and spec.backend == "static":  # with c10d it may come again
+                agent.leave()
             _tell(f"stopped by {number.name}{agent.stop_words if agent is not None else ''}")
             return 128 + number
         except (RendezvousError, torch.distributed.DistError) as error:
@@ -155,11 +158,10 @@ class Agent(LocalElasticAgent):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         raise SignalException(f"stopped by {number}", signal.Signals(number))
 
-    def leave(self, is_well: bool) -> None:
+    def leave(self) -> None:
         """Let the other hosts know that this one begins no other attempt."""
         with contextlib.suppress(torch.distributed.DistError):  # the host of the store was faster
-            if not is_well:
-                self._meeting.shutdown()
+            self._meeting.shutdown()
 
     def _running(self) -> set[int]:
         """The process ids of those that still run."""

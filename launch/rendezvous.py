@@ -158,16 +158,20 @@ class StaticRendezvous(RendezvousHandler):
         return "ltc-static"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._attempt += 1
-        keys = c10d.PrefixStore(str(self._attempt), self._meeting.store)
+        came, self._attempt = f"came/{self._rank}", self._attempt + 1
+        while (keys := self._keys(self._attempt)).check([came]):
+            self._attempt += 1  # a launcher of this host has come before, and was killed
         self._store = None
         if self._rank == 0:
             self._store, address, port = self._meeting.serve_attempt()
             keys.set("store", json.dumps([address, port]))
-        keys.set(f"came/{self._rank}", b"")
+        keys.set(came, b"")
         self._await_all(keys)
         address, port = json.loads(keys.get("store"))
         return RendezvousInfo(keys, self._rank, self._size, RendezvousStoreInfo(address, port))
+
+    def _keys(self, attempt: int) -> Any:
+        return c10d.PrefixStore(str(attempt), self._meeting.store)
 
     def _await_all(self, keys: Any) -> None:
         deadline = time.monotonic() + _JOIN_S
@@ -191,7 +195,7 @@ class StaticRendezvous(RendezvousHandler):
         self._meeting.store.set(f"ended/{self._rank}", b"")
 
     def num_nodes_waiting(self) -> int:
-        following = c10d.PrefixStore(str(self._attempt + 1), self._meeting.store)
+        following = self._keys(self._attempt + 1)
         return sum(following.check([f"came/{k}"]) for k in range(self._size))
 
     def get_run_id(self) -> str:

@@ -110,6 +110,20 @@ def test_each_attempt_has_keys_and_a_store_of_its_own(hosts: list[StaticRendezvo
     assert ports[0] == ports[1] and ports[2] == ports[3] and ports[0] != ports[2]
 
 
+def test_a_launcher_that_is_started_again_comes_to_the_next_attempt(
+    hosts: list[StaticRendezvous],
+) -> None:
+    attempt(hosts)
+    hosts[1]._attempt = -1  # as a new one has it
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(hosts[1].next_rendezvous)
+        while not hosts[0].num_nodes_waiting():
+            time.sleep(0.01)
+        first, second = hosts[0].next_rendezvous(), again.result()
+    ports = {info.bootstrap_store_info.master_port for info in (first, second)}
+    assert len(ports) == 1
+
+
 def test_a_host_that_has_ended_is_not_waited_for(hosts: list[StaticRendezvous]) -> None:
     attempt(hosts)
     hosts[1].shutdown()
