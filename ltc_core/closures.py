@@ -108,7 +108,7 @@ class _ClosureThread:
         self._lock = threading.Lock()
         # Each with the queue of the thread it comes from, and whether it has one of the places.
         self._queue: queue.Queue[tuple[Closure, _Queued, bool]] = queue.Queue()
-        self._places = threading.Semaphore(max(settings.max_async_queue, 1))
+        self._places: threading.Semaphore | None = None  # made for the first closure
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -120,6 +120,9 @@ class _ClosureThread:
         """Queue a closure of the thread whose step closures are `queued`; blocks while too many wait."""
         with self._lock:
             error, self._error = self._error, None
+            if self._places is None:
+                self._places = threading.Semaphore(max(settings.max_async_queue, 1))
+            places = self._places
         if error is not None:
             raise ExecutionError(
                 "Cannot run asynchronous closure due to previously raised exception",
@@ -128,7 +131,7 @@ class _ClosureThread:
             ) from error
         waits = not self._is_current  # a closure that waited for a place would wait for itself
         if waits:
-            self._places.acquire()
+            places.acquire()
         self._queue.put((closure, queued, waits))
         with self._lock:
             if self._thread is None:
@@ -145,7 +148,7 @@ class _ClosureThread:
                         self._thread = None
                         return
                 continue
-            if has_place:
+            if has_place and self._places is not None:
                 self._places.release()
             try:
                 closure()

@@ -58,7 +58,10 @@ def handler_of(op: torch._ops.OpOverload) -> Handler:
     """Make the handler of an overload, once."""
     schema = OpSchema.of(op)
     handler = _choose(op, schema)
-    return _run_at_once(handler) if settings.eager else handler
+    if not settings.eager:
+        return handler
+    turn(False)
+    return _run_at_once(handler)
 
 
 def choose_anew() -> None:

@@ -34,7 +34,7 @@ _native: Any = None
 _lock = threading.Lock()
 # The ops to follow, by name and overload; those named before the C++ part is there wait for it.
 _ops: dict[tuple[str, str], tuple[Any, ...]] = {}
-_is_on = not settings.eager  # there each op is cut where it is called
+_is_on: bool | None = None  # not decided: by LTC_EAGER, where each op is cut where it is called
 
 
 def _after_fork_in_child() -> None:
@@ -62,7 +62,7 @@ def install() -> bool:
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
                 native.add(*names, *op)
-            native.turn(_is_on)
+            native.turn(_is_on is not False)  # LTC_EAGER is read with the first op
             _native = native
     return True
 
@@ -84,10 +84,14 @@ def turn(on: bool) -> bool:
     """Follow calls, or leave all of them to Python; gives whether they were followed before."""
     global _is_on
     with _lock:
-        was_on, _is_on = _is_on, on
+        was_on, _is_on = _is_wanted(), on
         if _native is not None:
             _native.turn(on)
     return was_on
+
+
+def _is_wanted() -> bool:
+    return not settings.eager if _is_on is None else _is_on
 
 
 def num_followed() -> int:

@@ -42,7 +42,7 @@ class RuntimeHooks:
             ctx.executor.empty_cache()
 
     def generator_new(self, gen_id: int, device: int) -> None:
-        self._streams.add(gen_id, device, default=gen_id < settings.num_devices)
+        self._streams.add(gen_id, device, default=gen_id < settings.peek("num_devices"))
 
     def generator_free(self, gen_id: int) -> None:
         self._streams.remove(gen_id)

@@ -65,7 +65,9 @@ def lazy_device(n: int | None = None, devkind: str | None = None) -> torch.devic
 
     Raises:
         DeviceError: there is no device of that index.
+        SettingsError: a variable was set after its setting was used.
     """
+    settings.check_environment()
     index = register.current_device() if n is None else checked(int(n))
     return torch.device(settings.device_name, index)
 

@@ -74,6 +74,7 @@ def context(index: int) -> Context:
         with _contexts_lock:
             found = _contexts.get(index)
             if found is None:
+                settings.check_environment()
                 found = _contexts[index] = Context(index)
     return found
 

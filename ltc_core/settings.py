@@ -3,7 +3,9 @@
 A row of `SETTINGS` says how one variable is read; the class `Settings` holds the typed values.
 Our name (`LTC_X`) is looked up first, then the names the peers used. A bad value is a
 SettingsError; an unknown `LTC_` name is reported once, at import, with the nearest legal one.
-The module-level object `settings` is what everything else reads.
+The module-level object `settings` is what everything else reads. An attribute is read from the
+environment at its first use, so that a script may set a variable after its imports; what is set
+later than that has no effect, and `check_environment` says so.
 """
 
 import difflib
@@ -61,6 +63,11 @@ class Setting:
     default_of: Callable[[Mapping[str, str]], Any] | None = None
     translate: Callable[[str, str], str] | None = None
     check: Callable[[Any], str] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The variables, the first that is set counts."""
+        return (self.env, *self.aliases)
 
     def legal(self) -> str:
         """Say in words which values are legal."""
@@ -279,10 +286,15 @@ SETTINGS: tuple[Setting, ...] = (
 # fmt: on
 
 _ROWS: dict[str, Setting] = {row.attribute: row for row in SETTINGS}
+_UNREAD = object()
 
 
 class Settings:
-    """The values. Assigning one checks it as the environment's value is checked."""
+    """The values, each read at its first use. Assigning one checks it as the environment's value is checked."""
+
+    # By attribute, the texts of its variables when it was read or assigned; and all variables at the last check.
+    _seen: dict[str, tuple[str | None, ...]]
+    _all_seen: Any
 
     device_name: str
     num_devices: int
@@ -342,6 +354,78 @@ class Settings:
             made.__dict__[row.attribute] = _read(row, environ)
         return made
 
+    def __init__(self) -> None:
+        self.__dict__.update(_seen={}, _all_seen=None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Read a setting at its first use; Python calls this for attributes that are not there yet."""
+        row = _ROWS.get(name)
+        if row is None:
+            raise AttributeError(f"there is no setting {name!r}")
+        if name == "device":
+            warn_not_here(os.environ)
+        self._seen[name] = _texts(row)
+        value = self.__dict__[name] = _read(row, os.environ)
+        return value
+
+    def peek(self, name: str) -> Any:
+        """What a setting is, or would be if it were used now; it may still change then."""
+        found = self.__dict__.get(name, _UNREAD)
+        return _read(_ROWS[name], os.environ) if found is _UNREAD else found
+
+    def is_used(self, name: str) -> bool:
+        """Tell whether a setting was read or assigned."""
+        return name in self.__dict__
+
+    def check_environment(self, *names: str) -> None:
+        """See that no variable was set too late to have an effect; asked when a device is, and before a fork.
+
+        Args:
+            names: the settings to look at; by default all that were used.
+
+        Raises:
+            SettingsError: one says something else than its setting has been since its first use.
+
+        Cost: 2 us where nothing has changed; a variable that was removed is warned of.
+        """
+        now = getattr(os.environ, "_data", None)  # a dict, compared twenty times faster
+        if not names and now is not None and now == self._all_seen:
+            return
+        for name in names or tuple(self._seen):
+            row = _ROWS[name]
+            texts = _texts(row)
+            if texts != self._seen.get(name, texts):
+                self._check_changed(row, texts)
+                self._seen[name] = texts
+        if not names and now is not None:
+            self.__dict__["_all_seen"] = dict(now)
+
+    def _check_changed(self, row: Setting, texts: tuple[str | None, ...]) -> None:
+        used, wanted = self.__dict__[row.attribute], _read(row, os.environ)
+        if used == wanted:
+            return
+        before = self._seen[row.attribute]
+        pairs = zip(row.names, before, texts, strict=True)
+        name, _, text = next(pair for pair in pairs if pair[1] != pair[2])
+        if text is None:
+            warnings.warn(
+                f"{name} was removed from the environment: that has no effect, {row.attribute} stays {_show(used)}",
+                stacklevel=4,
+            )
+            return
+        raise SettingsError(
+            f"{name} was set too late to have an effect",
+            got=f"{name}={text}; {row.attribute} is {_show(used)} since its first use",
+            where="the environment",
+            next=f"set it before the first use of the device, or in the environment of the program; "
+            f"LTC_{row.attribute.upper()} is its name here",
+        )
+
+    def accept_environment(self) -> None:
+        """Take the variables as they are now for those that were read: the runtime has set some of them itself."""
+        for name in self._seen:
+            self._seen[name] = _texts(_ROWS[name])
+
     def __setattr__(self, name: str, value: Any) -> None:
         row = _ROWS.get(name)
         if row is None:
@@ -349,10 +433,10 @@ class Settings:
             raise SettingsError(
                 f"there is no setting {name!r}", next=f"the nearest one is {near[0]!r}."
             )
-        if row.fixed and value != self.__dict__[name]:
+        if row.fixed and value != getattr(self, name):
             raise SettingsError(
                 f"the setting {name!r} is fixed at the first import",
-                got=f"{value!r}, and it is {self.__dict__[name]!r}",
+                got=f"{value!r}, and it is {getattr(self, name)!r}",
                 next=f"set {row.env} in the environment before the program starts.",
             )
         if row.type is float and type(value) is int:
@@ -361,12 +445,13 @@ class Settings:
             wanted = row.legal() if type(value) is not row.type else _problem(row, value)
             if wanted:
                 raise _illegal(f"the setting {name!r}", repr(value), wanted)
+        self._seen[name] = _texts(row)
         self.__dict__[name] = value
 
     @contextmanager
     def override(self, **values: Any) -> Iterator["Settings"]:
         """Give settings other values for the length of a `with` block (not per thread)."""
-        before = dict(self.__dict__)
+        before = {name: getattr(self, name) for name in values if name in _ROWS}
         try:
             for name, value in values.items():
                 setattr(self, name, value)
@@ -380,7 +465,7 @@ class Settings:
         for row in SETTINGS:
             also = f" (also {', '.join(row.aliases)})" if row.aliases else ""
             default = "" if row.default_of else f", default {_show(row.default)}"
-            value = self.__dict__[row.attribute]
+            value = self.peek(row.attribute)
             now = "" if value == _default(row, os.environ) else f"; now {_show(value)}"
             blocks.append(f"{row.env}{also}\n    {row.legal()}{default}{now}\n    {row.doc}")
         return "\n".join(blocks)
@@ -396,7 +481,7 @@ def _show(value: Any) -> str:
 
 def _read(row: Setting, environ: Mapping[str, str]) -> Any:
     """Return a row's value: its own name first, then its aliases; empty counts as unset."""
-    for name in (row.env, *row.aliases):
+    for name in row.names:
         text = environ.get(name, "").strip()
         if not text:
             continue
@@ -411,6 +496,10 @@ def _read(row: Setting, environ: Mapping[str, str]) -> Any:
             raise _illegal(name, repr(environ[name]), wanted, "the environment")
         return value
     return _default(row, environ)
+
+
+def _texts(row: Setting) -> tuple[str | None, ...]:
+    return tuple(map(os.environ.get, row.names))
 
 
 def _default(row: Setting, environ: Mapping[str, str]) -> Any:
@@ -478,6 +567,5 @@ def warn_not_here(environ: Mapping[str, str]) -> None:
         )
 
 
-settings = Settings.from_environ()
+settings = Settings()
 warn_unknown(os.environ)
-warn_not_here(os.environ)

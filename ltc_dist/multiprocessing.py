@@ -96,6 +96,10 @@ def spawn(
     if here.world_size > 1 and nprocs in (None, here.world_size, here.local_world_size):
         fn(here.rank, *args)
         return None
+    if start_method == "fork":  # its processes do not read the environment anew
+        settings.check_environment()
+    elif nprocs is None:
+        settings.check_environment("num_devices")
     count = settings.num_devices if nprocs is None else nprocs
     _check(fn, count, start_method)
     if count == 1 and join:
@@ -250,6 +254,7 @@ class _Place:
 def _main(fn: _Function, args: tuple[Any, ...], place: _Place, file: _ReportFile) -> None:
     """Run in the new process."""
     os.environ.update(place.variables)
+    settings.accept_environment()
     if place.start_method == "forkserver":
         worker.begin(os.getppid())  # the server, which ends with the one it serves
     else:

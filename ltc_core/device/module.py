@@ -7,9 +7,10 @@ which `register` hands to PyTorch. The functions below are its functions; `_EXPO
 
 import secrets
 import sys
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -57,6 +58,8 @@ class DeviceIndices(Protocol):
     def exchange_device(self, index: int) -> int: ...
 
 
+_before_count: Callable[[], None] | None = None
+_count_lock = threading.RLock()
 _hooks: DeviceHooks
 _indices: DeviceIndices
 
@@ -89,7 +92,27 @@ def _is_in_bad_fork() -> bool:
 
 def device_count() -> int:
     """Return the number of devices of this process."""
+    if _before_count is not None:
+        _settle_count()
     return _indices.device_count()
+
+
+def _settle_count() -> None:
+    global _before_count
+    with _count_lock:  # which `settle` enters again
+        settle, _before_count = _before_count, None
+        if settle is not None:
+            try:
+                settle()
+            except BaseException:
+                _before_count = settle
+                raise
+
+
+def before_first_count(call: Callable[[], None]) -> None:
+    """Have `call` called once, before anybody learns how many devices there are."""
+    global _before_count
+    _before_count = call
 
 
 def current_device() -> int:

@@ -15,7 +15,7 @@ from torch.utils import backend_registration
 
 from ltc_core.device import build, module
 from ltc_core.device.module import DeviceHooks
-from ltc_core.errors import DeviceError
+from ltc_core.errors import DeviceError, SettingsError
 from ltc_core.settings import settings
 
 _UNNAMED = "privateuseone"
@@ -99,6 +99,20 @@ def set_num_devices(count: int) -> None:
         getattr(torch, settings.device_name).default_generators = _default_generators(_native)
 
 
+def _settle_num_devices() -> None:
+    """Have as many devices as the environment says at their first use; scripts set that after their imports too."""
+    assert _native is not None
+    count, there = settings.num_devices, _native.device_count()
+    if count < there:
+        raise SettingsError(
+            f"the number of {settings.device_name} devices was set too late to have an effect",
+            got=f"{count}, and this process has {there} since the first import",
+            where="the environment",
+            next="set LTC_NUM_DEVICES before the first import; later it can only be made larger",
+        )
+    set_num_devices(count)
+
+
 def generator_id(generator: torch.Generator) -> int:
     """Return the id under which the hooks know a generator of the device.
 
@@ -162,7 +176,7 @@ def _refuse_foreign_backend() -> None:
 def _register_native(native: ModuleType, hooks: DeviceHooks) -> None:
     name = settings.device_name
     try:
-        native.init(settings.num_devices, _StateAsBytes(hooks))
+        native.init(settings.peek("num_devices"), _StateAsBytes(hooks))
     except IndexError as error:
         raise DeviceError(
             f"the number of {name} devices cannot be {settings.num_devices}",
@@ -171,6 +185,7 @@ def _register_native(native: ModuleType, hooks: DeviceHooks) -> None:
         ) from None
     backend_registration.rename_privateuse1_backend(name)
     made = module.make_module(hooks, native, _default_generators(native))
+    module.before_first_count(_settle_num_devices)
     torch._register_device_module(name, made)  # type: ignore[no-untyped-call]
     if not hasattr(
         torch.Tensor, f"is_{name}"

@@ -113,6 +113,7 @@ def _prepare_environment() -> None:
         environ.setdefault("XLA_PERSISTENT_CACHE_READ_ONLY", read_only)
     if kind.upper() == "TPU":
         _prepare_tpu()
+    settings.accept_environment()
 
 
 def _prepare_cpu_replicas() -> None:

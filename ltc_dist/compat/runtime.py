@@ -113,11 +113,14 @@ def device_type() -> str:
 
 
 def set_device_type(pjrt_device: str) -> None:
-    """Refused unless it is so already: LTC_DEVICE says it before the start.
+    """Choose what the devices compute on, before their first use.
 
     Raises:
-        SettingsError: the devices compute on something else.
+        SettingsError: the devices compute on something else: they are in use, or LTC_DEVICE says so.
     """
+    settings = ltc.settings
+    if not settings.is_used("device"):
+        os.environ["PJRT_DEVICE"] = pjrt_device
     if pjrt_device.upper() != device_type():
         raise SettingsError(
             f"the devices cannot be made {pjrt_device} in a running program",

@@ -33,7 +33,7 @@ def read(attribute, **environ):
 
 def test_table_and_annotations_agree():
     hints = typing.get_type_hints(Settings)
-    assert list(hints) == [row.attribute for row in SETTINGS]
+    assert [name for name in hints if name[0] != "_"] == [row.attribute for row in SETTINGS]
     for row in SETTINGS:
         wanted = row.type if row.default is not None else row.type | None
         assert hints[row.attribute] in (wanted, frozenset[str] if row.type is frozenset else None)
@@ -209,6 +209,110 @@ def test_override_puts_back_what_was():
     with pytest.raises(SettingsError), made.override(debug=2, fallback="eror"):
         pytest.fail("an illegal override was entered")
     assert made.debug == 0
+
+
+def test_a_setting_is_read_at_its_first_use(monkeypatch):
+    made = Settings()
+    assert not made.is_used("debug") and made.peek("debug") == 0
+    monkeypatch.setenv("LTC_DEBUG", "2")
+    assert made.peek("debug") == 2 and not made.is_used("debug")
+    assert made.debug == 2 and made.is_used("debug")
+    monkeypatch.delenv("LTC_DEBUG")
+    assert made.peek("debug") == 2
+    with made.override(fallback="warn"):
+        monkeypatch.setenv("LTC_FALLBACK", "error")
+    assert made.fallback == "allow"  # it was used by `override`
+    with pytest.raises(AttributeError):
+        made.no_such_setting  # noqa: B018
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_what_is_set_too_late_is_an_error(assigned, monkeypatch):
+    made = Settings()
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    if assigned:
+        made.use_bf16 = True
+    assert made.use_bf16
+    made.check_environment()
+    monkeypatch.setenv("LTC_DEBUG", "1")  # not used yet
+    made.check_environment()
+    monkeypatch.setenv("LTC_USE_BF16", "true")  # the same
+    made.check_environment()
+    monkeypatch.setenv("LTC_USE_BF16", "0")
+    made.check_environment("debug")
+    for _ in range(2):
+        with pytest.raises(SettingsError) as caught:
+            made.check_environment()
+        first, got, following = str(caught.value).split("\n")
+        assert first == "LTC_USE_BF16 was set too late to have an effect (set in the environment)"
+        assert got == "  got: LTC_USE_BF16=0; use_bf16 is 1 since its first use"
+        assert following.startswith("  Next: set it before the first use of the device")
+    monkeypatch.delenv("LTC_USE_BF16")
+    made.check_environment()
+    monkeypatch.setenv("LTC_DEBUG", "4")
+    with pytest.raises(SettingsError, match="LTC_DEBUG has an illegal value"):
+        made.debug  # noqa: B018
+
+
+def test_a_variable_that_is_removed_is_warned_of_once(monkeypatch, recwarn):
+    made = Settings()
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    assert made.use_bf16
+    monkeypatch.delenv("XLA_USE_BF16")
+    for _ in range(2):
+        made.check_environment()
+    (warning,) = recwarn.list
+    assert "XLA_USE_BF16 was removed from the environment: that has no effect" in str(warning)
+
+
+def test_what_the_runtime_sets_itself_is_accepted(monkeypatch):
+    made = Settings()
+    assert made.num_devices == 1
+    monkeypatch.setenv("LTC_NUM_DEVICES", "3")
+    made.accept_environment()
+    made.check_environment()
+
+
+AFTER_THE_IMPORT = """
+import os, sys, torch
+import ltc_core as ltc
+import ltc_dist as ltd
+from ltc_core.eager import is_eager_mode
+from ltc_core.errors import SettingsError
+settings = ltc.settings
+used = {row for row in vars(settings) if not row.startswith("_")}
+assert used == {"device_name", "cache_dir", "compat"}, used
+os.environ |= {"XLA_USE_BF16": "1", "CPU_NUM_DEVICES": "3", "LTC_EAGER": "1", "LTC_EXECUTOR": "reference"}
+assert torch.ltc.device_count() == 3 and len(ltc.get_lazy_supported_devices()) == 3
+x = torch.full((2,), 1.001).to("ltc:2")
+assert x.cpu().tolist() == [1.0, 1.0] and x.dtype == torch.float32
+y = x + x
+assert is_eager_mode() and ltc.metrics.counter_value("ExecuteComputation") >= 1
+torch.manual_seed(3)
+a = torch.rand(2, device="ltc:2").cpu()
+os.environ["CPU_NUM_DEVICES"] = "4"
+for call in (ltc.lazy_device, lambda: ltd.spawn(print, start_method="spawn")):
+    try:
+        call()
+    except SettingsError as error:
+        assert "CPU_NUM_DEVICES was set too late" in str(error), error
+    else:
+        sys.exit("no error")
+"""
+
+
+def test_variables_may_be_set_after_the_import():
+    names = [name for row in SETTINGS for name in row.names]
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    cache = {"LTC_CACHE_DIR": settings.cache_dir}
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_THE_IMPORT],
+        env={**environ, **cache},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_describe_names_every_setting():
