@@ -96,7 +96,8 @@ def spawn(
     if here.world_size > 1 and nprocs in (None, here.world_size, here.local_world_size):
         fn(here.rank, *args)
         return None
-    if start_method == "fork":  # its processes do not read the environment anew
+    if start_method == "fork":  # its processes have the devices and the settings of this one
+        ltc.get_lazy_supported_devices()
         settings.check_environment()
     elif nprocs is None:
         settings.check_environment("num_devices")
