@@ -12,10 +12,10 @@
     |- DataFormatError (ValueError)             a data file is truncated or foreign
     |- LoaderError (RuntimeError)               a loader is misused, or delivers nothing
     |- RankError (RuntimeError)                 a process of a job failed, or cannot be started
-    |  |- RankEndedError                        one that was waited for has ended
+    |  |- RankEndedError (RuntimeError)         one that was waited for has ended
     |  `- RankTimeoutError (TimeoutError)       processes were waited for in vain
     `- CollectiveError (RuntimeError)           processes do not run the same collectives
-       |- PeerEndedError                        one of them has ended
+       |- PeerEndedError (RuntimeError)         one of them has ended
        `- CollectiveTimeoutError (TimeoutError) one of them did not come to its collective
 
 An error has four parts: what failed, what was got, where the user recorded it, what to do next.

@@ -26,8 +26,10 @@ TREE = {
     "DataFormatError": ValueError,
     "LoaderError": RuntimeError,
     "RankError": RuntimeError,
+    "RankEndedError": RuntimeError,
     "RankTimeoutError": TimeoutError,
     "CollectiveError": RuntimeError,
+    "PeerEndedError": RuntimeError,
     "CollectiveTimeoutError": TimeoutError,
 }
 
