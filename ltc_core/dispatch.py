@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ltc_core import errors, source
 from ltc_core.branch import OutResized
+from ltc_core.cell import base_of
 from ltc_core.fallback import run_real
 from ltc_core.follow import follow_op, turn
 from ltc_core.infer import Unknown
@@ -128,6 +130,8 @@ def _rescue(
 ) -> Any:
     """Do what it takes to make a call that could not be recorded."""
     if isinstance(reason, OutResized):
+        if not _are_new_outs(reason, args, kwargs):
+            return run_real(schema, args, kwargs, find_trace(args, kwargs))
         for tensor, meta in reason.resized:
             SPECIAL[torch.ops.aten.resize_.default]((tensor, meta.size), None)
         return handle(args, kwargs)
@@ -145,6 +149,16 @@ def _rescue(
         if decomposition is not None and not schema.writes:
             return decomposition(*args, **kwargs)
     return run_real(schema, args, kwargs, trace)
+
+
+def _are_new_outs(reason: OutResized, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether all tensors to be resized are of `out=`, and none of them shares memory with an operand.
+
+    What an op in place writes is never resized, and an operand of another size is another call.
+    """
+    outs = {id(item) for item in kwargs.values()}
+    bases = {base_of(t._h) for t in tree_leaves(args) if type(t) is LazyTensor}
+    return all(id(t) in outs and base_of(t._h) not in bases for t, _ in reason.resized)
 
 
 def _is_elsewhere(device: Any, args: Any, kwargs: Any) -> bool:

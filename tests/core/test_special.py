@@ -367,3 +367,24 @@ class TestQuestions:
         assert x.device == device and x.get_device() == 0
         assert getattr(x, f"is_{settings.device_name}") and not x.is_cpu and not x.is_cuda
         assert_same(getattr(torch.ones(1), settings.device_name)(), torch.ones(1))
+
+
+class TestOutOfAnotherSize:
+    """A tensor of `out=` is resized; one that the op reads too, or an op in place writes, is not in front of it."""
+
+    @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+    def test_an_operand_may_be_the_result_too(self, device: torch.device) -> None:
+        x, y = torch.ones(2, 2, device=device), torch.ones(3, 1, device=device)
+        torch.stack([x, x], out=x)
+        torch.cat([y, y * 2], out=y)
+        assert x.tolist() == [[[1.0, 1.0]] * 2] * 2 and y.tolist() == [[1.0]] * 3 + [[2.0]] * 3
+
+    def test_an_op_in_place_is_refused_where_its_result_is_larger(self) -> None:
+        def program(device: torch.device) -> Any:
+            x, y = torch.ones(4, 1, 4, device=device), torch.zeros(1, 4, 4, device=device)
+            for call in (x.eq_, x.add_, x.logical_and_):
+                with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+                    call(y)
+            return x
+
+        beside_eager(program)
