@@ -125,10 +125,15 @@ def _copied(shared: torch.Tensor, meta: TensorMeta, inference: bool) -> tuple[to
     """Return a copy for the user, made in the inference mode that the user's thread is in, and its bytes."""
     # Real sizes: for a few results (statistics of batch norm in eval) meta kernels promise others.
     size = shared.size()
-    stride = meta.stride if meta.dense and size == meta.size else contiguous_stride(size)
+    stride = _stride_of_copy(meta) if size == meta.size else contiguous_stride(size)
     with torch.inference_mode(inference):
         result = torch.empty_strided(size, stride, dtype=meta.dtype).copy_(shared)
     return result, result.nbytes
+
+
+def _stride_of_copy(meta: TensorMeta) -> tuple[int, ...]:
+    """Strides of a copy that preserves the format: its own if it is dense, else the order of its dims, packed."""
+    return meta.stride if meta.dense else torch.empty_like(meta.meta_tensor()).stride()
 
 
 def upload(tensor: torch.Tensor, index: int) -> LazyTensor:

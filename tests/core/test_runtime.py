@@ -131,6 +131,7 @@ class TestCut:
             lambda d: torch.ones(4, 6, device=d)[:, ::2],
             lambda d: torch.ones(1, 2, 3, 4, device=d).to(memory_format=torch.channels_last),
             lambda d: torch.ones(3, 1, device=d).expand(3, 4),
+            lambda d: torch.ones(2, 3, 4, device=d)[:, 1:].transpose(0, 2),
         ):
             assert make(device).cpu().stride() == make("cpu").cpu().clone().stride()
 
