@@ -1,6 +1,6 @@
-"""Ops that the compiler gets wrong, as ops that it gets right: each rule gives what eager gives, at extremes too.
+"""Ops that the compiler gets wrong, as other ops: each rule gives what eager gives, at extremes too.
 
-That compiled code gives it as well is in test_compiled_programs.py, for the same calls.
+The rules are run by eager PyTorch; the compiler's C++ is not.
 """
 
 import math
