@@ -76,7 +76,10 @@ def generate(number: int, num_devices: int = 2, num_lines: int = NUM_LINES) -> L
         line = maker(draw)
         if line is None:
             continue
+        shapes = {name: t.shape for name, t in names.items() if isinstance(t, torch.Tensor)}
         error = _step(line, names)
+        if "out=" in line and _is_overwritten(line, shapes, names):
+            break
         if error is not None and "# values" in line:
             continue
         if isinstance(error, (NameError, AttributeError, SyntaxError)):
@@ -90,6 +93,15 @@ def generate(number: int, num_devices: int = 2, num_lines: int = NUM_LINES) -> L
             if isinstance(t, torch.Tensor) and t.numel() <= MOST_ELEMENTS and not t.is_complex()
         }
     return lines
+
+
+def _is_overwritten(line: str, shapes: dict[str, torch.Size], names: dict[str, Any]) -> bool:
+    """Whether a line resized a tensor of `out=` that it reads too: in eager its values are then not defined."""
+    return any(
+        names[name].shape != shape and len(re.findall(rf"\b{name}\b", line)) > 1
+        for name, shape in shapes.items()
+        if name in names
+    )
 
 
 def _step(line: str, names: dict[str, Any]) -> Exception | None:

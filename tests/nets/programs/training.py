@@ -224,7 +224,7 @@ def copies_of_tied_weights_and_optimizers(device: Device) -> Any:
 
 def states_saved_and_loaded(device: Device) -> Any:
     model = net(device, norm=True)
-    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model(batch(device)).sum().backward()
     opt.step()
     file = io.BytesIO()
@@ -232,7 +232,7 @@ def states_saved_and_loaded(device: Device) -> Any:
     file.seek(0)
     state = torch.load(file, map_location=device)
     other = net(device, norm=True)
-    other_opt = torch.optim.Adam(other.parameters(), lr=0.5)
+    other_opt = torch.optim.SGD(other.parameters(), lr=0.5)
     other.load_state_dict(state["model"])
     other_opt.load_state_dict(state["opt"])
     other(batch(device, 1)).sum().backward()
