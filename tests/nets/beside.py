@@ -101,9 +101,7 @@ def _difference_of_leaves(got: Any, expected: Any, rtol: float, atol: float) -> 
     if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor):
         return _difference_of_tensors(got, expected, rtol, atol)
     if isinstance(expected, float) and isinstance(got, float):
-        close = torch.isclose(
-            torch.tensor(got), torch.tensor(expected), rtol, atol, equal_nan=True
-        )
+        close = torch.isclose(torch.tensor(got), torch.tensor(expected), rtol, atol, equal_nan=True)
         return "" if close else f"{got}, eager gives {expected}"
     return "" if type(got) is type(expected) and got == expected else f"{got!r}, eager {expected!r}"
 

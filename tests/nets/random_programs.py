@@ -36,7 +36,9 @@ __all__ = ["check", "generate", "main", "shrunk"]
 NUM_LINES = 14
 HANG_S = 60
 # Operands that overlap are values to the device, which computes what copies of them give.
-_OVERLAP = "some elements of the input tensor and the written-to tensor refer to a single memory location"
+_OVERLAP = (
+    "some elements of the input tensor and the written-to tensor refer to a single memory location"
+)
 # A program ends before one of its tensors is larger.
 _MOST = 4 * MOST_ELEMENTS
 
@@ -221,7 +223,7 @@ def _compare(lines: Lines, num_devices: int, rounds: int) -> tuple[int | None, s
 
 
 def shrunk(lines: Lines, fails: Callable[[Lines], bool]) -> Lines:
-    """The fewest lines that still fail: larger pieces first, from the end, as later lines read what earlier ones make."""
+    """The fewest lines that still fail; larger pieces first, from the end: later lines read what earlier ones make."""
     size = max(len(lines) // 2, 1)
     while size:
         end = len(lines)
@@ -266,7 +268,9 @@ print(check(LINES, num_devices={num_devices}) or "as eager")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.nets.random_programs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, prog="python -m tests.nets.random_programs"
+    )
     parser.add_argument("--count", type=int, default=10_000, help="programs to run")
     parser.add_argument("--seed", type=int, default=None, help="default: NETS_SEED, or the day")
     parser.add_argument("--number", type=int, default=None, help="run this one program")
@@ -281,7 +285,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first is None:
         first = (seed() if args.seed is None else args.seed) * 1_000_000
     count = 1 if args.number is not None else args.count
-    print(f"programs {first} to {first + count - 1}, {args.tier}, torch {torch.__version__}", flush=True)
+    print(
+        f"programs {first} to {first + count - 1}, {args.tier}, torch {torch.__version__}",
+        flush=True,
+    )
     return _supervise(args, first, first + count)
 
 
@@ -298,8 +305,8 @@ def _supervise(args: argparse.Namespace, start: int, end: int) -> int:
 def _run_child(args: argparse.Namespace, start: int, end: int) -> tuple[int, int]:
     """How many programs of one child process failed, and the number to go on with."""
     command = [
-        sys.executable, "-m", "tests.nets.random_programs", "--tier", args.tier,
-        "--devices", str(args.devices), "--lines", str(args.lines), "--child", str(start), str(end),
+        sys.executable, "-m", "tests.nets.random_programs", "--tier", args.tier, "--devices", str(args.devices),
+        "--lines", str(args.lines), "--child", str(start), str(end),
     ]  # fmt: skip
     environment = {**os.environ, "LTC_NUM_DEVICES": str(args.devices), "LTC_COMPILE": "off"}
     failures, at = 0, start

@@ -54,7 +54,9 @@ def _call(op: Any, sample: Any, device: str) -> Any:
     torch.manual_seed(0)
     result = op(*args, **kwargs)
     outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-    ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    ins = [
+        t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
     grads = None
     if outs and ins:
         total = sum((t.abs() if t.is_complex() else t).double().sum() for t in outs)
@@ -102,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.nets.run_opinfo")
     parser.add_argument("names", nargs="*", default=["*"], help="names or patterns (default: all)")
     parser.add_argument("--tier", choices=list(BATCHES), default="compiled")
-    parser.add_argument("--share", type=int, default=1, help="only one SHARE-th, another one each day")
+    parser.add_argument(
+        "--share", type=int, default=1, help="only one SHARE-th, another one each day"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
@@ -120,7 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _run_child([name], args.tier):
             print(f"operator {name}: it is as eager, and need not be skipped", flush=True)
             failed.add(name)
-    print(f"{len(failed)} operators differ: {sorted(failed)}" if failed else "all as eager", flush=True)
+    print(
+        f"{len(failed)} operators differ: {sorted(failed)}" if failed else "all as eager",
+        flush=True,
+    )
     return 1 if failed else 0
 
 
@@ -138,7 +145,9 @@ def _run_child(names: list[str], chosen: str) -> set[str]:
     if code == 0 and "@over" in out:
         out = out.replace("@over\n", "")
         print(out, end="", flush=True)
-        return {line.split()[1].rstrip(":") for line in out.splitlines() if line.startswith("operator ")}
+        return {
+            line.split()[1].rstrip(":") for line in out.splitlines() if line.startswith("operator ")
+        }
     if len(names) == 1:
         print(f"operator {names[0]}: it ends its process with {code}\n", flush=True)
         return set(names)

@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.nets.run_programs")
     parser.add_argument("names", nargs="*", default=["*"], help="names or patterns (default: all)")
     parser.add_argument("--tier", choices=TIERS, default="ops")
-    parser.add_argument("--share", type=int, default=1, help="only one SHARE-th, another one each day")
+    parser.add_argument(
+        "--share", type=int, default=1, help="only one SHARE-th, another one each day"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:

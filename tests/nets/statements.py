@@ -108,13 +108,14 @@ UNARY = (
     "{t}.clone()", "{t}.contiguous()", "{t}.flip({dim})", "{t}.cumsum({dim})", "{t}.roll(1, {dim})", "{t}.tril()",
     "{t}.sort({dim})[0]", "{t}.sort({dim}, stable=True)[1]", "{t}.softmax({dim})", "{t}.clamp(-3, 3)", "{t}.isnan()",
     "F.gelu({t})", "F.layer_norm({t}, {t}.shape[-1:])", "F.log_softmax({t}, {dim})", "{t}.floor()", "{t}.trunc()",
-    "{t}.float()", "{t}.double()", "{t}.bool()", "{t}.to(torch.bfloat16)", "torch.zeros_like({t})", "{t}.bitwise_not()",
-    "safe({t}).to(torch.int64)", "safe({t}).to(torch.int32)", "safe({t}).to(torch.uint8)", "torch.ones_like({t})",
-    "{t}.detach().clone()", "F.pad({t}, (1, 0))", "{t}.repeat_interleave(2, {dim})", "{t}.reciprocal()", "1 / {t}",
-    "{t}.cosh()", "{t}.log1p()", "{t}.erf()", "{t}.round()", "{t}.frac()", "{t}.expm1()", "F.silu({t})", "{t}.triu(1)",
-    "F.softplus({t})", "F.leaky_relu({t}, 0.1)", "F.elu({t})", "F.hardtanh({t})", "{t}.rsqrt()", "{t}.nan_to_num()",
-    "{t}.cumprod({dim})", "{t}.diff(dim={dim})", "{t}.topk(1, {dim})[0]", "{t}.renorm(2, 0, 1.0)", "{t}.tile(2)",
-    "copy.deepcopy({t})", "torch.stack([{t}, {t}], {dim})", "torch.cat([{t}, {t}], {dim})", "torch.diag_embed({t})",
+    "{t}.float()", "{t}.double()", "{t}.bool()", "{t}.to(torch.bfloat16)", "torch.zeros_like({t})",
+    "{t}.bitwise_not()", "safe({t}).to(torch.int64)", "safe({t}).to(torch.int32)", "safe({t}).to(torch.uint8)",
+    "torch.ones_like({t})", "{t}.detach().clone()", "F.pad({t}, (1, 0))", "{t}.repeat_interleave(2, {dim})",
+    "{t}.reciprocal()", "1 / {t}", "{t}.cosh()", "{t}.log1p()", "{t}.erf()", "{t}.round()", "{t}.frac()",
+    "{t}.expm1()", "F.silu({t})", "{t}.triu(1)", "F.softplus({t})", "F.leaky_relu({t}, 0.1)", "F.elu({t})",
+    "F.hardtanh({t})", "{t}.rsqrt()", "{t}.nan_to_num()", "{t}.cumprod({dim})", "{t}.diff(dim={dim})",
+    "{t}.topk(1, {dim})[0]", "{t}.renorm(2, 0, 1.0)", "{t}.tile(2)", "copy.deepcopy({t})",
+    "torch.stack([{t}, {t}], {dim})", "torch.cat([{t}, {t}], {dim})", "torch.diag_embed({t})",
     "F.normalize({t}, dim={dim})", "F.one_hot(safe({t}).to(torch.int64).abs() % 5, 5)", "{t}.new_zeros(3)",
 )  # fmt: skip
 
@@ -132,19 +133,21 @@ BINARY = (
 
 NUMBERS = (
     "{t} + {n}", "{t} * {n}", "{n} - {t}", "{t} / {n}", "{n} / ({t}.abs() + 1)", "{t} == {n}", "{t} > {n}",
-    "{t}.clamp(min={n})", "{t}.clamp(max={n})", "torch.where({t} > {n}, {t}, {n})", "{t}.masked_fill({t} == {n}, {n})",
-    "{t}.pow({n})", "{n} ** {t}", "{t} % {n}", "{t} // {n}", "{t}.add({n}, alpha=2)", "torch.full_like({t}, {n})",
-    "{t}.float().div({n}, rounding_mode='floor')", "{t}.div({n}, rounding_mode='trunc')", "{t}.rsub({n})",
-    "{t}.fmod({n})", "torch.lerp({t}, {t} + 1, {n})", "F.threshold({t}, 0.5, {n})", "torch.maximum({t}, torch.tensor({n}))",
+    "{t}.clamp(min={n})", "{t}.clamp(max={n})", "torch.where({t} > {n}, {t}, {n})",
+    "{t}.masked_fill({t} == {n}, {n})", "{t}.pow({n})", "{n} ** {t}", "{t} % {n}", "{t} // {n}",
+    "{t}.add({n}, alpha=2)", "torch.full_like({t}, {n})", "{t}.float().div({n}, rounding_mode='floor')",
+    "{t}.div({n}, rounding_mode='trunc')", "{t}.rsub({n})", "{t}.fmod({n})", "torch.lerp({t}, {t} + 1, {n})",
+    "F.threshold({t}, 0.5, {n})", "torch.maximum({t}, torch.tensor({n}))",
 )  # fmt: skip
 
 REDUCTIONS = (
-    "{t}.sum()", "{t}.sum({dim})", "{t}.sum({dim}, keepdim=True)", "{t}.mean()", "{t}.mean({dim})", "{t}.amax({dim})",
-    "{t}.amin({dim})", "{t}.any({dim})", "{t}.all()", "{t}.argmax({dim})", "{t}.norm()", "{t}.var({dim})", "{t}.std()",
-    "{t}.logsumexp({dim})", "{t}.max({dim})[0]", "{t}.min({dim})[1]", "{t}.prod({dim})", "{t}.sum(dtype=torch.float64)",
-    "{t}.count_nonzero()", "{t}.median()", "{t}.max()", "{t}.argmin()", "{t}.nansum({dim})", "{t}.var_mean({dim})[1]",
-    "{t}.norm(dim={dim})", "{t}.aminmax()[1]", "torch.linalg.vector_norm({t}, 1)", "{t}.cummax({dim})[0]",
-    "{t}.float().histc(4, -9, 9)", "{t}.kthvalue(1, {dim})[0]", "{t}.mode({dim})[0]", "{t}.trace()",
+    "{t}.sum()", "{t}.sum({dim})", "{t}.sum({dim}, keepdim=True)", "{t}.mean()", "{t}.mean({dim})",
+    "{t}.amax({dim})", "{t}.amin({dim})", "{t}.any({dim})", "{t}.all()", "{t}.argmax({dim})", "{t}.norm()",
+    "{t}.var({dim})", "{t}.std()", "{t}.logsumexp({dim})", "{t}.max({dim})[0]", "{t}.min({dim})[1]",
+    "{t}.prod({dim})", "{t}.sum(dtype=torch.float64)", "{t}.count_nonzero()", "{t}.median()", "{t}.max()",
+    "{t}.argmin()", "{t}.nansum({dim})", "{t}.var_mean({dim})[1]", "{t}.norm(dim={dim})", "{t}.aminmax()[1]",
+    "torch.linalg.vector_norm({t}, 1)", "{t}.cummax({dim})[0]", "{t}.float().histc(4, -9, 9)",
+    "{t}.kthvalue(1, {dim})[0]", "{t}.mode({dim})[0]", "{t}.trace()",
     "safe({t}).to(torch.int64).abs().flatten().bincount()", "{t}.unique()",
 )  # fmt: skip
 
@@ -156,9 +159,10 @@ MATMULS = (
 
 INDEXING = (
     "{t}[{i}]", "{t}[{t} > 0]", "{t}[[0, -1]]", "{t}[..., [0]]", "{t}[None, ..., 0]", "{t}[{m}]", "{t}[{i}, ...]",
-    "{t}.index_select({dim}, {i}.flatten())", "{t}.gather({dim}, {t}.argsort({dim}))", "{t}.take({i})", "{t}.nonzero()",
-    "{t}.masked_select({t} != 0)", "torch.where({t} > 0)[0]", "{t}.take_along_dim({t}.argsort({dim}), {dim})",
-    "F.embedding({i}, {t})", "{t}.scatter({dim}, {t}.argsort({dim}), 1)", "{t}.index_fill({dim}, {i}.flatten(), 2)",
+    "{t}.index_select({dim}, {i}.flatten())", "{t}.gather({dim}, {t}.argsort({dim}))", "{t}.take({i})",
+    "{t}.nonzero()", "{t}.masked_select({t} != 0)", "torch.where({t} > 0)[0]",
+    "{t}.take_along_dim({t}.argsort({dim}), {dim})", "F.embedding({i}, {t})",
+    "{t}.scatter({dim}, {t}.argsort({dim}), 1)", "{t}.index_fill({dim}, {i}.flatten(), 2)",
     "{t}.index_add({dim}, {i}.flatten(), {t}.index_select({dim}, {i}.flatten()))", "{t}[{i}.tolist()]",
     "torch.searchsorted({t}.flatten().sort()[0], {t})", "{t}[{m}] * 2", "{t}[{i} % {t}.shape[0]]",
 )  # fmt: skip
@@ -174,14 +178,15 @@ INDEXED_WRITES = (
 )  # fmt: skip
 
 WRITES = (
-    "{t}.add_({n})", "{t}.mul_({n})", "{t}.fill_({n})", "{t}.zero_()", "{t}.add_({u})", "{t}.mul_({u})", "{t}.sub_({u})",
-    "{t}.copy_({u})", "{t}.clamp_(-3, 3)", "{t}.neg_()", "{t}.abs_()", "{t} += {u}", "{t} *= {n}", "{t}.addcmul_({u}, {u})",
-    "{t}.copy_({t}.clone() * 2)", "{t}.relu_()", "{t}.lerp_({u}, 0.5)", "{t}.square_()", "{t}.sign_()", "{t}.tril_()",
-    "{t}.copy_({t}.flip(0))", "{t}.div_(2)", "{t}.masked_fill_({u} > 0, {n})", "{t}.remainder_(3)", "{t}.logical_not_()",
-    "{t}.sigmoid_()", "{t}.bitwise_not_()", "{t}.cumsum_({dim})", "{t}.clamp_({u})", "{t} -= {t}.float().mean()",
-    "{t}.copy_({u}.to(torch.float64))", "{t}.squeeze_()", "{t}.unsqueeze_(0)", "{t}.t_()", "{t}.transpose_(0, -1)",
-    "{t}.eq_({u})", "{t}.floor_()", "{t}.floor_divide_(2)", "{t}.add_({t})", "{t}.mul_({t})", "{t}.sub_({t}, alpha=0.5)",
-    "F.relu({t}, inplace=True)", "F.hardtanh({t}, inplace=True)", "{t}.swapaxes_(0, -1)", "{t}.addcdiv_({u}, {u}.abs() + 1)",
+    "{t}.add_({n})", "{t}.mul_({n})", "{t}.fill_({n})", "{t}.zero_()", "{t}.add_({u})", "{t}.mul_({u})",
+    "{t}.sub_({u})", "{t}.copy_({u})", "{t}.clamp_(-3, 3)", "{t}.neg_()", "{t}.abs_()", "{t} += {u}", "{t} *= {n}",
+    "{t}.addcmul_({u}, {u})", "{t}.copy_({t}.clone() * 2)", "{t}.relu_()", "{t}.lerp_({u}, 0.5)", "{t}.square_()",
+    "{t}.sign_()", "{t}.tril_()", "{t}.copy_({t}.flip(0))", "{t}.div_(2)", "{t}.masked_fill_({u} > 0, {n})",
+    "{t}.remainder_(3)", "{t}.logical_not_()", "{t}.sigmoid_()", "{t}.bitwise_not_()", "{t}.cumsum_({dim})",
+    "{t}.clamp_({u})", "{t} -= {t}.float().mean()", "{t}.copy_({u}.to(torch.float64))", "{t}.squeeze_()",
+    "{t}.unsqueeze_(0)", "{t}.t_()", "{t}.transpose_(0, -1)", "{t}.eq_({u})", "{t}.floor_()", "{t}.floor_divide_(2)",
+    "{t}.add_({t})", "{t}.mul_({t})", "{t}.sub_({t}, alpha=0.5)", "F.relu({t}, inplace=True)",
+    "F.hardtanh({t}, inplace=True)", "{t}.swapaxes_(0, -1)", "{t}.addcdiv_({u}, {u}.abs() + 1)",
 )  # fmt: skip
 
 OUTS = (
@@ -190,25 +195,28 @@ OUTS = (
     "torch.cat([{t}, {u}], out={w})", "torch.sum({t}, {dim}, out={w})", "torch.maximum({t}, {u}, out={w})",
     "torch.where({t} > 0, {t}, {u}, out={w})", "torch.clamp({t}, -1, 1, out={w})", "torch.sort({t}, out=({w}, {i}))",
     "torch.max({t}, {dim}, out=({w}, {i}))", "torch.eq({t}, {u}, out={w})", "torch.exp({t}, out={t})",
-    "torch.index_select({t}, 0, {i}.flatten(), out={w})", "torch.stack([{t}, {u}], out={w})", "torch.neg({t}, out={w})",
+    "torch.index_select({t}, 0, {i}.flatten(), out={w})", "torch.stack([{t}, {u}], out={w})",
+    "torch.neg({t}, out={w})",
 )  # fmt: skip
 
 VIEWS = (
-    "{t}[{k}]", "{t}[{k}:]", "{t}[::2]", "{t}[..., {k}]", "{t}.t()", "{t}.mT", "{t}.transpose(0, -1)", "{t}.unsqueeze(0)",
-    "{t}.unsqueeze(-1)", "{t}.squeeze()", "{t}.flatten()", "{t}.view(-1)", "{t}.reshape(-1)", "{t}.diagonal()", "{t}[:]",
-    "{t}.expand(2, *{t}.shape)", "{t}.chunk(2)[-1]", "{t}.unbind()[0]", "{t}.narrow(0, 0, 1)", "{t}.movedim(0, -1)",
-    "{t}.unfold(0, 2, 1)", "{t}.detach()", "{t}.data", "{t}.view_as({t})", "{t}.permute(*range({t}.dim())[::-1])",
-    "{t}.split(1)[0]", "{t}[..., None]", "{t}[..., 1:]", "{t}.view({t}.shape[::-1])", "{t}.select(0, -1)", "{t}.real",
-    "{t}.unflatten(0, (1, -1))", "{t}.swapaxes(0, 1)", "{t}.T", "{t}[None]", "{t}[1:3]", "{t}[..., ::2]", "{t}.ravel()",
-    "{t}.contiguous()", "{t}.view(torch.int32)", "{t}.to({t}.dtype)", "{t}.expand({t}.shape)", "torch.atleast_2d({t})",
+    "{t}[{k}]", "{t}[{k}:]", "{t}[::2]", "{t}[..., {k}]", "{t}.t()", "{t}.mT", "{t}.transpose(0, -1)",
+    "{t}.unsqueeze(0)", "{t}.unsqueeze(-1)", "{t}.squeeze()", "{t}.flatten()", "{t}.view(-1)", "{t}.reshape(-1)",
+    "{t}.diagonal()", "{t}[:]", "{t}.expand(2, *{t}.shape)", "{t}.chunk(2)[-1]", "{t}.unbind()[0]",
+    "{t}.narrow(0, 0, 1)", "{t}.movedim(0, -1)", "{t}.unfold(0, 2, 1)", "{t}.detach()", "{t}.data",
+    "{t}.view_as({t})", "{t}.permute(*range({t}.dim())[::-1])", "{t}.split(1)[0]", "{t}[..., None]", "{t}[..., 1:]",
+    "{t}.view({t}.shape[::-1])", "{t}.select(0, -1)", "{t}.real", "{t}.unflatten(0, (1, -1))", "{t}.swapaxes(0, 1)",
+    "{t}.T", "{t}[None]", "{t}[1:3]", "{t}[..., ::2]", "{t}.ravel()", "{t}.contiguous()", "{t}.view(torch.int32)",
+    "{t}.to({t}.dtype)", "{t}.expand({t}.shape)", "torch.atleast_2d({t})",
 )  # fmt: skip
 
 FOREACH = (
     "torch._foreach_add_([{ts}], {n})", "torch._foreach_mul_([{ts}], {n})", "torch._foreach_add_([{ts}], [{us}])",
-    "torch._foreach_mul_([{ts}], [{us}])", "torch._foreach_sub_([{ts}], [{us}], alpha=2)", "torch._foreach_neg_([{ts}])",
-    "torch._foreach_copy_([{ts}], [{us}])", "torch._foreach_zero_([{ts}])", "torch._foreach_lerp_([{ts}], [{us}], 0.3)",
-    "torch._foreach_addcmul_([{ts}], [{us}], [{us}], 0.5)", "torch._foreach_clamp_max_([{ts}], [{us}])",
-    "torch._foreach_abs_([{ts}])", "torch._foreach_maximum_([{ts}], {n})", "torch._foreach_div_([{ts}], 2.0)",
+    "torch._foreach_mul_([{ts}], [{us}])", "torch._foreach_sub_([{ts}], [{us}], alpha=2)",
+    "torch._foreach_neg_([{ts}])", "torch._foreach_copy_([{ts}], [{us}])", "torch._foreach_zero_([{ts}])",
+    "torch._foreach_lerp_([{ts}], [{us}], 0.3)", "torch._foreach_addcmul_([{ts}], [{us}], [{us}], 0.5)",
+    "torch._foreach_clamp_max_([{ts}], [{us}])", "torch._foreach_abs_([{ts}])",
+    "torch._foreach_maximum_([{ts}], {n})", "torch._foreach_div_([{ts}], 2.0)",
 )  # fmt: skip
 
 PURE_FOREACH = (
@@ -225,10 +233,12 @@ AUTOGRAD = (
 )  # fmt: skip
 
 GRADS = (
-    "torch.autograd.grad(({t} ** 2).sum(), {t})[0]", "torch.autograd.grad(({t} ** 3).sum(), {t}, create_graph=True)[0]",
+    "torch.autograd.grad(({t} ** 2).sum(), {t})[0]",
+    "torch.autograd.grad(({t} ** 3).sum(), {t}, create_graph=True)[0]",
     "torch.func.grad(lambda v: (v ** 3).sum())({t}.detach())", "torch.func.vmap(lambda v: v.sum() * v)({t})",
     "torch.func.jvp(lambda v: v.sin(), ({t}.detach(),), ({t}.detach(),))[1]", "{t}.grad", "{t}.grad.clone()",
-    "torch.func.jacrev(lambda v: v ** 2)({t}.detach())", "checkpoint(lambda v: (v * 2).sin(), {t}, use_reentrant=False)",
+    "torch.func.jacrev(lambda v: v ** 2)({t}.detach())",
+    "checkpoint(lambda v: (v * 2).sin(), {t}, use_reentrant=False)",
     "torch.autograd.grad({t}.sum(), {u}, allow_unused=True)[0]", "torch.func.functionalize(lambda v: v.add(1))({t})",
 )  # fmt: skip
 
@@ -238,28 +248,35 @@ GUARDED = (
 )  # fmt: skip
 
 DRAWS = (
-    "torch.manual_seed({s}); {t}.normal_()", "torch.manual_seed({s}); {t}.uniform_()", "torch.manual_seed({s}); {t}.bernoulli_(0.5)",
-    "torch.manual_seed({s}); F.dropout({t}, 0.5, inplace=True)", "torch.manual_seed({s}); {t}.random_(9)",
+    "torch.manual_seed({s}); {t}.normal_()", "torch.manual_seed({s}); {t}.uniform_()",
+    "torch.manual_seed({s}); {t}.bernoulli_(0.5)", "torch.manual_seed({s}); F.dropout({t}, 0.5, inplace=True)",
+    "torch.manual_seed({s}); {t}.random_(9)",
 )  # fmt: skip
 
 NETWORK = (
     "F.batch_norm({t}, {r}, {v}, training=True)", "F.cross_entropy({t}, safe({t}).argmax(-1))", "F.conv1d({t}, {u})",
     "F.binary_cross_entropy_with_logits({t}, {u}.sigmoid())", "F.max_pool1d({t}, 2, 1)", "F.avg_pool2d({t}, 2, 1)",
     "F.scaled_dot_product_attention({t}, {t}, {t})", "F.group_norm({t}, 1)", "F.nll_loss({t}, safe({t}).argmax(-1))",
-    "F.rms_norm({t}, {t}.shape[-1:])", "F.conv2d({t}, {u})", "F.interpolate({t}, scale_factor=2)", "F.glu({t}, {dim})",
-    "F.instance_norm({t})", "F.kl_div({t}, {u})", "F.huber_loss({t}, {u})", "F.cosine_similarity({t}, {u}, {dim})",
-    "F.unfold({t}, 2)", "F.adaptive_avg_pool2d({t}, 1)", "F.bilinear({t}, {t}, {u})", "F.prelu({t}, {t}.new_ones(1))",
-    "torch.fft.fft({t}).abs()", "torch.fft.irfft(torch.fft.rfft({t}), {t}.shape[-1])", "torch.linalg.matrix_norm({t})",
-    "torch.cumulative_trapezoid({t})", "torch.linalg.det({t})", "F.ctc_loss({t}, {i}, [2], [1])", "F.fold({t}, 4, 2)",
+    "F.rms_norm({t}, {t}.shape[-1:])", "F.conv2d({t}, {u})", "F.interpolate({t}, scale_factor=2)",
+    "F.glu({t}, {dim})", "F.instance_norm({t})", "F.kl_div({t}, {u})", "F.huber_loss({t}, {u})",
+    "F.cosine_similarity({t}, {u}, {dim})", "F.unfold({t}, 2)", "F.adaptive_avg_pool2d({t}, 1)",
+    "F.bilinear({t}, {t}, {u})", "F.prelu({t}, {t}.new_ones(1))", "torch.fft.fft({t}).abs()",
+    "torch.fft.irfft(torch.fft.rfft({t}), {t}.shape[-1])", "torch.linalg.matrix_norm({t})",
+    "torch.cumulative_trapezoid({t})", "torch.linalg.det({t})", "F.ctc_loss({t}, {i}, [2], [1])",
+    "F.fold({t}, 4, 2)",
 )  # fmt: skip
 
 CONTROL = (
-    "{w} if float({t}.float().nan_to_num().sum()) > 0 else {x}", "{w} if {t}.numel() > 4 else {x}", "{w} if bool(({t} > 0).any()) else {x}",
+    "{w} if float({t}.float().nan_to_num().sum()) > 0 else {x}", "{w} if {t}.numel() > 4 else {x}",
+    "{w} if bool(({t} > 0).any()) else {x}",
 )  # fmt: skip
 
-ASKS = ("{t}.tolist()", "{t}.sum().item()", "repr({t}.shape)", "{t}.is_leaf", "{t}.requires_grad", "{t}._version", "{t}.dtype",
-    "{t}.is_contiguous()", "torch.equal({t}, {u})", "{t}.cpu().numpy().tolist()", "len({t})", "bool({t}.any())", "{t}._base is None",
-    "{t}.is_inference()", "(t.grad_fn is None)", "{t}.any().item()", "torch.allclose({t}, {u})")  # fmt: skip
+ASKS = (
+    "{t}.tolist()", "{t}.sum().item()", "repr({t}.shape)", "{t}.is_leaf", "{t}.requires_grad", "{t}._version",
+    "{t}.dtype", "{t}.is_contiguous()", "torch.equal({t}, {u})", "{t}.cpu().numpy().tolist()", "len({t})",
+    "bool({t}.any())", "{t}._base is None", "{t}.is_inference()", "(t.grad_fn is None)", "{t}.any().item()",
+    "torch.allclose({t}, {u})",
+)  # fmt: skip
 
 
 def _filled(draw: Draw, templates: Sequence[str]) -> tuple[str, str] | None:
@@ -324,7 +341,12 @@ def _guarded(draw: Draw) -> str | None:
 def _control(draw: Draw) -> str | None:
     one, other = _filled(draw, WRITES), _filled(draw, WRITES)
     name = draw.any()
-    if one is None or other is None or "=" in one[0].replace("=True", "").replace("alpha=", "") or "=" in other[0]:
+    if (
+        one is None
+        or other is None
+        or "=" in one[0].replace("=True", "").replace("alpha=", "")
+        or "=" in other[0]
+    ):
         return None
     template = draw.rng.choice(CONTROL)
     return template.format(t=name, w=one[0], x=other[0])
@@ -332,7 +354,11 @@ def _control(draw: Draw) -> str | None:
 
 def _asked(draw: Draw) -> str | None:
     found = _filled(draw, ASKS)
-    return None if found is None else f"out.append({found[0].replace('(t.', '(' + found[1] + '.')})  # values"
+    return (
+        None
+        if found is None
+        else f"out.append({found[0].replace('(t.', '(' + found[1] + '.')})  # values"
+    )
 
 
 def _moved(draw: Draw) -> str | None:

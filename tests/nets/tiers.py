@@ -104,7 +104,9 @@ def tier(name: str, num_devices: int = 1) -> Iterator[None]:
 
 
 def _use(executors: Sequence[tuple[runtime.Context, Executor]]) -> None:
-    with contextlib.suppress(RuntimeError):  # an error of the block, which the block has seen or reports
+    with contextlib.suppress(
+        RuntimeError
+    ):  # an error of the block, which the block has seen or reports
         ltc.wait_device_ops()
     for context, executor in executors:
         with context.trace.lock:

@@ -37,10 +37,12 @@ def hooks_of_tensors(device: Device) -> Any:
 def hooks_after_accumulation(device: Device) -> Any:
     model = net(device)
     for p in model.parameters():
+
         def step(p: torch.Tensor) -> None:
             with torch.no_grad():
                 p.sub_(p.grad, alpha=0.1)
             p.grad = None
+
         p.register_post_accumulate_grad_hook(step)
     for _ in range(3):
         model(numbers(device, 2, 4)).square().sum().backward()
@@ -96,7 +98,14 @@ def gradient_penalty(device: Device) -> Any:
 
 def double_backward_of_networks(device: Device) -> Any:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.SiLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 1))
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        nn.BatchNorm2d(2),
+        nn.SiLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8, 1),
+    )
     model, x = model.to(device), numbers(device, 2, 1, 6, 6).requires_grad_()
     (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     g.square().sum().backward()
@@ -142,9 +151,10 @@ def func_grads(device: Device) -> Any:
     x = numbers(device, 4)
     f = lambda v: (v.sin() * v).sum()  # noqa: E731
     return (
-        torch.func.grad(f)(x), torch.func.grad_and_value(f)(x), torch.func.grad(torch.func.grad(lambda v: v**3))(x[1]),
-        torch.func.jacrev(lambda v: v[:2] * v[2])(x), torch.func.jacfwd(lambda v: v * v.sum())(x),
-        torch.func.vjp(f, x)[1](torch.ones((), device=device)), torch.func.jvp(f, (x,), (x,)),
+        torch.func.grad(f)(x), torch.func.grad_and_value(f)(x),
+        torch.func.grad(torch.func.grad(lambda v: v**3))(x[1]), torch.func.jacrev(lambda v: v[:2] * v[2])(x),
+        torch.func.jacfwd(lambda v: v * v.sum())(x), torch.func.vjp(f, x)[1](torch.ones((), device=device)),
+        torch.func.jvp(f, (x,), (x,)),
     )  # fmt: skip
 
 
@@ -153,7 +163,8 @@ def func_vmap(device: Device) -> Any:
     return (
         torch.func.vmap(torch.dot)(x, y), torch.func.vmap(lambda a: a.sum() * a, in_dims=1, out_dims=1)(x),
         torch.func.vmap(lambda a, b: (a @ b, a > b), in_dims=(0, None))(x, y[0]),
-        torch.func.vmap(torch.func.grad(lambda a: (a**2).sum()))(x), torch.func.vmap(lambda a: a.cumsum(0), chunk_size=2)(x),
+        torch.func.vmap(torch.func.grad(lambda a: (a**2).sum()))(x),
+        torch.func.vmap(lambda a: a.cumsum(0), chunk_size=2)(x),
         attempt(lambda: torch.func.vmap(lambda a: a.sum().item())(x)),
     )  # fmt: skip
 
@@ -340,7 +351,11 @@ def gradients_that_are_none(device: Device) -> Any:
 def anomaly_mode(device: Device) -> Any:
     x = torch.zeros(3, device=device, requires_grad=True)
     with torch.autograd.detect_anomaly(check_nan=True):
-        return attempt(lambda: (x / x).sum().backward()), attempt(lambda: (x * 2).sum().backward()), x.grad
+        return (
+            attempt(lambda: (x / x).sum().backward()),
+            attempt(lambda: (x * 2).sum().backward()),
+            x.grad,
+        )
 
 
 def forward_mode(device: Device) -> Any:
@@ -362,7 +377,11 @@ def parametrizations(device: Device) -> Any:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).to(device)
     other = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)).to(device)
     ortho = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)).to(device)
-    out = layer(numbers(device, 2, 3)).sum() + other(numbers(device, 2, 3)).sum() + ortho(numbers(device, 2, 3)).sum()
+    out = (
+        layer(numbers(device, 2, 3)).sum()
+        + other(numbers(device, 2, 3)).sum()
+        + ortho(numbers(device, 2, 3)).sum()
+    )
     out.backward()
     return out, [p.grad for p in layer.parameters()], [p.grad for p in other.parameters()]
 

@@ -90,7 +90,12 @@ def views_of_one_flat_vector(device: Device) -> Any:
 
 
 def mixed_dtypes_and_shapes(device: Device) -> Any:
-    xs = [ones(device, 2), ones(device, 3).double(), ones(device, 2, 2).bfloat16(), ones(device, 1).int()]
+    xs = [
+        ones(device, 2),
+        ones(device, 3).double(),
+        ones(device, 2, 2).bfloat16(),
+        ones(device, 1).int(),
+    ]
     return (
         torch._foreach_add(xs, 2), torch._foreach_mul(xs, [1, 2, 3, 4]), torch._foreach_sqrt(xs[:3]),
         attempt(lambda: torch._foreach_mul_([x * 1 for x in xs], 0.5)), xs,
@@ -158,10 +163,17 @@ def out_that_is_resized(device: Device) -> Any:
 
 def out_of_other_dtypes(device: Device) -> Any:
     x = torch.arange(4.0).to(device) + 0.6
-    wide, narrow = torch.zeros(4, dtype=torch.float64, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    wide, narrow = (
+        torch.zeros(4, dtype=torch.float64, device=device),
+        torch.zeros(4, dtype=torch.int64, device=device),
+    )
     torch.add(x, 1, out=wide)
     torch.eq(x, x, out=wide)
-    return wide, attempt(lambda: torch.add(x, 1, out=narrow)), attempt(lambda: torch.sum(x, 0, out=narrow[0]))
+    return (
+        wide,
+        attempt(lambda: torch.add(x, 1, out=narrow)),
+        attempt(lambda: torch.sum(x, 0, out=narrow[0])),
+    )
 
 
 def out_in_a_view(device: Device) -> Any:

@@ -78,7 +78,7 @@ def one_hot(device: Device) -> Any:
 def gradients_of_indexing(device: Device) -> Any:
     x = table(device).requires_grad_()
     i = torch.tensor([0, 0, 2], device=device)
-    y = x[i] * 2 + x[:, [1, 1, 3]][:, 0]. sum() + x[x > 3].sum()
+    y = x[i] * 2 + x[:, [1, 1, 3]][:, 0].sum() + x[x > 3].sum()
     y.sum().backward()
     return y, x.grad
 
@@ -98,7 +98,12 @@ def scatter_and_gather(device: Device) -> Any:
     order = x.argsort(1, descending=True)
     y = torch.zeros(3, 4, device=device).scatter(1, order, x.gather(1, order) * 2)
     y.square().sum().backward()
-    return y, x.grad, x.take_along_dim(order, 1), torch.zeros(3, 4, device=device).scatter_(0, order[:2] % 3, 1.0)
+    return (
+        y,
+        x.grad,
+        x.take_along_dim(order, 1),
+        torch.zeros(3, 4, device=device).scatter_(0, order[:2] % 3, 1.0),
+    )
 
 
 def shapes_that_depend_on_values(device: Device) -> Any:
@@ -124,7 +129,15 @@ def slices_of_all_kinds(device: Device) -> Any:
     x[None, 1:, ::2][0] += 1
     x[-1, -2:] = 0
     x[1:1] = 5
-    return x, x[2:0], x[..., None, -1], x[1:, [0]], x[:, :, None].shape, attempt(lambda: x[:, :, 0]), attempt(lambda: x[::-1])
+    return (
+        x,
+        x[2:0],
+        x[..., None, -1],
+        x[1:, [0]],
+        x[:, :, None].shape,
+        attempt(lambda: x[:, :, 0]),
+        attempt(lambda: x[::-1]),
+    )
 
 
 def assigned_from_numbers_and_lists(device: Device) -> Any:
@@ -157,4 +170,11 @@ def embedding_bags(device: Device) -> Any:
 
 def sorts_with_ties(device: Device) -> Any:
     x = torch.tensor([3.0, 1, 3, 2, 1], device=device)
-    return x.sort(stable=True), x.argsort(stable=True, descending=True), x.topk(2)[0], x.max(0), x.min(0), x.argmax()
+    return (
+        x.sort(stable=True),
+        x.argsort(stable=True, descending=True),
+        x.topk(2)[0],
+        x.max(0),
+        x.min(0),
+        x.argmax(),
+    )

@@ -34,21 +34,30 @@ def losses_of_classes(device: Device) -> Any:
     x, y = numbers(device, 4, 5).requires_grad_(), torch.tensor([0, 4, 2, -100], device=device)
     weight = torch.arange(5.0, device=device)
     found = [
-        F.cross_entropy(x, y), F.cross_entropy(x, y, weight, label_smoothing=0.1), F.cross_entropy(x, y, reduction="none"),
-        F.nll_loss(x.log_softmax(1), y, weight), F.cross_entropy(x, x.softmax(1).detach()), F.multi_margin_loss(x[:3], y[:3]),
+        F.cross_entropy(x, y), F.cross_entropy(x, y, weight, label_smoothing=0.1),
+        F.cross_entropy(x, y, reduction="none"), F.nll_loss(x.log_softmax(1), y, weight),
+        F.cross_entropy(x, x.softmax(1).detach()), F.multi_margin_loss(x[:3], y[:3]),
     ]  # fmt: skip
     sum(f.sum() for f in found).backward()
-    return found, x.grad, attempt(lambda: F.cross_entropy(x, y + 5)), attempt(lambda: F.cross_entropy(x, y[:2]))
+    return (
+        found,
+        x.grad,
+        attempt(lambda: F.cross_entropy(x, y + 5)),
+        attempt(lambda: F.cross_entropy(x, y[:2])),
+    )
 
 
 def losses_of_values(device: Device) -> Any:
     x, y = numbers(device, 4, 3).requires_grad_(), numbers(device, 4, 3).flip(0)
     found = [
-        F.mse_loss(x, y), F.l1_loss(x, y, reduction="sum"), F.smooth_l1_loss(x, y, beta=0.5), F.huber_loss(x, y, delta=0.3),
-        F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=y[0].abs()), F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
-        F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), F.gaussian_nll_loss(x, y, y.abs() + 1), F.poisson_nll_loss(x, y.abs()),
-        F.soft_margin_loss(x, y.sign()), F.cosine_embedding_loss(x, y, y[:, 0].sign()), F.margin_ranking_loss(x[0], x[1], y[0].sign()),
-        F.triplet_margin_loss(x, y, y.flip(0)), F.hinge_embedding_loss(x, y.sign()), F.multilabel_soft_margin_loss(x, (y > 0).float()),
+        F.mse_loss(x, y), F.l1_loss(x, y, reduction="sum"), F.smooth_l1_loss(x, y, beta=0.5),
+        F.huber_loss(x, y, delta=0.3), F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=y[0].abs()),
+        F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+        F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), F.gaussian_nll_loss(x, y, y.abs() + 1),
+        F.poisson_nll_loss(x, y.abs()), F.soft_margin_loss(x, y.sign()),
+        F.cosine_embedding_loss(x, y, y[:, 0].sign()), F.margin_ranking_loss(x[0], x[1], y[0].sign()),
+        F.triplet_margin_loss(x, y, y.flip(0)), F.hinge_embedding_loss(x, y.sign()),
+        F.multilabel_soft_margin_loss(x, (y > 0).float()),
     ]  # fmt: skip
     sum(found).backward()
     return found, x.grad
@@ -56,27 +65,44 @@ def losses_of_values(device: Device) -> Any:
 
 def ctc(device: Device) -> Any:
     x = numbers(device, 6, 2, 4).log_softmax(-1).requires_grad_()
-    loss = F.ctc_loss(x, torch.tensor([[1, 2], [3, 1]], device=device), torch.tensor([6, 5]), torch.tensor([2, 1]))
+    loss = F.ctc_loss(
+        x, torch.tensor([[1, 2], [3, 1]], device=device), torch.tensor([6, 5]), torch.tensor([2, 1])
+    )
     loss.backward()
     return loss, x.grad
 
 
 def bce_out_of_range(device: Device) -> Any:
     x = numbers(device, 3)
-    return attempt(lambda: F.binary_cross_entropy(x, x)), attempt(lambda: F.mse_loss(x, x.bool())), x
+    return (
+        attempt(lambda: F.binary_cross_entropy(x, x)),
+        attempt(lambda: F.mse_loss(x, x.bool())),
+        x,
+    )
 
 
 def norms(device: Device) -> Any:
     x = numbers(device, 2, 4, 3, 3)
     return [
         trained(layer, device, x)
-        for layer in (nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm([4, 3, 3]), nn.RMSNorm(3))
+        for layer in (
+            nn.BatchNorm2d(4),
+            nn.GroupNorm(2, 4),
+            nn.InstanceNorm2d(4, affine=True),
+            nn.LayerNorm([4, 3, 3]),
+            nn.RMSNorm(3),
+        )
     ]
 
 
 def batch_norm_in_all_modes(device: Device) -> Any:
     x, found = numbers(device, 4, 3), []
-    for kwargs in ({}, {"momentum": None}, {"track_running_stats": False}, {"affine": False, "momentum": 0.5}):
+    for kwargs in (
+        {},
+        {"momentum": None},
+        {"track_running_stats": False},
+        {"affine": False, "momentum": 0.5},
+    ):
         bn = nn.BatchNorm1d(3, **kwargs).to(device)
         for _ in range(3):
             bn(x + 1)
@@ -105,22 +131,28 @@ def convolutions(device: Device) -> Any:
 
 def convolutions_of_other_dims(device: Device) -> Any:
     return (
-        trained(nn.Conv1d(3, 2, 3), device, numbers(device, 2, 3, 8)), trained(nn.Conv3d(1, 2, 2), device, numbers(device, 1, 1, 3, 3, 3)),
+        trained(nn.Conv1d(3, 2, 3), device, numbers(device, 2, 3, 8)),
+        trained(nn.Conv3d(1, 2, 2), device, numbers(device, 1, 1, 3, 3, 3)),
         trained(nn.ConvTranspose1d(3, 2, 3, output_padding=1, stride=2), device, numbers(device, 2, 3, 4)),
     )  # fmt: skip
 
 
 def channels_last_networks(device: Device) -> Any:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).to(device)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).to(
+        device
+    )
     model = model.to(memory_format=torch.channels_last)
-    return trained(model, device, numbers(device, 2, 3, 6, 6).contiguous(memory_format=torch.channels_last))
+    return trained(
+        model, device, numbers(device, 2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    )
 
 
 def pools(device: Device) -> Any:
     x = numbers(device, 2, 3, 8, 8).requires_grad_()
     found = [
-        F.max_pool2d(x, 2), F.avg_pool2d(x, 3, 2, 1), F.adaptive_avg_pool2d(x, 3), F.adaptive_max_pool2d(x, 2), F.lp_pool2d(x.abs() + 1, 2, 2),
-        F.max_pool2d(x, 2, return_indices=True)[0], F.pixel_shuffle(x[:, :1].expand(2, 4, 8, 8), 2), F.fractional_max_pool2d(x, 2, 3),
+        F.max_pool2d(x, 2), F.avg_pool2d(x, 3, 2, 1), F.adaptive_avg_pool2d(x, 3), F.adaptive_max_pool2d(x, 2),
+        F.lp_pool2d(x.abs() + 1, 2, 2), F.max_pool2d(x, 2, return_indices=True)[0],
+        F.pixel_shuffle(x[:, :1].expand(2, 4, 8, 8), 2), F.fractional_max_pool2d(x, 2, 3),
     ]  # fmt: skip
     sum(f.square().sum() for f in found).backward()
     values, places = F.max_pool2d(x, 2, return_indices=True)
@@ -129,31 +161,55 @@ def pools(device: Device) -> Any:
 
 def resizing(device: Device) -> Any:
     x = numbers(device, 1, 2, 4, 4).requires_grad_()
-    found = [F.interpolate(x, scale_factor=2, mode=m) for m in ("nearest", "bilinear", "bicubic", "area")]
+    found = [
+        F.interpolate(x, scale_factor=2, mode=m) for m in ("nearest", "bilinear", "bicubic", "area")
+    ]
     grid = F.affine_grid(torch.eye(2, 3, device=device)[None], [1, 2, 5, 5], align_corners=False)
-    found += [F.grid_sample(x, grid, align_corners=False), F.pad(x, (1, 1), "reflect"), F.pad(x, (1, 0, 2, 0), value=3), F.unfold(x, 2)]
+    found += [
+        F.grid_sample(x, grid, align_corners=False),
+        F.pad(x, (1, 1), "reflect"),
+        F.pad(x, (1, 0, 2, 0), value=3),
+        F.unfold(x, 2),
+    ]
     sum(f.square().sum() for f in found).backward()
     return found, x.grad
 
 
 def activations(device: Device) -> Any:
     x = numbers(device, 4, 4).requires_grad_()
-    names = "relu6 elu selu celu gelu silu mish hardswish hardsigmoid hardtanh leaky_relu softplus softsign tanhshrink softshrink glu logsigmoid"
-    found = [getattr(F, name)(x) for name in names.split()] + [F.gelu(x, approximate="tanh"), F.prelu(x, x[0, :1]), F.gumbel_softmax(x)]
+    names = "relu6 elu selu celu gelu silu mish hardswish hardsigmoid hardtanh leaky_relu softplus softsign"
+    names += " tanhshrink softshrink glu logsigmoid"
+    found = [getattr(F, name)(x) for name in names.split()] + [
+        F.gelu(x, approximate="tanh"),
+        F.prelu(x, x[0, :1]),
+        F.gumbel_softmax(x),
+    ]
     sum(f.square().sum() for f in found).backward()
     return found, x.grad, F.rrelu(x, training=False)
 
 
 def dropouts(device: Device) -> Any:
     x = numbers(device, 2, 4, 3, 3)
-    return F.dropout(x), F.dropout2d(x), F.alpha_dropout(x), F.dropout(x, training=False), F.dropout1d(x[0]), F.dropout(x, 1.0)
+    return (
+        F.dropout(x),
+        F.dropout2d(x),
+        F.alpha_dropout(x),
+        F.dropout(x, training=False),
+        F.dropout1d(x[0]),
+        F.dropout(x, 1.0),
+    )
 
 
 def recurrent_layers(device: Device) -> Any:
     x = numbers(device, 3, 5, 4)
     return [
         trained(layer, device, x)
-        for layer in (nn.LSTM(4, 3, 2, batch_first=True), nn.GRU(4, 3, bidirectional=True), nn.RNN(4, 3), nn.LSTM(4, 3, proj_size=2))
+        for layer in (
+            nn.LSTM(4, 3, 2, batch_first=True),
+            nn.GRU(4, 3, bidirectional=True),
+            nn.RNN(4, 3),
+            nn.LSTM(4, 3, proj_size=2),
+        )
     ]
 
 
@@ -179,13 +235,22 @@ def packed_sequences_out_of_order(device: Device) -> Any:
     gru, x = nn.GRU(4, 3, bidirectional=True).to(device), numbers(device, 5, 3, 4)
     packed = rnn.pack_padded_sequence(x, [2, 5, 3], enforce_sorted=False)
     out, h = gru(packed)
-    return rnn.pad_packed_sequence(out, total_length=6), h, attempt(lambda: rnn.pack_padded_sequence(x, [2, 5, 3]))
+    return (
+        rnn.pad_packed_sequence(out, total_length=6),
+        h,
+        attempt(lambda: rnn.pack_padded_sequence(x, [2, 5, 3])),
+    )
 
 
 def sequences_of_lists(device: Device) -> Any:
     xs = [numbers(device, n, 2) for n in (3, 1, 2)]
     packed = rnn.pack_sequence(xs, enforce_sorted=False)
-    return rnn.pad_sequence(xs, batch_first=True), packed.data, rnn.unpack_sequence(packed), packed.to(device).data
+    return (
+        rnn.pad_sequence(xs, batch_first=True),
+        packed.data,
+        rnn.unpack_sequence(packed),
+        packed.to(device).data,
+    )
 
 
 def transformers_in_eval(device: Device) -> Any:
@@ -222,7 +287,8 @@ def attention_in_all_forms(device: Device) -> Any:
     mask = torch.ones(4, 4, device=device).tril().bool()
     found = [
         F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q, is_causal=True),
-        F.scaled_dot_product_attention(q, q, q, mask), F.scaled_dot_product_attention(q, q, q, mask.float(), scale=0.5),
+        F.scaled_dot_product_attention(q, q, q, mask),
+        F.scaled_dot_product_attention(q, q, q, mask.float(), scale=0.5),
         F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], enable_gqa=True),
     ]  # fmt: skip
     sum(f.square().sum() for f in found).backward()
@@ -235,7 +301,13 @@ def embeddings(device: Device) -> Any:
     out = layer(i)
     out.sum().backward()
     bag = nn.EmbeddingBag(5, 3, mode="sum").to(device)
-    return out, layer.weight, layer.weight.grad, bag(i), bag(i, per_sample_weights=torch.ones(2, 2, device=device))
+    return (
+        out,
+        layer.weight,
+        layer.weight.grad,
+        bag(i),
+        bag(i, per_sample_weights=torch.ones(2, 2, device=device)),
+    )
 
 
 def mixtures_of_experts(device: Device) -> Any:
@@ -253,6 +325,7 @@ def mixtures_of_experts(device: Device) -> Any:
 def bilinear_and_distance_layers(device: Device) -> Any:
     x = numbers(device, 3, 4)
     return (
-        trained(nn.Bilinear(4, 4, 2), device, x, x + 1), F.cosine_similarity(x, x + 1), F.pairwise_distance(x, x + 1), F.pdist(x),
-        F.normalize(x), F.local_response_norm(x[None], 2), nn.Flatten()(x[None]), nn.Unflatten(1, (2, 2))(x),
+        trained(nn.Bilinear(4, 4, 2), device, x, x + 1), F.cosine_similarity(x, x + 1),
+        F.pairwise_distance(x, x + 1), F.pdist(x), F.normalize(x), F.local_response_norm(x[None], 2),
+        nn.Flatten()(x[None]), nn.Unflatten(1, (2, 2))(x),
     )  # fmt: skip

@@ -239,7 +239,9 @@ def threads_that_share_a_model(device: Device) -> Any:
 
 def a_dispatch_mode_around_reads(device: Device) -> Any:
     class Pass(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return func(*args, **(kwargs or {}))
 
     x = numbers(device, 3)
@@ -264,7 +266,11 @@ def default_dtypes(device: Device) -> Any:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            found += [torch.ones(2, device=device) * 1.5, torch.arange(3, device=device) / 2, torch.tensor(1.0, device=device)]
+            found += [
+                torch.ones(2, device=device) * 1.5,
+                torch.arange(3, device=device) / 2,
+                torch.tensor(1.0, device=device),
+            ]
         finally:
             torch.set_default_dtype(before)
     return found
@@ -274,8 +280,27 @@ def attributes_of_tensors(device: Device) -> Any:
     x = nn.Parameter(numbers(device, 3))
     x.tag = "mine"
     y = x[1:]
-    found = x.tag, hasattr(y, "tag"), x.is_leaf, y.is_leaf, y._base is x, x.grad_fn is None, y._is_view(), isinstance(x, nn.Parameter)
-    return found, y.requires_grad, x.shape, x.numel(), x.element_size(), x.ndim, x.nbytes, x.is_floating_point(), y._version
+    found = (
+        x.tag,
+        hasattr(y, "tag"),
+        x.is_leaf,
+        y.is_leaf,
+        y._base is x,
+        x.grad_fn is None,
+        y._is_view(),
+        isinstance(x, nn.Parameter),
+    )
+    return (
+        found,
+        y.requires_grad,
+        x.shape,
+        x.numel(),
+        x.element_size(),
+        x.ndim,
+        x.nbytes,
+        x.is_floating_point(),
+        y._version,
+    )
 
 
 def buffers_that_count(device: Device) -> Any:
@@ -344,14 +369,21 @@ def a_policy_gradient(device: Device) -> Any:
 
 def wrong_devices(device: Device) -> Any:
     x = numbers(device, 3)
-    return attempt(lambda: x.to("meta").shape), x.cpu() + 1, attempt(lambda: torch.ones(2, device="nowhere")), x.to(device) is x
+    return (
+        attempt(lambda: x.to("meta").shape),
+        x.cpu() + 1,
+        attempt(lambda: torch.ones(2, device="nowhere")),
+        x.to(device) is x,
+    )
 
 
 def arguments_of_wrong_types(device: Device) -> Any:
     x = numbers(device, 3)
     return [
-        attempt(lambda: x + "a"), attempt(lambda: torch.add(x, None)), attempt(lambda: x.view(7)), attempt(lambda: x.sum(3)),
-        attempt(lambda: torch.cat([])), attempt(lambda: torch.cat([x, 1])), attempt(lambda: x.reshape(2, -1)), attempt(lambda: torch.stack([x, x[:2]])),
-        attempt(lambda: x.expand(2)), attempt(lambda: x.permute(1, 0)), attempt(lambda: x.to(torch.float99)), attempt(lambda: x.narrow(0, 2, 5)),
-        attempt(lambda: F.linear(x, torch.ones(2, 2, device=x.device))), attempt(lambda: F.conv2d(x, x)), attempt(lambda: x.bool() - x.bool()),
+        attempt(lambda: x + "a"), attempt(lambda: torch.add(x, None)), attempt(lambda: x.view(7)),
+        attempt(lambda: x.sum(3)), attempt(lambda: torch.cat([])), attempt(lambda: torch.cat([x, 1])),
+        attempt(lambda: x.reshape(2, -1)), attempt(lambda: torch.stack([x, x[:2]])), attempt(lambda: x.expand(2)),
+        attempt(lambda: x.permute(1, 0)), attempt(lambda: x.to(torch.float99)), attempt(lambda: x.narrow(0, 2, 5)),
+        attempt(lambda: F.linear(x, torch.ones(2, 2, device=x.device))), attempt(lambda: F.conv2d(x, x)),
+        attempt(lambda: x.bool() - x.bool()),
     ]  # fmt: skip

@@ -16,7 +16,9 @@ Device = torch.device
 
 def net(device: Device, norm: bool = False) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 2)).to(device)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 2)
+    ).to(device)
 
 
 def batch(device: Device, k: int = 0) -> torch.Tensor:
@@ -36,32 +38,63 @@ def steps(device: Device, make: Any, count: int = 3, **kwargs: Any) -> Any:
 
 
 def sgd_in_all_modes(device: Device) -> Any:
-    kinds = [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1, "maximize": True}, {"momentum": 0.9, "dampening": 0.5}]
+    kinds = [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"weight_decay": 0.1, "maximize": True},
+        {"momentum": 0.9, "dampening": 0.5},
+    ]
     return [steps(device, torch.optim.SGD, lr=0.1, **kind) for kind in kinds]
 
 
 def adam_in_all_modes(device: Device) -> Any:
-    kinds = [{}, {"amsgrad": True}, {"weight_decay": 0.1}, {"maximize": True}, {"foreach": False}, {"foreach": True}]
-    return [attempt(lambda kind=kind: steps(device, torch.optim.Adam, lr=0.01, **kind)) for kind in kinds]
+    kinds = [
+        {},
+        {"amsgrad": True},
+        {"weight_decay": 0.1},
+        {"maximize": True},
+        {"foreach": False},
+        {"foreach": True},
+    ]
+    return [
+        attempt(lambda kind=kind: steps(device, torch.optim.Adam, lr=0.01, **kind))
+        for kind in kinds
+    ]
 
 
 def adamw_with_a_tensor_as_learning_rate(device: Device) -> Any:
-    return steps(device, torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False), steps(device, torch.optim.AdamW, lr=0.01, betas=(0.5, 0.7))
+    return steps(device, torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False), steps(
+        device, torch.optim.AdamW, lr=0.01, betas=(0.5, 0.7)
+    )
 
 
 def other_optimizers(device: Device) -> Any:
-    kinds = [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam]
+    kinds = [
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+    ]
     kinds += [torch.optim.Rprop, torch.optim.ASGD]
     return [steps(device, kind, lr=0.01)[:2] for kind in kinds]
 
 
 def rmsprop_in_all_modes(device: Device) -> Any:
-    return [steps(device, torch.optim.RMSprop, lr=0.01, **kind) for kind in ({"centered": True}, {"momentum": 0.5}, {"foreach": False})]
+    return [
+        steps(device, torch.optim.RMSprop, lr=0.01, **kind)
+        for kind in ({"centered": True}, {"momentum": 0.5}, {"foreach": False})
+    ]
 
 
 def lbfgs_with_a_closure(device: Device) -> Any:
     model = net(device)
-    opt, losses = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"), []
+    opt, losses = (
+        torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+        [],
+    )
 
     def closure() -> torch.Tensor:
         opt.zero_grad()
@@ -168,7 +201,9 @@ def ema_by_hand(device: Device) -> Any:
 
 def ema_of_buffers_in_one_graph(device: Device) -> Any:
     model = net(device, norm=True)
-    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
+    average = swa_utils.AveragedModel(
+        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
     for k in range(4):
         model(batch(device, k))
         average.update_parameters(model)
@@ -205,7 +240,12 @@ def copies_of_models(device: Device) -> Any:
     model[2].weight.grad = torch.ones_like(model[2].weight)
     other = copy.deepcopy(model)
     other[0].weight.data.zero_()
-    return dict(model.state_dict()), dict(other.state_dict()), other[2].weight.grad, attempt(lambda: copy.deepcopy(other[0].weight * 1))
+    return (
+        dict(model.state_dict()),
+        dict(other.state_dict()),
+        other[2].weight.grad,
+        attempt(lambda: copy.deepcopy(other[0].weight * 1)),
+    )
 
 
 def copies_of_tied_weights_and_optimizers(device: Device) -> Any:
@@ -310,7 +350,10 @@ def pruned_layers(device: Device) -> Any:
 
 def two_networks_against_each_other(device: Device) -> Any:
     g, d = net(device), nn.Sequential(nn.Linear(2, 3), nn.LeakyReLU(), nn.Linear(3, 1)).to(device)
-    opt_g, opt_d = torch.optim.Adam(g.parameters(), lr=0.01), torch.optim.Adam(d.parameters(), lr=0.01)
+    opt_g, opt_d = (
+        torch.optim.Adam(g.parameters(), lr=0.01),
+        torch.optim.Adam(d.parameters(), lr=0.01),
+    )
     for k in range(2):
         fake = g(batch(device, k))
         opt_d.zero_grad()
@@ -323,7 +366,11 @@ def two_networks_against_each_other(device: Device) -> Any:
 
 
 def metrics_over_an_epoch(device: Device) -> Any:
-    right, seen, total = torch.zeros((), dtype=torch.int64, device=device), 0, torch.zeros((), device=device)
+    right, seen, total = (
+        torch.zeros((), dtype=torch.int64, device=device),
+        0,
+        torch.zeros((), device=device),
+    )
     model = net(device)
     for k in range(4):
         x = batch(device, k)[: 3 - k % 2]

@@ -64,7 +64,11 @@ def a_leaf_written_under_no_grad(device: Device) -> Any:
 
 def a_leaf_that_needs_gradients_refuses_writes(device: Device) -> Any:
     w = numbers(device, 4).requires_grad_()
-    return [attempt(lambda: w.add_(1)), attempt(lambda: w[0].zero_()), attempt(lambda: w.view(2, 2).mul_(2))]
+    return [
+        attempt(lambda: w.add_(1)),
+        attempt(lambda: w[0].zero_()),
+        attempt(lambda: w.view(2, 2).mul_(2)),
+    ]
 
 
 def a_saved_value_that_was_written(device: Device) -> Any:
@@ -160,7 +164,9 @@ def a_view_made_in_no_grad_written_in_grad(device: Device) -> Any:
     x = numbers(device, 4).requires_grad_() * 1
     with torch.no_grad():
         v = x[1:]
-    return attempt(lambda: v.mul_(torch.ones(3, device=device, requires_grad=True))), v.requires_grad
+    return attempt(
+        lambda: v.mul_(torch.ones(3, device=device, requires_grad=True))
+    ), v.requires_grad
 
 
 def a_view_of_a_leaf_in_a_loop(device: Device) -> Any:
@@ -199,7 +205,13 @@ def narrow_copies_into_a_cache(device: Device) -> Any:
 
 def read_back_strides(device: Device) -> Any:
     x = numbers(device, 2, 3, 4)
-    return x.permute(2, 0, 1), x.permute(2, 0, 1) + 1, x[..., ::2], x[:, 1:].transpose(0, 2), x.mT.exp()
+    return (
+        x.permute(2, 0, 1),
+        x.permute(2, 0, 1) + 1,
+        x[..., ::2],
+        x[:, 1:].transpose(0, 2),
+        x.mT.exp(),
+    )
 
 
 def strides_of_uploads(device: Device) -> Any:
