@@ -131,3 +131,16 @@ def test_wrong_calls_raise_what_eager_raises(name: str) -> None:
 def test_skipped_ops_exist_and_are_few() -> None:
     assert set(SKIPPED) <= set(OPS)
     assert len(SKIPPED) < 0.05 * len(OPS)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [n for n in SKIPPED if "empty" not in n])
+def test_what_is_skipped_is_not_as_eager(name: str) -> None:
+    """A row that is not needed any more fails here."""
+    op = OPS[name]
+    dtype = torch.float32 if torch.float32 in op.supported_dtypes("cpu") else torch.int64
+    samples = list(itertools.islice(op.sample_inputs("cpu", dtype), SAMPLES))
+    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+        for sample in samples:
+            expected = run(op, sample, "cpu")
+            torch.testing.assert_close(run(op, sample, ltc.settings.device_name), expected)

@@ -34,7 +34,7 @@ from tests.nets.tiers import TIERS, tier
 __all__ = ["check", "generate", "main", "shrunk"]
 
 NUM_LINES = 14
-HANG_S = 60
+HANG_S = 120
 # Operands that overlap are values to the device, which computes what copies of them give.
 _OVERLAP = (
     "some elements of the input tensor and the written-to tensor refer to a single memory location"

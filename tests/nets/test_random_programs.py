@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("tier", "count"), [("ops", "120"), ("lowered", "20")])
+@pytest.mark.parametrize(("tier", "count"), [("ops", "80"), ("lowered", "12")])
 def test_random_programs(tier: str, count: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.nets.random_programs", "--tier", tier, "--count", count],
