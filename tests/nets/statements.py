@@ -98,7 +98,7 @@ def fresh(draw: Draw) -> str:
         made = draw.rng.choice(("zeros", "ones", "full"))
         value = f", {draw.rng.choice(('2', '1.5'))}" if made == "full" else ""
         return f"{name} = torch.{made}({list(draw.shape())}{value}, device=d[{device}])"
-    turned = ".t()" if draw.rng.random() < 0.1 else ""
+    turned = ".t().clone()" if draw.rng.random() < 0.1 else ""
     return f"{name} = {call}{turned}.to(d[{device}]){grad}"
 
 
@@ -256,14 +256,14 @@ DRAWS = (
 NETWORK = (
     "F.batch_norm({t}, {r}, {v}, training=True)", "F.cross_entropy({t}, safe({t}).argmax(-1))", "F.conv1d({t}, {u})",
     "F.binary_cross_entropy_with_logits({t}, {u}.sigmoid())", "F.max_pool1d({t}, 2, 1)", "F.avg_pool2d({t}, 2, 1)",
-    "F.scaled_dot_product_attention({t}, {t}, {t})", "F.group_norm({t}, 1)", "F.nll_loss({t}, safe({t}).argmax(-1))",
-    "F.rms_norm({t}, {t}.shape[-1:])", "F.conv2d({t}, {u})", "F.interpolate({t}, scale_factor=2)",
-    "F.glu({t}, {dim})", "F.instance_norm({t})", "F.kl_div({t}, {u})", "F.huber_loss({t}, {u})",
-    "F.cosine_similarity({t}, {u}, {dim})", "F.unfold({t}, 2)", "F.adaptive_avg_pool2d({t}, 1)",
-    "F.bilinear({t}, {t}, {u})", "F.prelu({t}, {t}.new_ones(1))", "torch.fft.fft({t}).abs()",
-    "torch.fft.irfft(torch.fft.rfft({t}), {t}.shape[-1])", "torch.linalg.matrix_norm({t})",
-    "torch.cumulative_trapezoid({t})", "torch.linalg.det({t})", "F.ctc_loss({t}, {i}, [2], [1])",
-    "F.fold({t}, 4, 2)",
+    "F.scaled_dot_product_attention(*[torch.atleast_2d({t})] * 3)", "F.group_norm({t}, 1)",
+    "F.nll_loss({t}, safe({t}).argmax(-1))", "F.rms_norm({t}, {t}.shape[-1:])", "F.conv2d({t}, {u})",
+    "F.interpolate({t}, scale_factor=2)", "F.glu({t}, {dim})", "F.instance_norm({t})", "F.kl_div({t}, {u})",
+    "F.huber_loss({t}, {u})", "F.cosine_similarity({t}, {u}, {dim})", "F.unfold({t}, 2)",
+    "F.adaptive_avg_pool2d({t}, 1)", "F.bilinear({t}, {t}, {u})", "F.prelu({t}, {t}.new_ones(1))",
+    "torch.fft.fft({t}).abs()", "torch.fft.irfft(torch.fft.rfft({t}), {t}.shape[-1])",
+    "torch.linalg.matrix_norm({t})", "torch.cumulative_trapezoid({t})", "torch.linalg.det({t})",
+    "F.ctc_loss({t}, {i}, [2], [1])", "F.fold({t}, 4, 2)",
 )  # fmt: skip
 
 CONTROL = (
