@@ -36,6 +36,10 @@ __all__ = ["TIERS", "tier"]
 TIERS = ("ops", "lowered", "compiled")
 
 
+# FX traces in one thread at a time; the workers of several devices lower at once.
+_tracing = threading.Lock()
+
+
 class _LoweredProgram(TieredProgram):
     """A graph whose parts are traced as the compiler's process traces them, and run as ATen."""
 
@@ -71,8 +75,9 @@ def _lowered(part: Part) -> Lowered:
             errors.append(error)
 
     thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    with _tracing:
+        thread.start()
+        thread.join()
     if errors:
         raise errors[0]
     return results[0]
