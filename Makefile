@@ -23,6 +23,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-xla test-programs test-opinfo test-random check bench clean
+.PHONY: test-storm test-sanitize test-public
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
@@ -32,6 +33,9 @@ help:
 	@echo "make test-programs  run small programs beside eager, op by op (ARGS=\"--tier compiled\": compiled, an hour)"
 	@echo "make test-opinfo  run PyTorch's operators beside eager: op by op, lowered, compiled (over an hour)"
 	@echo "make test-random  run 10,000 random programs beside eager (ARGS=\"--seed 3 --count 500\")"
+	@echo "make test-storm  kill, stop and starve random processes of a job for a minute (ARGS=\"--seconds 60 --seed N\")"
+	@echo "make test-sanitize  run tests with the C++ parts under sanitizers (ARGS=\"--kind thread\" for races)"
+	@echo "make test-public  compare all of PyTorch's own databases of modules and optimizers with eager"
 	@echo "make check   formatting, lint, types"
 	@echo "make bench   measure recording speed, memory, and training beside its peers (over an hour)"
 
@@ -99,6 +103,15 @@ $(XLA_STAMP): setup.cfg pyproject.toml constraints.txt
 test-xla: $(XLA_STAMP)
 	LTC_DEVICE=xla PJRT_DEVICE=CPU LTC_RANDOM=host \
 	    $(XLA_VENV)/bin/python -m pytest $(or $(ARGS),$(XLA_TESTS))
+
+test-storm: $(STAMP)
+	$(BIN)/python -m tests.faults.storm $(ARGS)
+
+test-sanitize: $(STAMP)
+	$(BIN)/python -m tests.sanitizers $(ARGS)
+
+test-public: $(STAMP)
+	PUBLIC=all $(BIN)/python -m pytest --timeout=600 tests/public $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/python -m ruff format --check .
