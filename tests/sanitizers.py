@@ -57,10 +57,9 @@ KINDS = {
     ),
 }  # fmt: skip
 PARTS = re.compile(r"/_?ltc_(device|follow|launch|memory)|ltc_core/(\w+/)*csrc/")
-# Itself it runs without the sanitizer. What PyTorch's compiler builds is left as it is; ours keeps its symbols.
+# It runs without the sanitizer, under which bash does not start. What PyTorch's compiler builds is left as it is; ours keeps its symbols.
 COMPILER = """\
-#!/bin/bash
-unset LD_PRELOAD
+#!/usr/bin/env -S -u LD_PRELOAD bash
 case "$*" in
 */_ltc_*)
     for word in "$@"; do [ "$word" = -s ] || words+=("$word"); done
