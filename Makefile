@@ -3,6 +3,7 @@
 #   PYTHON=...  the Python (3.11 or newer) the environment is made from; found by itself if not given
 #   VENV=...    where the environment lives (given on the command line only; default .venv)
 #   XLA_VENV=...  the same for the one with torch_xla (default .venv-xla)
+#   JOBS=...  processes that run the tests (default 2; 0: none beside make's own)
 #   ARGS=...    more arguments for demo, test*, bench, such as ARGS="--device cpu", ARGS="-k views", ARGS="--seed 3"
 
 VENV := .venv
@@ -15,6 +16,7 @@ XLA_TESTS := tests/xla tests/core/test_parity.py tests/core/test_draws.py tests/
     tests/examples/test_mnist_threads.py
 PYTHON ?=
 ARGS ?=
+JOBS ?= 2
 
 # An active conda or virtual environment of the caller must not leak into ours.
 unexport VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV PYTHONPATH PYTHONHOME PYTHONUSERBASE
@@ -68,7 +70,7 @@ demo: $(STAMP)
 	$(BIN)/ltc-launch --nprocs 2 examples/mnist_processes.py --accuracy-over 96 $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # The nets at full size: each prints its seed, and what differs as a program that can be run.
 test-programs: $(STAMP)

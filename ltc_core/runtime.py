@@ -144,9 +144,14 @@ def upload(tensor: torch.Tensor, index: int) -> LazyTensor:
 def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
     """Make lazy tensors with copies of CPU tensors' values. Cost: one transfer, where the device has such."""
     ctx = context(index)
-    metas = [TensorMeta.packed(tensor.shape, tensor.dtype) for tensor in tensors]
+    metas = _packed_metas(tensors)
     values = ctx.place_all(tensors, metas)
     return [wrap(Cell(ctx.trace, value, meta)) for value, meta in zip(values, metas, strict=True)]
+
+
+@in_own_state
+def _packed_metas(tensors: Sequence[torch.Tensor]) -> list[TensorMeta]:
+    return [TensorMeta.packed(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 # -- leaving and forking ---------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Job:
         self._mark = uuid.uuid4().hex
         self._tmp = directory / "tmp"
         self._tmp.mkdir(exist_ok=True)
-        self._shared_memory = set(os.listdir("/dev/shm"))
+        self._shared_memory = _shared_memory()
         kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._tmp), _MARK: self._mark}
         begin = (
@@ -106,11 +106,17 @@ class Job:
         left = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in processes]
         for process in processes:
             process.kill()
-        left += [f"/dev/shm/{n}" for n in set(os.listdir("/dev/shm")) - self._shared_memory]
+        left += [f"/dev/shm/{n}" for n in _shared_memory() - self._shared_memory]
         excused = ("torchinductor_", *(("ltc-launch-", "pymp-") if is_killed else ()))
         kept = [path for path in self._tmp.iterdir() if not path.name.startswith(excused)]
         left += [f"temporary {p.name}" for p in kept if not (is_killed and _is_probe(p))]
         return left
+
+
+def _shared_memory() -> set[str]:
+    """Names of shared memory without a living owner: tests that run beside this one have theirs."""
+    named = ((name, re.search(r"_(\d+)(_|$)", name)) for name in os.listdir("/dev/shm"))
+    return {name for name, pid in named if not (pid and psutil.pid_exists(int(pid[1])))}
 
 
 def _is_probe(path: Path) -> bool:

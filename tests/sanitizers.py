@@ -57,7 +57,8 @@ KINDS = {
     ),
 }  # fmt: skip
 PARTS = re.compile(r"/_?ltc_(device|follow|launch|memory)|ltc_core/(\w+/)*csrc/")
-# It runs without the sanitizer, under which bash does not start. What PyTorch's compiler builds is left as it is; ours keeps its symbols.
+# It runs without the sanitizer, under which bash does not start. What PyTorch's compiler builds is left as it is; our
+# parts keep their symbols.
 COMPILER = """\
 #!/usr/bin/env -S -u LD_PRELOAD bash
 case "$*" in

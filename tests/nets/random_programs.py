@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ltc_core as ltc
 from tests.nets.beside import ROUNDS, Raised, attempt, difference
-from tests.nets.seed import seed
 from tests.nets.statements import MOST_ELEMENTS, STATEMENTS, Draw
 from tests.nets.tiers import TIERS, tier
+from tests.seed import seed
 
 __all__ = ["check", "generate", "main", "shrunk"]
 
@@ -272,7 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, prog="python -m tests.nets.random_programs"
     )
     parser.add_argument("--count", type=int, default=10_000, help="programs to run")
-    parser.add_argument("--seed", type=int, default=None, help="default: NETS_SEED, or the day")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="default: TEST_SEED, or the number of commits"
+    )
     parser.add_argument("--number", type=int, default=None, help="run this one program")
     parser.add_argument("--tier", choices=TIERS, default="ops", help="what runs the graphs")
     parser.add_argument("--devices", type=int, default=2)

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ltc_core as ltc
 from tests.core.test_opinfo import OPS, SKIPPED, on, to_cpu
-from tests.nets.seed import rotating, seed
 from tests.nets.tiers import tier
+from tests.seed import rotating, seed
 
 __all__ = ["SKIPPED_IN", "check", "main"]
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", default=["*"], help="names or patterns (default: all)")
     parser.add_argument("--tier", choices=list(BATCHES), default="compiled")
     parser.add_argument(
-        "--share", type=int, default=1, help="only one SHARE-th, another one each day"
+        "--share", type=int, default=1, help="only one SHARE-th, another one for each seed"
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import ltc_core as ltc
 from tests.nets.beside import run_beside_eager
 from tests.nets.programs import find
-from tests.nets.seed import rotating, seed
 from tests.nets.tiers import TIERS, tier
+from tests.seed import rotating, seed
 
 __all__ = ["check", "main"]
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", default=["*"], help="names or patterns (default: all)")
     parser.add_argument("--tier", choices=TIERS, default="ops")
     parser.add_argument(
-        "--share", type=int, default=1, help="only one SHARE-th, another one each day"
+        "--share", type=int, default=1, help="only one SHARE-th, another one for each seed"
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

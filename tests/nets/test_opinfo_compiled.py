@@ -1,4 +1,4 @@
-"""PyTorch's operators in the tiers of the compiler: a thirtieth of them lowered and compiled, other ones each day.
+"""PyTorch's operators in the tiers of the compiler: a thirtieth lowered and compiled, other ones for each commit.
 
 All of them: make test-opinfo.
 """

@@ -1,4 +1,4 @@
-"""The programs beside eager: a third of them op by op, a share lowered, one compiled; other ones each day.
+"""The programs beside eager: a third of them op by op, a share lowered, one compiled; other ones for each commit.
 
 All of them: make test-programs, with the tier in ARGS.
 """
@@ -12,8 +12,8 @@ import pytest
 
 from tests.nets.programs import find
 from tests.nets.run_programs import check
-from tests.nets.seed import rotating, seed
 from tests.nets.tiers import tier
+from tests.seed import rotating, seed
 
 ROOT = Path(__file__).parents[2]
 NAMES = list(find())

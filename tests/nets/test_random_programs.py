@@ -1,4 +1,4 @@
-"""Random programs beside eager, other ones each day; ten thousand of them: make test-random.
+"""Random programs beside eager, other ones for each commit; ten thousand of them: make test-random.
 
 That a program which fails is found, shrunk and named is tested on devices that are made to fail.
 """

@@ -1,9 +1,8 @@
-"""How much of PyTorch's databases is run: everything with `PUBLIC=all` (`make test-public`), else a part for each day.
+"""How much of PyTorch's databases is run: everything with `PUBLIC=all` (`make test-public`), else a part for each seed.
 
-The part of a day is chosen by `SEED`: `PUBLIC_SEED`, or the date's number. It is in the name of each test.
+The seed (`tests/seed.py`) is in the name of each test.
 """
 
-import datetime
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -11,16 +10,18 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map
 
+from tests.seed import seed
+
 __all__ = ["IS_ALL", "SEED", "chosen", "moved_to", "on_cpu"]
 
 IS_ALL = os.environ.get("PUBLIC") == "all"
-SEED = int(os.environ.get("PUBLIC_SEED") or datetime.date.today().toordinal())
+SEED = seed()
 
 _Item = TypeVar("_Item")
 
 
 def chosen(items: Sequence[_Item], count: int) -> list[_Item]:
-    """The first item, and others that are another part each day; all of them with PUBLIC=all."""
+    """The first item, and others that are another part for each seed; all of them with PUBLIC=all."""
     if IS_ALL or len(items) <= count:
         return list(items)
     rest = items[1:]
