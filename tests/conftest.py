@@ -62,6 +62,15 @@ PROCESS_FILES = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the paths of temporary directories short where pytest-xdist runs the tests.
+
+    Python's multiprocessing binds sockets in them, and the path of a socket has 107 characters at most.
+    """
+    if hasattr(config, "workerinput"):
+        config.option.basetemp = None  # a directory of its own, as without xdist
+
+
 def _threads() -> set[threading.Thread]:
     """Running threads, less those that Python did not start (autograd's): they are torch's."""
     return {

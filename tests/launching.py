@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -106,17 +107,36 @@ class Job:
         left = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in processes]
         for process in processes:
             process.kill()
-        left += [f"/dev/shm/{n}" for n in _shared_memory() - self._shared_memory]
+        while (names := self._shared_memory_left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left += [f"/dev/shm/{name}" for name in names]
         excused = ("torchinductor_", *(("ltc-launch-", "pymp-") if is_killed else ()))
         kept = [path for path in self._tmp.iterdir() if not path.name.startswith(excused)]
         left += [f"temporary {p.name}" for p in kept if not (is_killed and _is_probe(p))]
         return left
 
+    def _shared_memory_left(self) -> set[str]:
+        new = _shared_memory() - self._shared_memory
+        return new - _mapped() if new else new
+
 
 def _shared_memory() -> set[str]:
-    """Names of shared memory without a living owner: tests that run beside this one have theirs."""
-    named = ((name, re.search(r"_(\d+)(_|$)", name)) for name in os.listdir("/dev/shm"))
-    return {name for name, pid in named if not (pid and psutil.pid_exists(int(pid[1])))}
+    """Names of shared memory that no living process uses: tests that run beside this one have theirs."""
+    return {name for name in os.listdir("/dev/shm") if not _is_named_after_a_process(name)}
+
+
+def _is_named_after_a_process(name: str) -> bool:
+    found = re.search(r"_(\d+)(_|$)", name)
+    return found is not None and psutil.pid_exists(int(found[1]))
+
+
+def _mapped() -> set[str]:
+    """Names of shared memory that some process has mapped, such as the semaphores of multiprocessing."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            found.update(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+    return found
 
 
 def _is_probe(path: Path) -> bool:
