@@ -104,6 +104,15 @@ def _release_parameters() -> None:
                 attributes[name] = held.detach()
 
 
+class _Flattening:
+    """The attribute `__tensor_flatten__`: having it makes `nn.Module._apply` swap tensors; a call of it is refused."""
+
+    def __get__(self, tensor: torch.Tensor | None, owner: type) -> Callable[..., Any]:
+        if tensor is not None:
+            _release_parameters()
+        return LazyTensor._refuse_flattening
+
+
 class LazyTensor(torch.Tensor):
     """A tensor whose values are computed when they are needed.
 
@@ -131,16 +140,14 @@ class LazyTensor(torch.Tensor):
 
     # `nn.Module._apply` swaps tensors that have these two (instead of assigning `.data`): tied parameters
     # stay tied and an optimizer built before `.to(device)` keeps its parameters. No process-wide flag needed.
-    @property
-    def __tensor_flatten__(self) -> Any:
-        _release_parameters()
-        return self._no_flattening
-
-    def _no_flattening(self) -> Any:
-        raise self._no_inner_tensors()
+    __tensor_flatten__ = _Flattening()
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:
+        raise LazyTensor._no_inner_tensors()
+
+    @staticmethod
+    def _refuse_flattening(*args: Any) -> Any:
         raise LazyTensor._no_inner_tensors()
 
     @staticmethod
