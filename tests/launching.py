@@ -85,7 +85,7 @@ class Job:
                 continue
         return found
 
-    def end(self, within_s: float = 50.0, is_killed: bool = False) -> tuple[int, str, str]:
+    def end(self, within_s: float = 100.0, is_killed: bool = False) -> tuple[int, str, str]:
         """Wait for the end; give exit code, output and errors. Nothing may be left of the job.
 
         Args:

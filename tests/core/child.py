@@ -12,7 +12,7 @@ from pathlib import Path
 __all__ = ["run", "start"]
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 50
+TIMEOUT_S = 120
 
 PRELUDE = """
 import torch

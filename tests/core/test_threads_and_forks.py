@@ -23,7 +23,7 @@ from ltc_core.settings import settings
 from tests.core.beside_eager import assert_same
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 50
+TIMEOUT_S = 120
 
 
 def in_threads(*calls: Callable[[], Any]) -> None:

@@ -71,7 +71,7 @@ def test_row_21_none_is_whole(tmp_path: Path) -> None:
     runs = saved(tmp_path)
     for manifest in runs.glob("*/manifest.json"):
         manifest.unlink()
-    code, _, err = Job([*TWO, TRAINING, "runs"], tmp_path).end(20)
+    code, _, err = Job([*TWO, TRAINING, "runs"], tmp_path).end()
     assert code == 65
     assert "is whole" in err and "manifest.json is missing" in err
 
@@ -85,7 +85,7 @@ def test_row_23_another_number_of_processes(tmp_path: Path, expected: str) -> No
 
 
 def test_row_24_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    code, out, err = Job([*TWO, TRAINING, "/dev/null/runs", "--slow", "0.01"], tmp_path).end(20)
+    code, out, err = Job([*TWO, TRAINING, "/dev/null/runs", "--slow", "0.01"], tmp_path).end()
     assert code == 74 and "step 1" not in out
     assert re.search(r"rank 0: .*Not a directory.*, rank 1: .*Not a directory", err)
 
@@ -100,7 +100,7 @@ def test_row_19_the_disk_is_full(tmp_path: Path) -> None:
         pytest.skip("no file systems can be mounted here")
     command = f"{probe} && {' '.join([*TWO, TRAINING, str(disk / 'runs'), '--every', '1', '--fill'])}; code=$?; "
     job = Job([unshare, "-rm", "sh", "-c", f"{command} ls {disk}/runs; exit $code"], tmp_path)
-    code, out, err = job.end(30)
+    code, out, err = job.end()
     assert code == 74, err
     assert "No space left on device while writing" in err and "free " in err
     assert "step_000000001\n" in out and ".tmp-" not in out

@@ -16,7 +16,7 @@ TWO = launcher("--nprocs", "2")
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_row_9_the_dataset_raises(workers: str, tmp_path: Path) -> None:
     command = [*TWO, TRAINING, "--bad", "raise@40", "--num-workers", workers]
-    code, out, err = Job(command, tmp_path).end(20)
+    code, out, err = Job(command, tmp_path).end()
     assert code == 1 and "final" not in out
     assert err.count("LookupError: no such word") <= 2  # as raised there, and as raised here
     assert re.search(r'training.py", line \d+, in __getitem__', err)
@@ -26,7 +26,7 @@ def test_row_9_the_dataset_raises(workers: str, tmp_path: Path) -> None:
 
 def test_row_10_a_process_of_the_dataloader_is_killed(tmp_path: Path) -> None:
     command = [*TWO, TRAINING, "--bad", "kill9@40", "--num-workers", "1"]
-    code, _, err = Job(command, tmp_path).end(20, is_killed=True)
+    code, _, err = Job(command, tmp_path).end(is_killed=True)
     assert code == 1
     assert re.search(r"DataLoader worker \(pid.* \d+\) is killed by signal: Killed", err)
     assert "rank 1 (pid " in err.splitlines()[-1]
@@ -35,7 +35,7 @@ def test_row_10_a_process_of_the_dataloader_is_killed(tmp_path: Path) -> None:
 def test_row_11_the_dataset_hangs(tmp_path: Path) -> None:
     limits = {"LTC_DATA_WARNING_S": "1", "LTC_DATA_TIMEOUT_S": "3"}
     command = [*TWO, TRAINING, "--bad", "sleep@40"]
-    code, out, err = Job(command, tmp_path, **limits).end(20)
+    code, out, err = Job(command, tmp_path, **limits).end()
     assert code == 1
     assert re.search(r"\[1\] \[ltc\] the training loop has waited 1 s for batch \d+", err + out)
     assert re.search(r"LoaderError: the training loop has waited 3 s for batch \d+", err)
@@ -62,12 +62,12 @@ names = [t.name for t in threading.enumerate() if t.name.startswith("prefetch")]
 print("left", names, ltd.get_memory_info(ltd.lazy_device())["bytes_used"])
 """
     (tmp_path / "train.py").write_text(script)
-    code, out, err = Job([sys.executable, str(tmp_path / "train.py")], tmp_path).end(20)
+    code, out, err = Job([sys.executable, str(tmp_path / "train.py")], tmp_path).end()
     assert code == 0 and out == "left [] 0\n", err
 
 
 def test_row_13_one_process_has_fewer_batches(tmp_path: Path) -> None:
-    code, _, err = Job([*TWO, TRAINING, "--fault", "leave@1:9"], tmp_path).end(20)
+    code, _, err = Job([*TWO, TRAINING, "--fault", "leave@1:9"], tmp_path).end()
     assert code == 1
     assert "rank 1 has ended while rank 0 waits for it" in err
     assert "drop_last=True" in err and err.count("Traceback") == 1
@@ -97,7 +97,7 @@ print("wrong", flush=True)
 )
 def test_row_14_collectives_do_not_match(op: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MISMATCH.format(op=op))
-    code, out, err = Job([*TWO, str(tmp_path / "train.py")], tmp_path).end(20)
+    code, out, err = Job([*TWO, str(tmp_path / "train.py")], tmp_path).end()
     assert code == 1 and "wrong" not in out
     assert re.search(r"rank [01] and rank [01] are at different collectives", err)
     there = re.search(r"got: rank \d: (.|\n)*Next", err)
@@ -119,7 +119,7 @@ ltd.wait_device_ops()
 
 def test_row_14_some_gradients_are_missing_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(GRADIENTS)
-    code, _, err = Job([*TWO, str(tmp_path / "train.py")], tmp_path).end(20)
+    code, _, err = Job([*TWO, str(tmp_path / "train.py")], tmp_path).end()
     assert code == 1
     assert (
         "the gradients of parameters 0-1 of 4" in err

@@ -54,7 +54,7 @@ def test_row_25_the_port_of_several_hosts_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         options = launcher("--nnodes", "2", "--rdzv-endpoint", endpoint)
-        code, _, err = Job([*options, TRAINING], tmp_path).end(30)
+        code, _, err = Job([*options, TRAINING], tmp_path).end()
     assert code == 75 and "Traceback" not in err
     assert re.search(rf"ltc-launch: .*{endpoint}", err), err
 
@@ -67,7 +67,7 @@ def test_row_26_a_process_ends_before_it_joins(tmp_path: Path) -> None:
         import ltc_dist as ltd
         ltd.rendezvous("begin")
     """
-    exit_code, _, err = Job([*TWO, script(tmp_path, code)], tmp_path).end(15)
+    exit_code, _, err = Job([*TWO, script(tmp_path, code)], tmp_path).end()
     assert exit_code == 3
     assert re.search(r"rank 1 \(pid \d+\) ended with exit code 3; the others were stopped", err)
 
@@ -81,7 +81,7 @@ def test_row_26_who_is_missing_is_said(tmp_path: Path) -> None:
         ltd.rendezvous("begin")
     """
     command = [*TWO, script(tmp_path, code)]
-    exit_code, _, err = Job(command, tmp_path, LTC_COLLECTIVE_TIMEOUT_S="2").end(20)
+    exit_code, _, err = Job(command, tmp_path, LTC_COLLECTIVE_TIMEOUT_S="2").end()
     assert exit_code == 75
     assert "rendezvous 'begin' was not complete after 2 s" in err and "missing: ranks 1" in err
 
@@ -107,7 +107,7 @@ LINES = """
 
 
 def test_row_28_lines_of_all_sorts_and_an_error_of_its_own_kind(tmp_path: Path) -> None:
-    code, out, err = Job([*TWO, script(tmp_path, LINES)], tmp_path).end(20)
+    code, out, err = Job([*TWO, script(tmp_path, LINES)], tmp_path).end()
     assert code == 1
     assert len(out) >= 2 * 3_000_000 and out.count("not text") == 2 and out.count("30%") == 2
     assert err.count("Odd: caf") == 1 and "y" * 100_000 in err
@@ -132,7 +132,7 @@ def test_row_33_variables_that_make_no_sense(
     environ: dict[str, str], words: str, tmp_path: Path
 ) -> None:
     path = script(tmp_path, "import ltc_dist as ltd; ltd.get_ordinal()")
-    code, _, err = Job([sys.executable, path], tmp_path, **environ).end(15)
+    code, _, err = Job([sys.executable, path], tmp_path, **environ).end()
     assert code == 1 and re.search(rf"(RankError|SettingsError): .*{words}", err), err
 
 
@@ -159,6 +159,6 @@ def test_row_33_variables_that_make_no_sense(
 def test_row_33_command_lines_that_make_no_sense(
     options: list[str], words: str, tmp_path: Path
 ) -> None:
-    code, out, err = Job([*launcher(), *options], tmp_path).end(15)
+    code, out, err = Job([*launcher(), *options], tmp_path).end()
     assert code == 2 and out == ""
     assert err.count("\n") == 1 and words in err

@@ -51,7 +51,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("kind", "exit_code", "words"), ENDS)
 def test_rows_1_to_4_a_process_ends(kind: str, exit_code: int, words: str, tmp_path: Path) -> None:
-    code, out, err = Job([*TWO, TRAINING, "--fault", f"{kind}@1:5"], tmp_path).end(20)
+    code, out, err = Job([*TWO, TRAINING, "--fault", f"{kind}@1:5"], tmp_path).end()
     assert code == exit_code and "fault at 5" in out and "final" not in out
     assert words in err and "rank 1 (pid " in err.splitlines()[-1]
     tracebacks = out.count("Traceback") + err.count("Traceback")
@@ -120,7 +120,7 @@ def test_row_6_the_launcher_is_killed(tmp_path: Path) -> None:
     job.wait_for("step 2", times=2)
     assert len(job.processes()) >= 1 + 2 + 2 * 2
     job.process.kill()
-    assert job.end(5, is_killed=True)[0] == -signal.SIGKILL
+    assert job.end(is_killed=True)[0] == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -132,7 +132,7 @@ def test_row_7_the_parent_of_spawn_is_killed(nohup: bool, tmp_path: Path) -> Non
     time.sleep(0.5)
     assert len(job.processes()) >= 3
     job.process.kill()
-    assert job.end(5)[0] == -signal.SIGKILL
+    assert job.end()[0] == -signal.SIGKILL
 
 
 COMMANDS = {
@@ -150,7 +150,7 @@ def test_row_8_ctrl_c(how: str, to: str, tmp_path: Path) -> None:
         os.killpg(job.process.pid, signal.SIGINT)
     else:
         job.process.send_signal(signal.SIGINT)
-    code, _, err = job.end(10)
+    code, _, err = job.end()
     assert code in (130, -signal.SIGINT)
     if how == "launcher":
         assert err == "ltc-launch: stopped by SIGINT\n"
@@ -166,7 +166,7 @@ def test_row_8_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     job.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     job.process.send_signal(signal.SIGINT)
-    assert job.end(10)[0] in (130, 143)
+    assert job.end()[0] in (130, 143)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_row_17_sigterm_becomes_a_checkpoint(workers: int, tmp_path: Path, expec
     job = Job([*TWO, TRAINING, "runs", *options], tmp_path)
     job.wait_for("step 3")
     job.process.terminate()
-    code, out, err = job.end(20)
+    code, out, err = job.end()
     assert code == 143 and "final" not in out, err
     assert re.search(r"stopped by SIGTERM; step \d+ is in ", err + out)
     assert err.splitlines()[-1] == "ltc-launch: stopped by SIGTERM"
@@ -250,7 +250,7 @@ def test_row_17_who_takes_longer_than_the_grace_is_killed(tmp_path: Path) -> Non
     job = Job([*options, TRAINING, "runs", "--fault", "sleep@1:3"], tmp_path)
     job.wait_for("fault at 3")
     job.process.terminate()
-    code, _, err = job.end(10)
+    code, _, err = job.end()
     assert code == 143
     assert "stopped by SIGTERM; what still ran after 1 s was killed" in err
 
@@ -260,7 +260,7 @@ def test_row_17_the_parent_of_spawn_hands_sigterm_on(tmp_path: Path) -> None:
     job = Job(command, tmp_path)
     job.wait_for("step 3")
     job.process.terminate()
-    code, _, err = job.end(20)
+    code, _, err = job.end()
     assert code == -signal.SIGTERM and re.search(r"step \d+ is in ", err), err
     assert len(list((tmp_path / "runs").glob("step_*"))) == 1
 
@@ -284,7 +284,7 @@ def test_row_29_everything_is_killed_at_once(tmp_path: Path) -> None:
     job.wait_for("step 2")
     for process in job.processes():
         process.kill()
-    job.end(5, is_killed=True)
+    job.end(is_killed=True)
     code, _, err = Job([*TWO, TRAINING], tmp_path).end(is_killed=True)
     assert code == 0, err
     assert not list((tmp_path / "tmp").glob("ltc-launch-*"))  # the next one has cleared up
