@@ -122,7 +122,11 @@ class Job:
 
 def _shared_memory() -> set[str]:
     """Names of shared memory that no living process uses: tests that run beside this one have theirs."""
-    return {name for name in os.listdir("/dev/shm") if not _is_named_after_a_process(name)}
+    names = {name for name in os.listdir("/dev/shm") if not _is_named_after_a_process(name)}
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Semaphores of multiprocessing do not tell whose they are: those of a test beside this one come and go.
+        names = {name for name in names if not name.startswith("sem.mp-")}
+    return names
 
 
 def _is_named_after_a_process(name: str) -> bool:
