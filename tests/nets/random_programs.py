@@ -272,9 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, prog="python -m tests.nets.random_programs"
     )
     parser.add_argument("--count", type=int, default=10_000, help="programs to run")
-    parser.add_argument(
-        "--seed", type=int, default=None, help="default: TEST_SEED, or the number of commits"
-    )
+    parser.add_argument("--seed", type=int, default=None, help="default: TEST_SEED, or that of CI")
     parser.add_argument("--number", type=int, default=None, help="run this one program")
     parser.add_argument("--tier", choices=TIERS, default="ops", help="what runs the graphs")
     parser.add_argument("--devices", type=int, default=2)

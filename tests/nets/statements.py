@@ -255,7 +255,8 @@ DRAWS = (
 
 NETWORK = (
     "F.batch_norm({t}, {r}, {v}, training=True)", "F.cross_entropy({t}, safe({t}).argmax(-1))", "F.conv1d({t}, {u})",
-    "F.binary_cross_entropy_with_logits({t}, {u}.sigmoid())", "F.max_pool1d({t}.float(), 2, 1)", "F.avg_pool2d({t}, 2, 1)",
+    "F.binary_cross_entropy_with_logits({t}, {u}.sigmoid())", "F.max_pool1d({t}.float(), 2, 1)",
+    "F.avg_pool2d({t}, 2, 1)",
     "F.scaled_dot_product_attention(*[torch.atleast_2d({t})] * 3)", "F.group_norm({t}, 1)",
     "F.nll_loss({t}, safe({t}).argmax(-1))", "F.rms_norm({t}, {t}.shape[-1:])", "F.conv2d({t}, {u})",
     "F.interpolate({t}, scale_factor=2)", "F.glu({t}, {dim})", "F.instance_norm({t})", "F.kl_div({t}, {u})",

@@ -1,4 +1,4 @@
-"""PyTorch's operators in the tiers of the compiler: a thirtieth lowered and compiled, other ones for each commit.
+"""PyTorch's operators in the tiers of the compiler: a thirtieth lowered and compiled, other ones for each seed.
 
 All of them: make test-opinfo.
 """

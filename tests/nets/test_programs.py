@@ -1,4 +1,4 @@
-"""The programs beside eager: a third of them op by op, a share lowered, one compiled; other ones for each commit.
+"""The programs beside eager: a third of them op by op, a share lowered, one compiled; other ones for each seed.
 
 All of them: make test-programs, with the tier in ARGS.
 """

@@ -1,4 +1,4 @@
-"""Random programs beside eager, other ones for each commit; ten thousand of them: make test-random.
+"""Random programs beside eager, other ones for each seed; ten thousand of them: make test-random.
 
 That a program which fails is found, shrunk and named is tested on devices that are made to fail.
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("tier", "count"), [("ops", "80"), ("lowered", "12")])
+@pytest.mark.parametrize(("tier", "count"), [("ops", "40"), ("lowered", "12")])
 def test_random_programs(tier: str, count: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.nets.random_programs", "--tier", tier, "--count", count],
