@@ -122,8 +122,10 @@ def is_overlap_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> b
     known; other calls are tried on memory that is shared as theirs.
     """
     if schema.name.startswith("_foreach"):  # one op for each item
-        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
-        return any(_overlap_partly(items) for items in zip(*lists, strict=False))
+        given = (*args, *kwargs.values())
+        lists = [a for a in given if isinstance(a, list | tuple)]
+        of_all = [a for a in given if isinstance(a, torch.Tensor)]
+        return any(_overlap_partly((*items, *of_all)) for items in zip(*lists, strict=False))
     if torch.Tag.pointwise in schema.op.tags or schema.name == "copy_":
         return _overlap_partly((*args, *kwargs.values()))
     memory = _Memory()

@@ -8,7 +8,6 @@ one which does not answer does so with SIGKILL. Used by `parallel_loader`.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -68,12 +67,11 @@ def begin(loader: Iterable[Any]) -> Iterator[Any]:
     in_main_thread = threading.current_thread() is threading.main_thread()
     user = loader.worker_init_fn
     loader.worker_init_fn = _Begin(user, os.getpid(), in_main_thread)
-    before = set(multiprocessing.active_children())
     try:
         batches = iter(loader)
     finally:
         loader.worker_init_fn = user
-    for process in set(multiprocessing.active_children()) - before:
+    for process in getattr(batches, "_workers", ()):
         _end_by_force(process, batches)
     return batches
 

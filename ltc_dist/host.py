@@ -25,6 +25,7 @@ import torch.distributed
 import ltc_core as ltc
 from ltc_core.errors import LtcError, RankEndedError, RankError, RankTimeoutError, listed
 from ltc_core.runtime import contexts, exit_patience_s, give_up
+from ltc_core.serialization.weights_only import load_weights_only
 from ltc_core.settings import settings
 from ltc_core.tokens import hand_over
 from ltc_dist.ranks import ranks
@@ -293,7 +294,7 @@ def _decode(payload: bytes) -> Any:
     """Read data of another process: only what is data, never code."""
     try:
         with torch.serialization.safe_globals(_numpy_types()):
-            return torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+            return load_weights_only(io.BytesIO(payload), "the data of another process")
     except Exception as error:
         raise RankError(
             "this cannot be sent to other processes",

@@ -215,8 +215,6 @@ RULES: dict[_Op, Callable[..., Any]] = {
     aten.elu_backward.default: decomposition_table[aten.elu_backward.default],
     # It takes the batch's mean and variance where the running ones are meant.
     aten.native_batch_norm_backward.default: _native_batch_norm_backward,
-    # A kind of tensor that only autograd knows.
-    aten._efficientzerotensor.default: lambda size, **options: torch.zeros(size, **options),
     # Of a view it is that of the whole; dense strides in another order go to other places.
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,

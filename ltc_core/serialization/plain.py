@@ -19,7 +19,7 @@ from ltc_core.errors import CheckpointError, CheckpointFormatError, CheckpointIO
 from ltc_core.serialization.atomic import io_errors, replace_file
 from ltc_core.serialization.cpu_copy import CpuCopies, is_on_device
 from ltc_core.serialization.tree import collect, map_tensors
-from ltc_core.serialization.weights_only import check_pickle, has_known_hole
+from ltc_core.serialization.weights_only import load_weights_only
 
 FileOrPath = str | os.PathLike[str] | IO[bytes]
 
@@ -181,15 +181,12 @@ def _load(file: Any, name: str) -> Any:
     if size_bytes == 0:
         raise CheckpointError(f"{name} is empty (0 bytes)", next=_NEXT_DAMAGED)
     _check_records(file, name, size_bytes)
-    if has_known_hole():
-        file.seek(start)
-        check_pickle(file, name)
     file.seek(start)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return load_weights_only(file, name)
     except pickle.UnpicklingError as error:
         raise _refused(name, error) from error
-    except (OSError, MemoryError, Warning):
+    except (CheckpointError, OSError, MemoryError, Warning):
         raise
     except Exception as error:  # torch.load has no error type of its own for a damaged file
         raise CheckpointError(

@@ -17,7 +17,7 @@ import torch
 
 from ltc_core.errors import CheckpointFormatError
 
-__all__ = ["check_pickle", "has_known_hole"]
+__all__ = ["check_pickle", "has_known_hole", "load_weights_only"]
 
 _FIXED_IN = (2, 10)
 _NEXT = (
@@ -33,6 +33,22 @@ def has_known_hole(version: str | None = None) -> bool:
         return True
     release = int(match[1]), int(match[2])
     return release < _FIXED_IN or (release == _FIXED_IN and match[3] in ("a", ".dev"))
+
+
+def load_weights_only(file: Any, name: str) -> Any:
+    """Load what `torch.save` wrote to the CPU, and run no code that stands in it, whatever the version of torch.
+
+    Args:
+        file: open for reading, at its beginning, and seekable.
+        name: of the file, for errors.
+    Raises:
+        CheckpointFormatError: torch has the hole, and the file would use it or cannot be checked for it.
+    """
+    if has_known_hole():
+        start = file.tell()
+        check_pickle(file, name)
+        file.seek(start)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def check_pickle(file: Any, name: str) -> None:

@@ -113,7 +113,7 @@ def tensor_file_compare(
     max_diffs: int = 25,
 ) -> str:
     """Give what differs between two saved tensors as text, '' if nothing does."""
-    tensor1, tensor2 = (torch.load(path, weights_only=True) for path in (path1, path2))
+    tensor1, tensor2 = (ltd.load(path) for path in (path1, path2))
     report = compare_tensors(tensor1, tensor2, rtol, atol, max_diffs)
     if not report:
         return ""

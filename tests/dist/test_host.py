@@ -1,12 +1,15 @@
 """Processes that meet on the host: by tag, with payloads, in parts, and in vain."""
 
+import io
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from ltc_core.errors import RankError
+from ltc_dist import host
 from ltc_dist import multiprocessing as xmp
 from ltc_dist.host import do_on_ordinals, mesh_reduce, rendezvous
 from tests.dist import spawned
@@ -71,3 +74,16 @@ def test_a_process_that_waits_runs_what_others_wait_for(
 @pytest.mark.dist
 def test_a_meeting_in_vain_does_not_count() -> None:
     xmp.spawn(spawned.meet_again, nprocs=2)
+
+
+def test_data_of_another_process_is_checked_where_torch_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = {"loss": torch.ones(2), "counts": np.arange(3), "names": ["a"]}
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    decoded = host._decode(host._encode(data))
+    assert decoded["loss"].tolist() == [1, 1] and decoded["counts"].tolist() == [0, 1, 2]
+    payload = io.BytesIO()
+    torch.save(data, payload, _use_new_zipfile_serialization=False)  # a format that is not checked
+    with pytest.raises(RankError, match="this cannot be sent to other processes"):
+        host._decode(payload.getvalue())

@@ -13,7 +13,6 @@ __all__ = ["KNOWN", "find"]
 
 # Programs that are not as eager yet, op by op, and how they differ.
 KNOWN = {
-    "foreach.overlapping_scalars": "a scalar that is an element of what is written is read first; eager refuses it",
     "layers.channels_last_networks": "results have the strides of packed ones; eager's are channels-last",
     "layers.transformers_in_eval": "rows of padding are computed; eager's fast path makes them zeros",
 }
