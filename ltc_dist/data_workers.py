@@ -3,7 +3,8 @@
 A launcher ends a process together with all that it has started. Were these told to end too, the training process would
 lose its data before it can save what it has learnt; and were it killed, they would look for it only seconds later. So
 each leaves its parent's group, passes over SIGTERM, and asks the kernel to end it with its parent. A parent that ends
-one which does not answer does so with SIGKILL. Used by `parallel_loader`.
+one which does not answer does so with SIGKILL. `parallel_loader` begins its loaders so; while a `Checkpointer` listens
+for SIGTERM, each `DataLoader` of the process begins so (`keep_all`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from torch.utils.data._utils import signal_handling
 
 from ltc_dist.worker import die_with_thread
 
-__all__ = ["begin"]
+__all__ = ["begin", "keep_all"]
+
+_torch_iterator: Any = DataLoader._get_iterator
+_num_keepers = 0
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,44 @@ class _Passed:
 
 def begin(loader: Iterable[Any]) -> Iterator[Any]:
     """Iterate over `loader`; the processes that it starts for that are as described above."""
-    if not isinstance(loader, DataLoader) or not loader.num_workers:
-        return iter(loader)
+    return _begun(loader, lambda: iter(loader)) if _has_workers(loader) else iter(loader)
+
+
+def keep_all() -> Callable[[], None]:
+    """Have every `DataLoader` of this process begin as with `begin`, until the returned function is called.
+
+    A loader that has begun before is not changed. Counted: the last of several such functions ends it.
+    """
+    global _num_keepers
+    _num_keepers += 1
+    DataLoader._get_iterator = _iterator_of  # type: ignore[assignment, method-assign]
+    return _keep_no_more
+
+
+def _keep_no_more() -> None:
+    global _num_keepers
+    _num_keepers -= 1
+    if not _num_keepers and DataLoader._get_iterator is _iterator_of:
+        DataLoader._get_iterator = _torch_iterator  # type: ignore[method-assign]
+
+
+def _iterator_of(loader: Any) -> Any:
+    if not _has_workers(loader) or isinstance(loader.worker_init_fn, _Begin):
+        return _torch_iterator(loader)
+    return _begun(loader, lambda: _torch_iterator(loader))
+
+
+def _has_workers(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.num_workers > 0
+
+
+def _begun(loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     # The kernel's signal comes when the thread ends that started them.
     in_main_thread = threading.current_thread() is threading.main_thread()
     user = loader.worker_init_fn
     loader.worker_init_fn = _Begin(user, os.getpid(), in_main_thread)
     try:
-        batches = iter(loader)
+        batches = begin()
     finally:
         loader.worker_init_fn = user
     for process in getattr(batches, "_workers", ()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.settings import settings
+from ltc_dist import data_workers
 from ltc_dist.collectives import all_reduce
 from ltc_dist.ranks import ranks
 
@@ -35,7 +37,7 @@ class Stopping:
     """Notes SIGTERM, if it is made in the main thread; one that comes again changes nothing.
 
     It often does: a scheduler tells all processes of a job, and the launcher tells them too. What ends a process that
-    takes too long is SIGKILL, from whoever sent the first signal.
+    takes too long is SIGKILL, from whoever sent the first signal. The processes of loaders pass over it too.
     """
 
     def __init__(self) -> None:
@@ -44,8 +46,10 @@ class Stopping:
         self._previous: Any = None
         self._flags: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pending: deque[torch.Tensor] = deque()
+        self._keep_no_more: Callable[[], None] | None = None
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._note)
+            self._keep_no_more = data_workers.keep_all()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_first, self._is_told = not self._is_told, True
@@ -80,6 +84,9 @@ class Stopping:
     def close(self) -> None:
         """Give SIGTERM back to whoever had it. The last checkpoint is whole by then, in all processes."""
         self._is_closed = True
+        if self._keep_no_more is not None:
+            self._keep_no_more()
+            self._keep_no_more = None
         self._pending.clear()
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) == self._note:

@@ -214,12 +214,16 @@ def test_row_17_sigterm_becomes_a_checkpoint(workers: int, tmp_path: Path, expec
     assert final(out) == expected
 
 
-@pytest.mark.parametrize("how", ["launcher", "spawn"])
-def test_row_17_everybody_is_told_again_and_again(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "loader"),
+    [("launcher", "MpDeviceLoader"), ("spawn", "MpDeviceLoader"), ("launcher", "DataLoader")],
+)
+def test_row_17_everybody_is_told_again_and_again(how: str, loader: str, tmp_path: Path) -> None:
     """As schedulers do, which tell all processes of a job: parent, those that train, those that load data."""
     begin = TWO if how == "launcher" else [sys.executable]
     options = ["runs", "--slow", "0.3", "--every", "100", "--num-workers", "1", "--steps", "900"]
     options += ["--items", "9000", *(["--spawn", "2"] if how == "spawn" else [])]
+    options += ["--plain"] if loader == "DataLoader" else []
     job = Job([*begin, TRAINING, *options], tmp_path)
     job.wait_for("step 2")
     while job.process.poll() is None:

@@ -107,13 +107,16 @@ def train(rank: int, args: argparse.Namespace) -> None:
     sampler = DistributedSampler(data, size, rank, seed=3, drop_last=True)
     workers = args.num_workers
     cpu_loader = DataLoader(data, args.batch_size // size, sampler=sampler, num_workers=workers)
-    loader = ltd.MpDeviceLoader(cpu_loader, device)
+    loader = cpu_loader if args.plain else ltd.MpDeviceLoader(cpu_loader, device)
     saver = None
     step = epoch = 0
     if args.directory:
-        saver = ltd.Checkpointer(
-            args.directory, every=args.every, model=model, optimizer=optimizer, loader=loader
-        )
+        held = {
+            "model": model,
+            "optimizer": optimizer,
+            **({} if args.plain else {"loader": loader}),
+        }
+        saver = ltd.Checkpointer(args.directory, every=args.every, **held)
         found = saver.restore()
         if found is not None:
             step, epoch = found.step, found.values["epoch"]
@@ -122,9 +125,9 @@ def train(rank: int, args: argparse.Namespace) -> None:
         sampler.set_epoch(epoch)
         for x, y in loader:
             optimizer.zero_grad()
-            loss = (model(x) - y).square().mean()
+            loss = (model(x.to(device)) - y.to(device)).square().mean()
             loss.backward()
-            ltd.optimizer_step(optimizer)
+            ltd.optimizer_step(optimizer, barrier=args.plain)
             step += 1
             if mine and kind in FAULTS and when == str(step):
                 print(f"fault at {step}", flush=True)
@@ -161,6 +164,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--bad-rank", type=int, default=1)
     parser.add_argument("--items", type=int, default=48)
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--plain", action="store_true", help="no MpDeviceLoader")
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--fill", action="store_true", help="save 80 kB more")
     parser.add_argument("--spawn", type=int, default=0)
