@@ -23,6 +23,7 @@ from ltc_core.executors.inductor.request import (
     key,
 )
 from ltc_core.executors.part import Part
+from ltc_core.executors.replay import Refused
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write
 from tests.core.random_graphs import random_graph
 
@@ -89,10 +90,12 @@ def test_what_is_decoded_can_be_lowered() -> None:
 def test_an_op_that_the_other_process_does_not_have() -> None:
     with torch.library._scoped_library("request_tests", "FRAGMENT") as library:
         library.define("gone(Tensor x, Tensor y, *, int alpha=1) -> Tensor")
-        payload = encode(make_request(op=torch.ops.request_tests.gone.default))
-        assert decode(payload).part.graph.nodes[0].op is torch.ops.request_tests.gone.default
-    with pytest.raises(AttributeError, match="gone"):
+        op = torch.ops.request_tests.gone.default
+        payload = encode(make_request(op=op))
+        assert decode(payload).part.graph.nodes[0].op is op
+    with pytest.raises(Refused, match="defined by the script") as refused:
         decode(payload)
+    assert refused.value.op == str(op)  # so that it runs between what is compiled
 
 
 OTHERS: dict[str, Callable[[], Request]] = {

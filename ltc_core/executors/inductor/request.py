@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ltc_core.executors.part import Part
+from ltc_core.executors.replay import Refused
 from ltc_core.graph import TensorMeta
 
 __all__ = ["Request", "compiler_variables", "decode", "encode", "is_decisive", "key"]
@@ -65,8 +66,12 @@ _Pickler.dispatch_table[TensorMeta] = _reduce_meta
 
 
 def _find_op(namespace: str, name: str, overload: str) -> torch._ops.OpOverload:
-    packet = getattr(getattr(torch.ops, namespace), name)
-    return getattr(packet, overload)  # type: ignore[no-any-return]
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+        return getattr(packet, overload)  # type: ignore[no-any-return]
+    except AttributeError:
+        op = f"{namespace}.{name}.{overload}"
+        raise Refused(op, "it is defined by the script, which the compiler does not run") from None
 
 
 def encode(request: Request) -> bytes:
@@ -79,7 +84,7 @@ def decode(payload: bytes) -> Request:
     """Read what `encode` wrote.
 
     Raises:
-        AttributeError: the part has an op that this process does not have.
+        Refused: the part has an op that this process does not have.
     """
     return pickle.loads(payload)  # type: ignore[no-any-return]
 

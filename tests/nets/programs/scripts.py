@@ -1,6 +1,7 @@
 """What scripts do between ops: control flow, threads, exceptions and collections in mid-step."""
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -97,6 +98,31 @@ def cuts_in_the_middle_of_a_step(device: Device) -> Any:
         opt.step()
         y.detach().add_(1)
     return w, y, loss
+
+
+def an_op_of_the_script(device: Device) -> Any:
+    doubled = _doubled()
+    w = nn.Parameter(numbers(device, 3, 3))
+    opt, found = torch.optim.SGD([w], lr=0.1), []
+    for k in range(4):
+        opt.zero_grad()
+        loss = doubled((w * (k + 1)).tanh()).cos().sum()
+        loss.backward()
+        opt.step()
+        found.append(loss.detach())
+        cut(device)
+    return w, found
+
+
+@functools.cache
+def _doubled() -> Any:
+    @torch.library.custom_op("ltc_scripts::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    doubled.register_fake(torch.empty_like)
+    doubled.register_autograd(lambda ctx, grad: grad * 2)
+    return doubled
 
 
 def views_over_cuts(device: Device) -> Any:
