@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import ltc_core as ltc
+from ltc_core import metrics
 from tests.core.test_opinfo import OPS, SKIPPED, on, to_cpu
 from tests.nets.tiers import tier
 from tests.seed import rotating, seed
@@ -101,6 +102,8 @@ def _work(names: Sequence[str], chosen: str) -> int:
     warnings.simplefilter("ignore")
     with tier(chosen):
         found = check(names)
+        if metrics.counter_value("CompileRefused"):
+            print("@refused", flush=True)
         for name, what in found.items():
             if len(names) > 1:
                 what = check([name]).get(name, "")
@@ -142,27 +145,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_child(names: list[str], chosen: str) -> set[str]:
-    """The operators of a batch that differ."""
+    """The operators of a batch that differ. A batch that dies, or whose graph stays op by op, is halved."""
+    out, code = _child(names, chosen)
+    is_over, is_refused = code == 0 and "@over\n" in out, "@refused\n" in out
+    if len(names) > 1 and (is_refused or not is_over):
+        half = len(names) // 2
+        return _run_child(names[:half], chosen) | _run_child(names[half:], chosen)
+    if not is_over:
+        print(f"operator {names[0]}: it ends its process with {code}\n", flush=True)
+        return set(names)
+    lines = [line for line in out.splitlines() if not line.startswith("@")]
+    if is_refused:
+        lines.append(f"note: {names[0]} stays op by op")
+    print("".join(f"{line}\n" for line in lines), end="", flush=True)
+    return {line.split()[1].rstrip(":") for line in lines if line.startswith("operator ")}
+
+
+def _child(names: list[str], chosen: str) -> tuple[str, int]:
+    """What the child process of a batch prints, and its exit code."""
     command = [sys.executable, "-m", "tests.nets.run_opinfo", "--tier", chosen, "--child", *names]
     environment = {**os.environ, "LTC_COMPILE": "off"}
     try:
         child = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, text=True, timeout=HANG_S
         )
-        out, code = child.stdout, child.returncode
     except subprocess.TimeoutExpired as error:
-        out, code = str(error.stdout or ""), -1
-    if code == 0 and "@over" in out:
-        out = out.replace("@over\n", "")
-        print(out, end="", flush=True)
-        return {
-            line.split()[1].rstrip(":") for line in out.splitlines() if line.startswith("operator ")
-        }
-    if len(names) == 1:
-        print(f"operator {names[0]}: it ends its process with {code}\n", flush=True)
-        return set(names)
-    half = len(names) // 2
-    return _run_child(names[:half], chosen) | _run_child(names[half:], chosen)
+        return str(error.stdout or ""), -1
+    return child.stdout, child.returncode
 
 
 if __name__ == "__main__":
