@@ -135,4 +135,6 @@ def register_factories() -> None:
         library.impl(name, functools.partial(_dispatch, op), "PrivateUse1")
     others: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     others.fallback(_make, "PrivateUse1")
+    if not torch._C._dispatch_has_backend_fallback(torch._C.DispatchKey.AutogradPrivateUse1):
+        others.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")  # torch 2.9
     _libraries.extend((library, others))

@@ -256,6 +256,8 @@ class TestLoaders:
         loader = DataLoader(dataset, batch_size=4)
         assert [x.tolist() for x, _ in loader] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0]]
 
+    # torch 2.9's DataLoader passes its own pin_memory() an argument that is deprecated
+    @pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor:DeprecationWarning")
     @pytest.mark.parametrize("num_workers", [0, 1])
     def test_pinned_memory(self, num_workers: int, device: torch.device) -> None:
         dataset = TensorDataset(torch.arange(8.0).view(4, 2), torch.arange(4))
