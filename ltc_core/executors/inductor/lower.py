@@ -78,6 +78,7 @@ def lower(part: Part, device: str) -> Lowered:
             raise Refused(str(left[0]), "it writes in a way that cannot be made functional")
     module.graph = fx_graph_cse(module.graph)
     use_onednn(module)
+    _write_numbers_out(module)
     returned = _write_back(module, part.graph, memory.reuses)
     return Lowered(module, fakes, returned, mode)
 
@@ -95,6 +96,48 @@ def _writing(module: GraphModule) -> list[torch._ops.OpOverload]:
     """Ops of a traced graph that write. The compiler drops clones, so such a write would reach inputs."""
     ops = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     return [op for op in ops if op._schema.is_mutable]
+
+
+def _write_numbers_out(module: GraphModule) -> None:
+    """Have ops of complex numbers take floats in place of whole numbers, and tensors in place of real operands.
+
+    The compiler leaves such ops to ATen. It counts a whole number, also one that is left out, as an operand that
+    ATen's call does not take, and refuses a number where the op is declared with a tensor.
+    """
+    for node in list(module.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not _is_complex(node):
+            continue
+        for k, argument in enumerate(node.target._schema.arguments):
+            given = k < len(node.args)
+            value = (
+                node.args[k] if given else node.kwargs.get(argument.name, argument.default_value)
+            )
+            if isinstance(argument.type, torch.NumberType) and type(value) is int:
+                value = float(value)
+            elif isinstance(argument.type, torch.TensorType) and type(value) in (int, float):
+                value = _tensor_of(module, node, float(value))  # type: ignore[arg-type]
+            else:
+                continue
+            if given:
+                node.update_arg(k, value)
+            else:
+                node.update_kwarg(argument.name, value)
+    module.recompile()
+
+
+def _tensor_of(module: GraphModule, before: torch.fx.Node, value: float) -> torch.fx.Node:
+    like: Tensor = before.meta["val"]
+    with module.graph.inserting_before(before):
+        node = module.graph.call_function(
+            aten.full.default, ((), value), {"dtype": like.dtype.to_real(), "device": like.device}
+        )
+    node.meta["val"] = like.new_empty((), dtype=like.dtype.to_real())
+    return node
+
+
+def _is_complex(node: Any) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_complex()
 
 
 def _fake(meta: TensorMeta, device: str) -> Tensor:
