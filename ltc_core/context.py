@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +42,22 @@ _last_jobs: dict[str, tuple[int, Job]] = {}
 _last_jobs_lock = threading.Lock()
 
 
+class _Failure(NamedTuple):
+    """An error of the background.
+
+    Attributes:
+        error: the error.
+        carriers: the buffers that raise it when they are read; none if other values, which do not, are changed too.
+    """
+
+    error: errors.LtcError
+    carriers: tuple[weakref.ref[Buffer], ...] = ()
+
+    @property
+    def is_carried(self) -> bool:
+        return any(ref() is not None for ref in self.carriers)
+
+
 class Context:
     """One device."""
 
@@ -52,7 +69,7 @@ class Context:
         self.trace = Trace(self.device, self.memory)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps)
-        self.failures: list[errors.LtcError] = []
+        self.failures: list[_Failure] = []
         self._worker_has_team = False
 
     # -- cutting -------------------------------------------------------------------------------
@@ -218,7 +235,7 @@ class Context:
                 failed = errors.op_error(
                     fault, what=f"a program was left half done on {self.device}", next="report this"
                 )
-                self.failures.append(failed)
+                self.failures.append(_Failure(failed))
                 self._settle(failed, {}, compiled, outputs)
                 return
             cost_ns += time.thread_time_ns() - started_cpu
@@ -232,30 +249,51 @@ class Context:
         metrics.observe("ExecuteTime", elapsed)
 
     def _fail(self, failure: NodeFailure, compiled: Compiled, outputs: list[Buffer]) -> None:
-        original = failure.__cause__
-        assert original is not None
+        assert failure.__cause__ is not None
+        first = self._error_of(failure.node, failure.__cause__, compiled)
+        found = {failure.__cause__: first}
+        for node, original in failure.causes.values():
+            if original not in found:
+                found[original] = self._error_of(node, original, compiled)
+        others = {o: found[original] for o, (_, original) in failure.causes.items()}
+        self._settle(first, failure.salvaged, compiled, outputs, others)
+        if failure.older:
+            self.failures += [_Failure(error) for error in found.values()]
+        else:  # an op may have failed whose results are lost to an earlier failure, too
+            carriers = {
+                e: tuple(weakref.ref(b) for b in outputs if b.error is e) for e in found.values()
+            }
+            self.failures += [_Failure(e, refs) for e, refs in carriers.items() if refs]
+        metrics.count("FailedExecution")
+
+    def _error_of(
+        self, node: Node | None, original: BaseException, compiled: Compiled
+    ) -> errors.LtcError:
         error = errors.op_error(
             original,
-            what=f"{_what_failed(failure)} on {self.device}",
-            got=_operands(failure.node, compiled.graph),
-            where="" if failure.node is None else failure.node.line,
+            what=f"{_what_failed(node)} on {self.device}",
+            got=_operands(node, compiled.graph),
+            where="" if node is None else node.line,
             next=_advice(original),
         )
         error.where_words = "first recorded at"  # this graph may have come from elsewhere since
-        self.failures.append(error)
-        self._settle(error, failure.salvaged, compiled, outputs)
-        metrics.count("FailedExecution")
+        return error
 
     def _settle(
-        self, error: BaseException, kept: dict[int, Any], compiled: Compiled, outputs: list[Buffer]
+        self,
+        error: BaseException,
+        kept: dict[int, Any],
+        compiled: Compiled,
+        outputs: list[Buffer],
+        others: Mapping[int, BaseException] | None = None,
     ) -> None:
-        """Give the outputs of a run that failed what was kept of them; the others fail too."""
+        """Give the outputs of a run that failed what was kept of them; the rest fail with `error` or as in `others`."""
         for number, buffer in zip(compiled.graph.outputs, outputs, strict=True):
             data = kept.get(number)
             if data is not None:
                 buffer.set(data)
             else:
-                buffer.fail(error)
+                buffer.fail(others.get(number, error) if others else error)
 
     # -- forking -------------------------------------------------------------------------------
 
@@ -280,10 +318,15 @@ class Context:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def raise_failure(self) -> None:
-        """Raise the first error of the background that nobody was told of yet."""
-        unseen = [error for error in self.failures if not error.seen]
-        self.failures.clear()
+    def raise_failure(self, all_of_them: bool = True) -> None:
+        """Raise the first error of the background that nobody was told of yet.
+
+        Args:
+            all_of_them: also those that tensors still carry, which raise them when they are read.
+        """
+        waiting = [f for f in self.failures if not (all_of_them or f.error.seen) and f.is_carried]
+        unseen = [f.error for f in self.failures if not f.error.seen and f not in waiting]
+        self.failures[:] = waiting
         if unseen:
             first, more = unseen[0], len(unseen) - 1
             if more:
@@ -310,8 +353,8 @@ class Context:
         if value.buffer.is_pending:
             with metrics.timer("DeviceLockWait"):
                 value.buffer.wait_done()
-        if self.failures:
-            self.raise_failure()
+        if self.failures and value.buffer.error is None:
+            self.raise_failure(all_of_them=False)
         return value.buffer.take()
 
     @in_own_state
@@ -358,10 +401,10 @@ def _end(run: Iterator[None], earlier: Sequence[Job] = ()) -> None:
         pass
 
 
-def _what_failed(failure: NodeFailure) -> str:
-    if failure.node is None:
+def _what_failed(node: Node | None) -> str:
+    if node is None:
         return "a compiled program failed while it ran"
-    return f"{failure.node.op} failed while its graph ran"
+    return f"{node.op} failed while its graph ran"
 
 
 def _operands(node: Node | None, graph: Graph) -> str:
@@ -372,7 +415,10 @@ def _operands(node: Node | None, graph: Graph) -> str:
 
 
 def _advice(error: BaseException) -> str:
-    kept = "the op's results are lost; parameters keep the values they had before it. "
+    kept = (
+        "the op's results are lost, what does not depend on them was computed op by op; parameters keep the values "
+        "they had before it. "
+    )
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return kept + "Use a smaller batch; get_memory_info() tells what the device holds"
     return kept + "LTC_EAGER=1 runs each op where it is called"

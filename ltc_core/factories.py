@@ -116,7 +116,12 @@ def register_factories() -> None:
         library.impl(name, functools.partial(_make, op), "PrivateUse1")
     library.impl("randperm", _randperm, "PrivateUse1")
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
-    for op in (aten.ctc_loss.Tensor, aten.one_hot.default):
+    for op in (
+        aten.ctc_loss.Tensor,
+        aten.one_hot.default,
+        aten.quantile.default,
+        aten.nanquantile.default,
+    ):
         name = op._schema.name.removeprefix("aten::")
         overload = op._schema.overload_name
         library.impl(f"{name}.{overload}" if overload else name, RULES[op], "AutogradPrivateUse1")

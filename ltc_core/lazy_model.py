@@ -139,7 +139,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
         device: cut this device only; all that recorded something by default, in a replica's thread its own.
 
     Raises:
-        LtcError: an op of an earlier step failed in the background.
+        LtcError: an op of an earlier step failed in the background, and no tensor that can be read carries its error.
 
     Cost: asynchronous; compiles if the step was never seen before.
     """
@@ -155,7 +155,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
         for ctx in _chosen(device):
             ctx.wait()
     for ctx in _chosen(device):
-        ctx.raise_failure()
+        ctx.raise_failure(all_of_them=False)
     closures.run_step_closures()
 
 

@@ -159,10 +159,50 @@ def one_hot(classes: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0:
         num_classes = max(int(classes.max()) + 1, 0)
     rows = torch.zeros(*classes.shape, num_classes, dtype=torch.int64, device=classes.device)
-    return rows.scatter_(-1, classes.unsqueeze(-1), 1)
+    return rows.scatter(-1, classes.unsqueeze(-1), 1)  # in place, an index out of range left zeros
+
+
+def checked(x: Tensor, condition: Tensor, message: str) -> Tensor:
+    """`x`; whoever reads it raises RuntimeError(message) if the condition does not hold. Nothing is read here."""
+    if x.requires_grad:  # the check has no derivative
+        return x + checked(torch.zeros_like(x.detach()), condition, message)
+    return aten._functional_assert_async.msg(condition, message, x)  # type: ignore[no-any-return]
+
+
+def _quantile(op: torch._ops.OpOverload) -> Callable[..., Tensor]:
+    """Rule of an op that asks only on the CPU whether `q` is in range."""
+
+    def run(x: Tensor, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if q.numel():
+            in_range = ((q >= 0) & (q <= 1)).all()
+            q = checked(q, in_range, "quantile() q values must be in the range [0, 1]")
+        return op.decompose(x, q, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _of_numbers(op: torch._ops.OpOverload, plain: torch._ops.OpOverload) -> Callable[..., Tensor]:
+    """Rule of an op whose ends may be tensors of one element, which ATen reads. Cost: a sync."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        numbers = [a.item() if isinstance(a, Tensor) and a.dim() == 0 else a for a in args]
+        if any(isinstance(a, Tensor) for a in numbers):  # eager's error
+            here = [torch.empty(a.shape) if isinstance(a, Tensor) else a for a in numbers]
+            return op(*here, **{**kwargs, "device": "cpu"})  # type: ignore[no-any-return]
+        return plain(*numbers, **{"device": device, **kwargs})  # type: ignore[no-any-return]
+
+    return run
 
 
 RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.quantile.default: _quantile(aten.quantile.default),
+    aten.nanquantile.default: _quantile(aten.nanquantile.default),
+    **{
+        getattr(packet, overload): _of_numbers(getattr(packet, overload), packet.default)
+        for packet in (aten.linspace, aten.logspace)
+        for overload in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+    },
     aten.native_dropout.default: native_dropout,
     aten._fused_dropout.default: fused_dropout,
     aten.rand_like.default: rand_like,

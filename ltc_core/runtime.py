@@ -183,10 +183,13 @@ def _at_exit() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-        for error in () if _given_up else ctx.failures:
-            print(
-                f"ltc: an error was not seen before the end: {error}", file=sys.stderr, flush=True
-            )
+        for failure in () if _given_up else ctx.failures:
+            if not failure.error.seen:
+                print(
+                    f"ltc: an error was not seen before the end: {failure.error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if not done:
             ctx.worker.park()
 

@@ -7,7 +7,7 @@ program runs. Programs run in the device's worker, one after the other.
 from __future__ import annotations
 
 import abc
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -15,10 +15,12 @@ import torch
 
 from ltc_core.graph import Graph, Node, TensorMeta
 
-__all__ = ["CPU", "Executor", "NodeFailure", "Program", "run_to_end"]
+__all__ = ["CPU", "Cause", "Executor", "NodeFailure", "Program", "Stopped", "run_to_end"]
 
 
 CPU = torch.device("cpu")
+# A failed node, and what it raised.
+Cause = tuple[Node, BaseException]
 
 
 class NodeFailure(Exception):
@@ -26,13 +28,37 @@ class NodeFailure(Exception):
 
     Attributes:
         node: the node; None if the program cannot tell.
-        salvaged: output -> data, for outputs that keep an earlier version (see `passes.MemoryPlan.origins`).
+        salvaged: output -> data, for outputs that do not depend on the node or keep an earlier version.
+        older: those of them that keep an earlier version (see `passes.MemoryPlan.origins`).
+        causes: output -> the failure that it is lost to, where that is not this one.
     """
 
-    def __init__(self, node: Node | None, salvaged: dict[int, Any]) -> None:
+    def __init__(
+        self,
+        node: Node | None,
+        salvaged: dict[int, Any],
+        older: frozenset[int] = frozenset(),
+        causes: Mapping[int, Cause] | None = None,
+    ) -> None:
         super().__init__(str(node))
         self.node = node
         self.salvaged = salvaged
+        self.older = older
+        self.causes = causes or {}
+
+
+class Stopped(Exception):
+    """A node of a part failed.
+
+    Attributes:
+        node: the node; None if it may be any of the part's.
+        values: number -> data, for all values that there were then. What the node was to make is not among them.
+    """
+
+    def __init__(self, node: Node | None, values: dict[int, Any]) -> None:
+        super().__init__(str(node))
+        self.node = node
+        self.values = values
 
 
 def run_to_end(steps: Generator[None, None, list[Any]]) -> list[Any]:
@@ -75,7 +101,7 @@ class Program(abc.ABC):
         yield
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
-        """Give the outputs that exist in some version without a run, for inputs some of which (None) are lost."""
+        """Outputs that do not depend on the inputs that are lost (None), or exist in some version without a run."""
         return {}
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ltc_core import collective
-from ltc_core.executors.base import NodeFailure
+from ltc_core.executors.base import NodeFailure, Stopped
 from ltc_core.executors.part import Part
-from ltc_core.executors.reference import ReferenceProgram
+from ltc_core.executors.reference import ReferenceProgram, rest_runner
+from ltc_core.executors.remains import Remains, remains
 from ltc_core.graph import Graph, Node
 from ltc_core.passes import origins, plan
 
@@ -40,17 +41,19 @@ class Link(abc.ABC):
         """Run on the values of the whole graph, and add to them what it makes.
 
         Raises:
-            NodeFailure: in the part's own numbers.
+            Stopped: in the part's own numbers.
         """
 
     def whole_node(self, node: Node | None) -> Node | None:
         """Give a node of the part as it is in the whole graph."""
         return None if node is None else self.part.nodes[self.part.graph.nodes.index(node)]
 
-    def whole_numbers(self, salvaged: Mapping[int, Any]) -> dict[int, Any]:
-        """Name what a failed run left by its numbers in the whole graph."""
-        names = dict(zip(self.part.graph.outputs, self.part.outputs, strict=True))
-        return {names[i]: data for i, data in salvaged.items()}
+    def whole_numbers(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Name values by their numbers in the whole graph."""
+        names = dict(zip(self.part.graph.inputs, self.part.inputs, strict=True))
+        for own, whole in zip(self.part.graph.nodes, self.part.nodes, strict=True):
+            names.update((own.first + i, whole.first + i) for i in range(len(own.outs)))
+        return {names[i]: data for i, data in values.items()}
 
 
 def storage_of(data: torch.Tensor) -> int:
@@ -65,6 +68,7 @@ class Chain:
         graph: the whole graph.
         links: how its parts run, in order.
         memory_of: gives what data that share memory have in common.
+        hardware: PyTorch's device that has the data; None if nodes cannot be run on the data one by one.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Chain:
         graph: Graph,
         links: Sequence[Link],
         memory_of: Callable[[Any], int] = storage_of,
+        hardware: torch.device | None = None,
     ) -> None:
         self._inputs = tuple(graph.inputs)
         self._outputs = graph.outputs
@@ -79,6 +84,7 @@ class Chain:
         self._donated = graph.donated
         self._links = links
         self._memory_of = memory_of
+        self._hardware = hardware
         parts = [link.part for link in links]
         self._constants = {k: v for part in parts for k, v in part.constants.items()}
         self._frees = _frees(graph, parts)
@@ -92,31 +98,57 @@ class Chain:
     ) -> Generator[None, None, list[Any]]:
         """Run; yield before each part that waits for other processes."""
         values = dict(zip(self._inputs, inputs, strict=True))
-        for link, frees in zip(self._links, self._frees, strict=True):
+        for at, (link, frees) in enumerate(zip(self._links, self._frees, strict=True)):
             if link.waits:
                 yield
             try:
                 link.run(values, scalars)
-            except NodeFailure as failure:
-                values.update(link.whole_numbers(failure.salvaged))
-                node = link.whole_node(failure.node)
-                raise NodeFailure(node, self._salvage(values)) from failure.__cause__
+            except Stopped as stopped:
+                self._note_stop(link, stopped, values)
+                node = link.whole_node(stopped.node)
+                found = self._remains(values, self._rest(at, node), node, scalars)
+                raise NodeFailure(
+                    node, found.data, found.older, found.causes
+                ) from stopped.__cause__
             for value in frees:
                 del values[value]
         return [values[i] for i in self._outputs]
 
-    def _salvage(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        """Find the newest version of each output there is."""
-        memory_of = self._memory_of
-        taken = {memory_of(values[i]) for i in self._inputs if i not in self._donated}
-        kept = {}
-        for output, versions in self._origins.items():
-            data = next((values[v] for v in (output, *versions) if v in values), None)
-            if data is not None:
-                memory = memory_of(data)
-                kept[output] = data.clone() if memory in taken else data
-                taken.add(memory)
-        return kept
+    @staticmethod
+    def _note_stop(link: Link, stopped: Stopped, values: dict[int, Any]) -> None:
+        """Put the values that a link left among those of the graph; drop those that it has overwritten."""
+        there = link.whole_numbers(stopped.values)
+        for number, value in zip(link.part.graph.inputs, link.part.inputs, strict=True):
+            if number in link.part.graph.donated and value not in there:
+                values.pop(value, None)
+        values.update(there)
+
+    def _rest(self, at: int, node: Node | None) -> list[Node]:
+        """The nodes that have not run: those of the link at this position from `node` on, and all after it."""
+        nodes = list(self._links[at].part.nodes)
+        if node is not None:
+            nodes = nodes[nodes.index(node) :]
+        return nodes + [n for link in self._links[at + 1 :] for n in link.part.nodes]
+
+    def _remains(
+        self, values: dict[int, Any], rest: list[Node], failed: Node | None, scalars: Sequence[Any]
+    ) -> Remains:
+        taken = {self._memory_of(values[i]) for i in self._inputs if i not in self._donated}
+        if self._hardware is None:
+            found = remains(self._origins, self._inputs, values, (), (), _never)
+        else:
+            run = rest_runner(scalars, None, self._hardware)
+            firsts = (failed.first,) if failed is not None else [node.first for node in rest]
+            found = remains(self._origins, self._inputs, values, rest, firsts, run)
+        for output, data in found.data.items():
+            memory = self._memory_of(data)
+            found.data[output] = data.clone() if memory in taken else data
+            taken.add(memory)
+        return found
+
+
+def _never(node: Node, values: dict[int, Any]) -> None:
+    raise AssertionError(node)
 
 
 def _frees(graph: Graph, parts: Sequence[Part]) -> list[list[int]]:
@@ -144,7 +176,7 @@ class EagerLink(Link):
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         part = self.part
-        results = self._program.run(
+        results = self._program.run_or_stop(
             [values[i] for i in part.inputs], [scalars[k] for k in part.numbers]
         )
         values.update(zip(part.outputs, results, strict=True))

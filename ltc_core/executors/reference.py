@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.base import CPU, Executor, NodeFailure, Program
+from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Stopped
+from ltc_core.executors.remains import Remains, remains
 from ltc_core.executors.storage import StorageTypes
-from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write, references
+from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.passes import MemoryPlan, plan
 from ltc_core.views import close_lens, open_lens, real_view
 
-__all__ = ["ReferenceExecutor", "on_cpu"]
+__all__ = ["ReferenceExecutor", "ReferenceProgram", "on_cpu", "rest_runner"]
 
 aten = torch.ops.aten
 
@@ -79,7 +80,7 @@ class _Instruction:
         elif _is_filled(item):
             nested.append((position, item))
 
-    def run(self, values: list[Any], scalars: Sequence[Any], generator: torch.Generator) -> None:
+    def run(self, values: Any, scalars: Sequence[Any], generator: torch.Generator) -> None:
         for old, new, reuse in self.writes:
             values[new] = values[old] if reuse else values[old].clone()
         args = self.args.copy()
@@ -109,9 +110,7 @@ class _Instruction:
         for i in self.frees:
             values[i] = None
 
-    def _fill(
-        self, item: Any, values: list[Any], scalars: Sequence[Any], pending: list[Any]
-    ) -> Any:
+    def _fill(self, item: Any, values: Any, scalars: Sequence[Any], pending: list[Any]) -> Any:
         kind = type(item)
         if kind is Ref:
             return values[item]
@@ -235,8 +234,24 @@ class ReferenceProgram(Program):
         if last is not None:
             self._size = max(self._size, last.first + len(last.outs))
         self._generator = torch.Generator()
+        self._types, self._hardware = types, hardware
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        try:
+            return self.run_or_stop(inputs, scalars)
+        except Stopped as stopped:
+            assert stopped.node is not None
+            found = self._remains(stopped.values, inputs, scalars, stopped.node)
+            raise NodeFailure(
+                stopped.node, found.data, found.older, found.causes
+            ) from stopped.__cause__
+
+    def run_or_stop(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        """Run.
+
+        Raises:
+            Stopped: chained to what an op raised.
+        """
         values: list[Any] = [None] * self._size
         for i, data in zip(self._inputs, inputs, strict=True):
             values[i] = data
@@ -245,8 +260,10 @@ class ReferenceProgram(Program):
             try:
                 instruction.run(values, scalars, generator)
             except Exception as error:
-                kept = self._salvage(values, inputs, scalars, instruction)
-                raise NodeFailure(instruction.node, kept) from error
+                node = instruction.node
+                values[node.first : node.first + len(node.outs)] = [None] * len(node.outs)
+                there = {i: data for i, data in enumerate(values) if data is not None}
+                raise Stopped(node, there) from error
         return [self._output(values[i], copied, dtype) for i, copied, dtype in self._outputs]
 
     @staticmethod
@@ -256,48 +273,46 @@ class ReferenceProgram(Program):
         return data.clone() if copied else data
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
-        return self._salvage([None] * self._size, inputs, scalars, None)
+        return self._remains({}, inputs, scalars, None).data
 
-    def _salvage(
+    def _remains(
         self,
-        values: list[Any],
+        values: dict[int, Any],
         inputs: Sequence[Any],
         scalars: Sequence[Any],
-        failed: _Instruction | None,
-    ) -> dict[int, Any]:
-        """Find, for each output, the newest version of it that exists; make the first one of state that was to
-        be made by this graph, such as an optimizer's zeros."""
+        failed: Node | None,
+    ) -> Remains:
+        """What there is of the outputs after a node failed; None if none has run, as inputs are lost."""
         taken = set()
         for i, data in zip(self._inputs, inputs, strict=True):
-            if values[i] is None:
-                values[i] = data
-            if data is not None and i not in self._donated:
-                taken.add(data.untyped_storage()._cdata)
-        kept: dict[int, Any] = {}
-        for output, versions in self._origins.items():
-            chain = (output, *versions)
-            if versions and values[chain[-1]] is None:
-                self._make_first(chain[-1], values, scalars, failed)
-            data = next((values[v] for v in chain if values[v] is not None), None)
             if data is not None:
-                storage = data.untyped_storage()._cdata
-                kept[output] = data.clone() if storage in taken else data
-                taken.add(storage)
-        return kept
+                values.setdefault(i, data)
+                if i not in self._donated:
+                    taken.add(data.untyped_storage()._cdata)
+        nodes = [instruction.node for instruction in self._code]
+        rest = nodes[nodes.index(failed) :] if failed is not None else nodes
+        firsts = (failed.first,) if failed is not None else ()
+        run = rest_runner(scalars, self._types, self._hardware)
+        found = remains(self._origins, self._inputs, values, rest, firsts, run)
+        dtypes = {output: dtype for output, _, dtype in self._outputs}
+        for output, data in found.data.items():
+            storage = data.untyped_storage()._cdata
+            found.data[output] = self._output(data, storage in taken, dtypes[output])
+            taken.add(storage)
+        return found
 
-    def _make_first(
-        self, value: int, values: list[Any], scalars: Sequence[Any], failed: _Instruction | None
-    ) -> None:
-        instruction = next((c for c in self._code if c.first == value), None)
-        if instruction is None or instruction is failed or instruction.writes:
-            return
-        if all(values[i] is not None for i in references(instruction.node)):
-            scratch = list(values)
-            try:
-                instruction.run(scratch, scalars, self._generator)
-            except Exception:
-                return  # what failed first is what is reported; this value is lost with it
-            values[value] = scratch[value]
+
+def rest_runner(
+    scalars: Sequence[Any], types: StorageTypes | None, hardware: torch.device
+) -> Callable[[Node, dict[int, Any]], None]:
+    """What runs single nodes for `remains`; it writes in copies only."""
+    generator = torch.Generator()
+
+    def run(node: Node, values: dict[int, Any]) -> None:
+        instruction = _Instruction(node, [False] * len(node.writes), (), types, hardware)
+        instruction.run(values, scalars, generator)
+
+    return run
 
 
 class ReferenceExecutor(Executor):

@@ -17,7 +17,7 @@ import torch
 from ltc_core import collective, metrics
 from ltc_core.errors import CollectiveError
 from ltc_core.executors import keys
-from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, run_to_end
+from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Stopped, run_to_end
 from ltc_core.executors.chain import Chain, Link
 from ltc_core.executors.first_values import first_values, without_operands
 from ltc_core.executors.number_rules import NUMBER_DTYPES, kinds
@@ -201,8 +201,14 @@ class _Host(Link):
         part = self.part
         for name in self._fallbacks:
             metrics.count(name)
-        inputs = self._device.fetch([values[i] for i in part.inputs])
-        results = self._program.run(inputs, [scalars[k] for k in part.numbers])
+        given = [values[i] for i in part.inputs]
+        try:
+            results = self._program.run_or_stop(
+                self._device.fetch(given), [scalars[k] for k in part.numbers]
+            )
+        except Stopped as stopped:  # what it was given is still on the device
+            stopped.values.update(zip(part.graph.inputs, given, strict=True))
+            raise
         if self._sent:
             sent = self._device.send([results[k] for k in self._sent])
             for k, data in zip(self._sent, sent, strict=True):
@@ -232,9 +238,11 @@ class _Compiled(Link):
             inputs = self._on_device(given, scalars)
             try:
                 results = self._launched(inputs)
-            except NodeFailure as failure:
-                if self._launch is not None and not isinstance(failure.__cause__, CollectiveError):
-                    self._forget_donated(values)
+            except Stopped as stopped:
+                is_written = self._launch is not None and not isinstance(
+                    stopped.__cause__, CollectiveError
+                )
+                stopped.values.update(self._kept(given, is_written))
                 raise
             except Refused:  # LOWERING knows by now
                 numbers = [scalars[k] for k in part.numbers]
@@ -242,14 +250,31 @@ class _Compiled(Link):
                 self._chain = _chain(part.graph, numbers, varied, self._device)
         if self._chain is not None:
             numbers = [scalars[k] for k in part.numbers]
-            results = run_to_end(self._chain.run_in_steps(given, numbers))
+            try:
+                results = run_to_end(self._chain.run_in_steps(given, numbers))
+            except NodeFailure as failure:
+                raise self._stopped(failure, given) from failure.__cause__
         values.update(zip(part.outputs, results, strict=True))
 
-    def _forget_donated(self, values: dict[int, Any]) -> None:
-        """Take what a failed launch was given to write: it is gone, or no longer what it was."""
-        for number, value in zip(self.part.graph.inputs, self.part.inputs, strict=True):
-            if number in self.part.graph.donated:
-                del values[value]
+    def _kept(self, given: Sequence[Any], is_written: bool) -> dict[int, Any]:
+        """The inputs, without those that a failed launch was given to write if it may have written them."""
+        graph = self.part.graph
+        return {
+            number: data
+            for number, data in zip(graph.inputs, given, strict=True)
+            if not (is_written and number in graph.donated)
+        }
+
+    def _stopped(self, failure: NodeFailure, given: Sequence[Any]) -> Stopped:
+        """A failure of the chain as one of the part. Earlier versions of outputs stand for the inputs they were."""
+        graph = self.part.graph
+        chains = origins(graph.nodes, graph.outputs)
+        left = {
+            (chains[output][-1] if output in failure.older else output): data
+            for output, data in failure.salvaged.items()
+        }
+        node = failure.node if failure.node in graph.nodes else None
+        return Stopped(node, {**self._kept(given, is_written=True), **left})
 
     def _on_device(self, given: Sequence[Any], scalars: Sequence[Any]) -> list[Tensor]:
         """Give the inputs with the vectors of numbers; what is on the host is sent in one transfer."""
@@ -274,7 +299,7 @@ class _Compiled(Link):
 
         Raises:
             Refused: an op is not lowered; nothing has run.
-            NodeFailure: XLA could not compile it, or it failed.
+            Stopped: XLA could not compile it, or it failed.
         """
         try:
             if self._launch is None:
@@ -283,7 +308,7 @@ class _Compiled(Link):
         except Refused:
             raise
         except RuntimeError as error:
-            raise NodeFailure(None, {}) from error
+            raise Stopped(None, {}) from error
 
     def _traced(self, inputs: list[Tensor]) -> Launch:
         text = hashlib.sha256(self.part.text().encode()).hexdigest()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.base import NodeFailure
+from ltc_core.executors.base import Stopped
 from ltc_core.executors.chain import Chain, EagerLink, Link
 from ltc_core.executors.inductor.indices import find_bounds, hold
 from ltc_core.executors.inductor.launcher import Mismatch, Model
@@ -41,7 +41,7 @@ def compiled_chain(
         _Compiled(part, hardware, *models[k]) if part.compiled else EagerLink(part, hardware)
         for k, part in enumerate(parts)
     ]
-    return Chain(graph, links)
+    return Chain(graph, links, hardware=hardware)
 
 
 class _Compiled(Link):
@@ -78,8 +78,14 @@ class _Compiled(Link):
             )
         try:
             results = self._launch(tensors, values)
-        except RuntimeError as error:
-            raise NodeFailure(None, {}) from error
+        except Mismatch:
+            raise
+        except Exception as error:
+            if self._written:  # maybe half of it is
+                there = dict(zip(self.part.graph.inputs, tensors, strict=False))
+                raise Stopped(None, there) from error
+            self._run_by_reference(values, scalars)  # which op failed, and what the others give
+            return
         values.update(zip(self._returned, results, strict=True))
         for output, source in self._written:
             values[output] = values[source]

@@ -28,6 +28,16 @@ __all__ = ["partition"]
 aten = torch.ops.aten
 # Base names of ops that give whole numbers for whole numbers.
 _DIVISIONS = frozenset({"div", "floor_divide", "fmod", "remainder"})
+# Ops that look at their operands' values and raise. PyTorch's compiler drops the check, or its library stops half way.
+_CHECKED = frozenset(
+    {
+        "_ctc_loss", "_embedding_bag", "_embedding_bag_forward_only", "_functional_assert_async",
+        "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors", "_linalg_eigh", "_linalg_eigvals",
+        "_linalg_svd", "binary_cross_entropy", "cholesky", "histc", "histogram", "linalg_eig", "linalg_eigvals",
+        "linalg_lstsq", "lu_unpack", "masked_scatter", "max_unpool2d", "max_unpool3d", "multi_margin_loss",
+        "multilabel_margin_loss_forward", "searchsorted", "segment_reduce",
+    }
+)  # fmt: skip
 
 
 def partition(
@@ -62,6 +72,8 @@ def _eager_nodes(graph: Graph, scalars: Sequence[Any], refused: frozenset[str]) 
 
 def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozenset[str]) -> bool:
     if str(node.op) in refused or "generator" in node.kwargs or node.op in collective.OPS:
+        return True
+    if node.op._opname.rstrip("_") in _CHECKED:
         return True
     stack: list[Any] = [*node.args, *node.kwargs.values()]
     while stack:
