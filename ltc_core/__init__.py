@@ -19,6 +19,7 @@ from ltc_core import (  # noqa: F401
     backward,
     c10d,
     dispatch,
+    encoder,
     errors,
     factories,
     follow,
@@ -99,6 +100,7 @@ factories.register_factories()
 host_storage.register_loading()
 autocast.register_autocast()
 attention.register_attention()
+encoder.register_encoder()
 tensor.name_methods()
 tensor.join_foreach()
 backward.use_calling_thread()

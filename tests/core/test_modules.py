@@ -374,21 +374,6 @@ class TestLayers:
             beside_eager(program, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_an_encoder_in_eval_mode_with_padding() -> None:
-    """Eager goes over to nested tensors and gives zeros where there is padding; the device computes it padded."""
-
-    def program(device: torch.device) -> Any:
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        model = nn.TransformerEncoder(layer, 2).to(device).eval()
-        padding = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]]).bool().to(device)
-        with torch.no_grad():
-            out = model(torch.randn(2, 4, 8).to(device), src_key_padding_mask=padding)
-        return out.masked_fill(padding.unsqueeze(2), 0.0)
-
-    beside_eager(program, rtol=1e-5, atol=1e-6)
-
-
 def test_a_nested_tensor_is_refused_with_what_to_do(device: torch.device) -> None:
     x, mask = torch.ones(2, 3, 4).to(device), torch.ones(2, 3, dtype=torch.bool).to(device)
     with pytest.raises(NotImplementedError, match="(?s)nested.*enable_nested_tensor=False"):

@@ -14,7 +14,6 @@ __all__ = ["KNOWN", "find"]
 # Programs that are not as eager yet, op by op, and how they differ.
 KNOWN = {
     "layers.channels_last_networks": "results have the strides of packed ones; eager's are channels-last",
-    "layers.transformers_in_eval": "rows of padding are computed; eager's fast path makes them zeros",
 }
 
 FAMILIES = ("views", "foreach", "indexing", "autograd", "numerics", "layers", "training", "scripts")
