@@ -30,7 +30,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if not _is_flash(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+    if not _is_valid(query, key, value, attn_mask):  # eager's error
+        return torch.nn.functional.scaled_dot_product_attention(
+            _on_meta(query),
+            _on_meta(key),
+            _on_meta(value),
+            None if attn_mask is None else _on_meta(attn_mask),
+        )
+    if not _is_flash(query, key, value, attn_mask, dropout_p, enable_gqa):
         return aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -42,9 +49,21 @@ def _attention(
     )[0]
 
 
-def _is_flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, gqa: bool
-) -> bool:
+def _on_meta(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+
+def _is_valid(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Tell whether eager takes these operands on any device.
+
+    Source: `validate_sdpa_input`, in ATen/native/transformers/attention.cpp.
+    """
+    if not (q.dtype is k.dtype is v.dtype) or min(q.dim(), k.dim(), v.dim()) < 2:
+        return False
+    return mask is None or mask.dtype in (torch.bool, torch.float32, q.dtype)
+
+
+def _is_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, gqa: bool) -> bool:
     """Tell whether eager takes flash attention on the CPU.
 
     Source: `use_flash_attention_cpp` and what it asks, in ATen/native/transformers/sdp_utils_cpp.
@@ -60,11 +79,11 @@ def _is_flash(
         return False
     if mask is None:
         return True
-    if mask.requires_grad or causal or mask.dim() not in (2, 4):
+    if mask.requires_grad or mask.dim() not in (2, 4):
         return False
     wanted = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])[-mask.dim() :]
     fits = all(m in (1, n) for m, n in zip(mask.shape, wanted, strict=True))
-    return fits and mask.dtype in (torch.bool, q.dtype)
+    return fits and mask.dtype in (torch.bool, torch.float32, q.dtype)
 
 
 def register_attention() -> None:

@@ -16,10 +16,12 @@ import torch
 from ltc_core.cell import Cell, base_of
 from ltc_core.graph import TensorMeta
 from ltc_core.schema import OpSchema
+from ltc_core.settings import settings
 
 __all__ = ["is_overlap_refused", "is_refused"]
 
 _REHEARSAL_ELEMENTS = 1 << 20
+_TRIED_ELEMENTS = 1 << 18
 
 aten = torch.ops.aten
 
@@ -198,7 +200,48 @@ def is_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
         return refused(*args)
     if torch.Tag.pointwise in schema.op.tags or schema.name.startswith("_foreach"):
         return _fails(schema, args, kwargs, _one_element)
-    return schema.name in _REHEARSED and _fails(schema, args, kwargs, _stand_in)
+    if schema.name in _REHEARSED:
+        return _fails(schema, args, kwargs, _stand_in)
+    return _has_no_kernel(schema, args, kwargs)
+
+
+# Ops with dtypes of operands that the processor has a kernel for.
+_with_kernel: set[tuple[Any, ...]] = set()
+
+
+def _has_no_kernel(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether the processor refuses an op for its dtypes, where they are not all float32 or all float64.
+
+    Cost: a run on a stand-in, for each set of dtypes until there is a kernel.
+    """
+    tensors = _tensors(args, kwargs)
+    dtypes = tuple(t.dtype for t in tensors)
+    if len(set(dtypes)) <= 1 and set(dtypes) <= {torch.float32, torch.float64}:
+        return False
+    key = (schema, dtypes)
+    is_own = schema.op.namespace == "aten" and settings.device == "cpu"
+    if not is_own or key in _with_kernel or sum(t.numel() for t in tensors) > _TRIED_ELEMENTS:
+        return False
+    error = _failure(schema, args, kwargs, _stand_in)
+    if isinstance(error, NotImplementedError) or _is_of_dtypes(str(error)):
+        return True
+    if error is None:
+        _with_kernel.add(key)
+    return False
+
+
+def _is_of_dtypes(message: str) -> bool:
+    """Tell whether an error speaks of dtypes; others may come from the values of the stand-ins."""
+    return "dtype" in message or "scalar type" in message
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments, also those in lists."""
+    found: list[torch.Tensor] = []
+    for item in (*args, *kwargs.values()):
+        items = item if isinstance(item, list | tuple) else (item,)
+        found += [t for t in items if isinstance(t, torch.Tensor)]
+    return found
 
 
 def _one_element(t: torch.Tensor) -> torch.Tensor:
@@ -218,20 +261,28 @@ def _filling(dtype: torch.dtype) -> int:
 def _fails(
     schema: OpSchema, args: Any, kwargs: dict[str, Any], stand_in: Callable[..., torch.Tensor]
 ) -> bool:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    if stand_in is _stand_in and sum(t.numel() for t in tensors) > _REHEARSAL_ELEMENTS:
+        return False
+    return _failure(schema, args, kwargs, stand_in) is not None
+
+
+def _failure(
+    schema: OpSchema, args: Any, kwargs: dict[str, Any], stand_in: Callable[..., torch.Tensor]
+) -> Exception | None:
+    """What the call raises on stand-ins. The call itself follows on real values, and says what is wrong."""
+
     def tensor(item: Any) -> Any:
         if isinstance(item, list | tuple):
             return [tensor(i) for i in item]
         return stand_in(item) if isinstance(item, torch.Tensor) else item
 
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-    if stand_in is _stand_in and sum(t.numel() for t in tensors) > _REHEARSAL_ELEMENTS:
-        return False
     named = {k: tensor(v) for k, v in kwargs.items() if k not in ("generator", "device")}
     if schema.draws:
         named["generator"] = torch.Generator()  # not the one of the process
     try:
         # Its warnings are the user's: catch_warnings would change the filters of all threads, and might leave them so.
         schema.op(*map(tensor, args), **named)
-    except Exception:
-        return True  # the call itself follows, on real values, and says what is wrong
-    return False
+    except Exception as error:
+        return error
+    return None

@@ -35,13 +35,14 @@ Handler = Callable[[Any, Any], Any]
 # Their results are quantized, which meta kernels do not say; the device cannot hold them.
 _QUANTIZED = ("quantize_per_", "_empty_affine", "_empty_per_channel", "_make_per_")
 
-# Special only on the way to another device, for a format that is the tensor's own, or for whole numbers.
+# Special only on the way to another device, for a format that is the tensor's own, for whole numbers or mixed dtypes.
 _RECORDED_AS_THEY_ARE = frozenset(
     {
         torch.ops.aten.clone.default,
         torch.ops.aten._to_copy.default,
         torch.ops.aten.copy_.default,
         torch.ops.aten.histc.default,
+        torch.ops.aten.huber_loss.default,
     }
 )
 

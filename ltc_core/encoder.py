@@ -26,7 +26,7 @@ def register_encoder() -> None:
 
     Its `forward` stays what TorchScript reads.
     """
-    nn.TransformerEncoder.__call__ = _call
+    nn.TransformerEncoder.__call__ = _call  # type: ignore[method-assign]
 
 
 def _call(self: nn.TransformerEncoder, *args: Any, **kwargs: Any) -> Any:

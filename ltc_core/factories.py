@@ -118,6 +118,7 @@ def register_factories() -> None:
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     for op in (
         aten.ctc_loss.Tensor,
+        aten.max_pool1d.default,
         aten.one_hot.default,
         aten.quantile.default,
         aten.nanquantile.default,

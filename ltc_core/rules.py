@@ -28,6 +28,8 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
     """Zero elements with probability `p`, scale the others by 1 / (1 - p); gives (output, mask)."""
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if not x.dtype.is_floating_point:  # eager's error
+        aten.dropout.default(torch.ones(1, dtype=x.dtype), p, True)
     keep = 1.0 - p
     mask = aten.bernoulli_.float(aten.empty_like.default(x, dtype=torch.bool), keep)
     scale = 0.0 if keep == 0 else 1.0 / keep
@@ -162,6 +164,13 @@ def one_hot(classes: Tensor, num_classes: int = -1) -> Tensor:
     return rows.scatter(-1, classes.unsqueeze(-1), 1)  # in place, an index out of range left zeros
 
 
+def max_pool1d(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """As ATen computes it on other devices, of the dtypes that it takes on the CPU."""
+    if not x.dtype.is_floating_point:  # eager's answer, or its error
+        aten.max_pool1d.default(torch.zeros(x.shape, dtype=x.dtype), *args, **kwargs)
+    return aten.max_pool1d.default.decompose(x, *args, **kwargs)  # type: ignore[no-any-return]
+
+
 def checked(x: Tensor, condition: Tensor, message: str) -> Tensor:
     """`x`; whoever reads it raises RuntimeError(message) if the condition does not hold. Nothing is read here."""
     if x.requires_grad:  # the check has no derivative
@@ -196,6 +205,7 @@ def _of_numbers(op: torch._ops.OpOverload, plain: torch._ops.OpOverload) -> Call
 
 
 RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.max_pool1d.default: max_pool1d,
     aten.quantile.default: _quantile(aten.quantile.default),
     aten.nanquantile.default: _quantile(aten.nanquantile.default),
     **{

@@ -204,6 +204,24 @@ def _histc(args: Any, kwargs: Any) -> Any:
     return counts.scatter_add_(0, place, is_counted.to(torch.int64)).to(dtype)
 
 
+# -- losses of two dtypes ------------------------------------------------------------------------
+
+_record_huber_loss = recorder(OpSchema.of(aten.huber_loss.default))
+
+
+def _huber_loss(args: Any, kwargs: Any) -> Any:
+    """The loss in the dtype of the input, as eager's; ATen's kernel for the device `meta` promotes it."""
+    named = kwargs or {}
+    given: list[Any] = [*args, *(None, None, 1, 1.0)[len(args) :]]
+    x, target = named.get("self", given[0]), named.get("target", given[1])
+    reduction, delta = named.get("reduction", given[2]), named.get("delta", given[3])
+    if x.dtype is target.dtype:
+        return _record_huber_loss(args, kwargs)
+    wide = torch.promote_types(x.dtype, target.dtype)
+    loss = aten.huber_loss.default(x.to(wide), target.to(wide), 0, delta).to(x.dtype)
+    return loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
+
+
 # -- changing what a tensor is -------------------------------------------------------------------
 
 
@@ -353,6 +371,7 @@ SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten.copy_.default: _copy,
     aten._local_scalar_dense.default: _item,
     aten.histc.default: _histc,
+    aten.huber_loss.default: _huber_loss,
     aten.as_strided.default: _as_strided,
     aten.as_strided_.default: _as_strided_in_place,
     aten.t_.default: _in_place_view(aten.t.default),

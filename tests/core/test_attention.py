@@ -1,6 +1,7 @@
 """Attention is one op where eager on the CPU calls flash attention, and gives its numbers to the bit."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 
 import ltc_core as ltc
 from ltc_core import metrics
+from tests.nets.beside import attempt, run_beside_eager
 
 Tensor = torch.Tensor
 FLASH = "ltc::_scaled_dot_product_flash_attention_for_cpu"
@@ -83,3 +85,25 @@ def test_the_rest_is_spelled_out_as_eager_does(name: str) -> None:
         results.append(CASES[name](*(t.to(device) for t in tensors())).cpu())
     assert metrics.counter_value(FLASH) is None
     torch.testing.assert_close(*results)
+
+
+def operands_of_all_kinds(device: torch.device) -> Any:
+    """Masks of other dtypes, masks of causal attention, and operands that no device takes."""
+    q = tensors()[0].to(device)
+    low = q.to(torch.bfloat16)
+    mask = torch.ones(16, 16, device=device)
+    sdpa = F.scaled_dot_product_attention
+    return [
+        sdpa(low, low, low, mask),
+        sdpa(q.double(), q.double(), q.double(), mask),
+        sdpa(q, q, q, mask > 0, is_causal=True),
+        attempt(lambda: sdpa(q, low, q)),
+        attempt(lambda: sdpa(q, q, q, mask.long())),
+        attempt(lambda: sdpa(q, q, q, mask.to(torch.bfloat16))),
+        attempt(lambda: sdpa(q[0, 0, 0], q[0, 0, 0], q[0, 0, 0])),
+        attempt(lambda: sdpa(mask[0, 0], mask[0, 0], mask[0, 0])),
+    ]
+
+
+def test_it_takes_and_refuses_what_eager_does() -> None:
+    run_beside_eager(operands_of_all_kinds, rounds=2)

@@ -170,6 +170,14 @@ class TestDropout:
         "native": lambda x, p: torch.native_dropout(x, p, True)[0],
     }
 
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+    def test_dtypes_that_eager_refuses(self, dtype: torch.dtype) -> None:
+        for device in (torch.device("cpu"), ltc.lazy_device()):
+            x = torch.ones(4, device=device).to(dtype)
+            with pytest.raises(RuntimeError, match="result type|not implemented"):
+                F.dropout(x)
+            assert torch.equal(F.dropout(x, 0.5, training=False).cpu(), x.cpu())
+
     @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
     @pytest.mark.parametrize("kind", KINDS)
     def test_mask_scale_and_gradient_are_eagers(self, kind: str, p: float) -> None:

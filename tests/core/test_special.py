@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import ltc_core as ltc
@@ -17,6 +18,8 @@ from ltc_core.errors import LtcError
 from ltc_core.settings import settings
 from tests.core.beside_eager import assert_same, beside_eager
 from tests.core.counting import Counting
+from tests.nets.beside import attempt, run_beside_eager
+from tests.nets.tiers import tier
 
 
 def _with_data(t: Tensor, data: Tensor) -> Tensor:
@@ -280,6 +283,24 @@ class TestHistograms:
         with Counting() as counted:
             assert_same(torch.histc(x.to(device), 3, 0, 1), torch.histc(x, 3, 0, 1))
         assert counted.fallbacks == {}
+
+
+def losses_of_two_dtypes(device: torch.device) -> Any:
+    x = (torch.arange(6.0) / 3 - 1).view(2, 3).to(device).requires_grad_()
+    low = x.detach().flip(0).to(torch.bfloat16).requires_grad_()
+    found: list[Any] = []
+    for reduction in ("mean", "sum", "none"):
+        for a, b in ((x, low), (low, x), (x, x.detach().double() + 1), (low[:1], x.detach())):
+            loss = F.huber_loss(a, b, reduction=reduction, delta=0.7)
+            found += [loss, attempt(lambda y=loss: y.float().sum().backward())]
+    return found, x.grad, low.grad
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("chosen", ["ops", "lowered"])
+def test_a_loss_of_two_dtypes_has_that_of_its_input(chosen: str) -> None:
+    with tier(chosen):
+        run_beside_eager(losses_of_two_dtypes, rounds=2 if chosen == "ops" else 1)
 
 
 class TestShapeChangers:
