@@ -24,6 +24,8 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 # An op as what it consists of; None where that does not apply.
 Spelled = Callable[..., Sequence[Tensor | None] | None]
+# Reductions that convert their operand to the dtype of `out` before they reduce it.
+_OF_THE_DTYPE_OF_OUT = frozenset({"cumprod", "cumsum", "mean", "nansum", "prod", "sum"})
 
 
 class Refused(Exception):
@@ -164,6 +166,8 @@ class Replay:
         wholes = self._wholes(node)
         args = self._fill(node.args, wholes)
         kwargs = self._fill_named(node.kwargs, wholes)
+        if node.op._opname in _OF_THE_DTYPE_OF_OUT and "out" in kwargs and not kwargs.get("dtype"):
+            kwargs["dtype"] = kwargs["out"].dtype  # functionalization forgets what `out` is
         if self._device != "cpu" and any(a.name == "device" for a in node.op._schema.arguments):
             kwargs["device"] = self._device
         result = self.call(node, real_view(node.op), args, kwargs)

@@ -18,6 +18,8 @@ from ltc_core.executors.replay import Refused
 from ltc_core.executors.spelled_out import WHERE_IT_PAYS, attention, attention_backward
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
 from ltc_core.passes import plan
+from tests.nets.beside import run_beside_eager
+from tests.nets.tiers import tier
 
 aten = torch.ops.aten
 META = TensorMeta.packed((4,), torch.float32)
@@ -294,3 +296,19 @@ class TestSpelledOut:
         for got, wanted in pairs:
             for a, b in zip(got, wanted, strict=True):
                 torch.testing.assert_close(a, b, **close)
+
+
+def test_a_reduction_into_a_tensor_of_another_dtype() -> None:
+    """Its operand is converted before it is reduced: 0.6 + 1.6 is 1 in whole numbers."""
+
+    def program(device: torch.device) -> list[torch.Tensor]:
+        x = torch.arange(4.0).to(device) + 0.6
+        outs = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
+        torch.sum(x, 0, out=outs[0])
+        torch.prod(x, 0, out=outs[1])
+        torch.nansum(x, 0, out=outs[2])
+        running = torch.zeros(4, dtype=torch.int64, device=device)
+        return [*outs, torch.cumsum(x, 0, out=running)]
+
+    with tier("lowered"):
+        run_beside_eager(program, rounds=1)

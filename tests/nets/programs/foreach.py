@@ -173,6 +173,9 @@ def out_of_other_dtypes(device: Device) -> Any:
         wide,
         attempt(lambda: torch.add(x, 1, out=narrow)),
         attempt(lambda: torch.sum(x, 0, out=narrow[0])),
+        attempt(lambda: torch.prod(x, 0, out=narrow[0])),
+        attempt(lambda: torch.cumsum(x, 0, out=narrow.clone())),
+        attempt(lambda: torch.mean(x, 0, out=wide[0])),
     )
 
 
