@@ -110,7 +110,8 @@ _REHEARSED = frozenset(
         "index_reduce_", "put", "put_", "native_layer_norm", "native_batch_norm",
         "native_group_norm", "nll_loss_forward", "nll_loss2d_forward", "_cdist_forward",
         "linalg_cross", "grid_sampler_2d", "grid_sampler_3d", "smooth_l1_loss", "huber_loss",
-        "mse_loss", "_prelu_kernel", "_log_softmax", "_softmax", "_safe_softmax", "histc",
+        "mse_loss", "smooth_l1_loss_backward", "huber_loss_backward", "mse_loss_backward",
+        "_prelu_kernel", "_log_softmax", "_softmax", "_safe_softmax", "histc",
         "dist", "max_unpool2d", "max_unpool3d", "linalg_solve_triangular", "normal",
         "binary_cross_entropy_with_logits", "_trilinear", "polar", "complex",
     }
@@ -210,7 +211,7 @@ _with_kernel: set[tuple[Any, ...]] = set()
 
 
 def _has_no_kernel(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether the processor refuses an op for its dtypes, where they are not all float32 or all float64.
+    """Tell whether the processor has no kernel for the dtypes of a call, where they are not all float32 or all float64.
 
     Cost: a run on a stand-in, for each set of dtypes until there is a kernel.
     """
@@ -219,20 +220,21 @@ def _has_no_kernel(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
     if len(set(dtypes)) <= 1 and set(dtypes) <= {torch.float32, torch.float64}:
         return False
     key = (schema, dtypes)
-    is_own = schema.op.namespace == "aten" and settings.device == "cpu"
-    if not is_own or key in _with_kernel or sum(t.numel() for t in tensors) > _TRIED_ELEMENTS:
+    # What a forward op keeps for its backward has other dtypes than meta kernels say; the forward op was tried.
+    is_own = schema.op.namespace == "aten" and not schema.name.endswith("_backward")
+    if (
+        not is_own
+        or settings.device != "cpu"
+        or key in _with_kernel
+        or sum(t.numel() for t in tensors) > _TRIED_ELEMENTS
+    ):
         return False
     error = _failure(schema, args, kwargs, _stand_in)
-    if isinstance(error, NotImplementedError) or _is_of_dtypes(str(error)):
+    if isinstance(error, NotImplementedError):
         return True
     if error is None:
         _with_kernel.add(key)
     return False
-
-
-def _is_of_dtypes(message: str) -> bool:
-    """Tell whether an error speaks of dtypes; others may come from the values of the stand-ins."""
-    return "dtype" in message or "scalar type" in message
 
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

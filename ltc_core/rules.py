@@ -144,7 +144,7 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """Take the lengths as numbers: on the CPU they cost nothing, and that is where they may be on every device."""
-    lengths = (input_lengths.tolist(), target_lengths.tolist())
+    lengths = (input_lengths.reshape(-1).tolist(), target_lengths.reshape(-1).tolist())
     return aten.ctc_loss.IntList(log_probs, targets, *lengths, blank, reduction, zero_infinity)  # type: ignore[no-any-return]
 
 

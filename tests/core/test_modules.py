@@ -13,6 +13,9 @@ import ltc_core as ltc
 from tests.core.beside_eager import assert_same, beside_eager
 from tests.core.counting import Counting
 from tests.core.models import GPT
+from tests.nets.beside import run_beside_eager
+from tests.nets.programs import find
+from tests.nets.tiers import tier
 
 
 @pytest.fixture
@@ -372,6 +375,15 @@ class TestLayers:
 
         with pytest.warns(UserWarning, match="reduction: 'mean'"):
             beside_eager(program, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.ctc", "layers.multihead_attention_in_inference", "layers.narrow_layers"]
+)
+def test_a_program_beside_eager(name: str) -> None:
+    for chosen, rounds in (("ops", 2), ("lowered", 1)):
+        with tier(chosen):
+            run_beside_eager(find()[name], rounds=rounds)
 
 
 def test_a_nested_tensor_is_refused_with_what_to_do(device: torch.device) -> None:

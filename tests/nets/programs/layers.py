@@ -69,7 +69,8 @@ def ctc(device: Device) -> Any:
         x, torch.tensor([[1, 2], [3, 1]], device=device), torch.tensor([6, 5]), torch.tensor([2, 1])
     )
     loss.backward()
-    return loss, x.grad
+    one = F.ctc_loss(x[:, 0], torch.tensor([1, 2], device=device), torch.tensor(6), torch.tensor(2))
+    return loss, x.grad, one
 
 
 def bce_out_of_range(device: Device) -> Any:
@@ -280,6 +281,33 @@ def multihead_attention(device: Device) -> Any:
     layer, x = nn.MultiheadAttention(8, 2, batch_first=True).to(device), numbers(device, 2, 3, 8)
     mask = torch.tensor([[False, True, True], [False, False, False]], device=device)
     return layer(x, x, x), layer(x, x, x, key_padding_mask=mask), layer(x, x, x, need_weights=False)
+
+
+def multihead_attention_in_inference(device: Device) -> Any:
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).to(device).eval()
+    x = numbers(device, 2, 3, 8)
+    padding = torch.tensor([[False, True, True], [False, False, False]], device=device)
+    causal = torch.ones(3, 3, device=device).triu(1).bool()
+    with torch.no_grad():
+        return [
+            layer(x, x, x), layer(x, x, x, need_weights=False), layer(x, x, x, average_attn_weights=False),
+            layer(x, x, x, key_padding_mask=padding, need_weights=False),
+            layer(x, x, x, attn_mask=causal, is_causal=True, need_weights=False), layer(x[0], x[0], x[0]),
+        ]  # fmt: skip
+
+
+def narrow_layers(device: Device) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.GroupNorm(2, 8), nn.Linear(8, 3)
+    )
+    model = model.to(device).to(torch.bfloat16)
+    x = numbers(device, 2, 4).to(torch.bfloat16)
+    out = model(x)
+    F.cross_entropy(out.float(), torch.tensor([0, 2], device=device)).backward()
+    dtypes = [p.grad.dtype for p in model.parameters()]
+    return out.dtype, dtypes, attempt(lambda: model(x.float())), F.mse_loss(out, out.float()).dtype
 
 
 def attention_in_all_forms(device: Device) -> Any:
