@@ -20,9 +20,11 @@ from ltc_core.recorder import record_factory
 from ltc_core.rules import RULES
 from ltc_core.runtime import checked, context
 from ltc_core.schema import OpSchema
+from ltc_core.set_data import set_data
 from ltc_core.signature import NotRecordable
 from ltc_core.tensor import LazyTensor, wrap
 from ltc_core.trace import Trace
+from ltc_core.uninitialized import teach_constructors
 
 __all__ = ["register_factories"]
 
@@ -100,11 +102,6 @@ def _zeros(size: Any, **kwargs: Any) -> Any:
     return _make(aten.zeros.default, size, **kwargs)
 
 
-def _can_be_assigned(t: torch.Tensor, data: torch.Tensor) -> bool:
-    """Tell `nn.Module.to` whether `t.data = data` works: for a parameter that goes to the CPU, it does."""
-    return type(data) is LazyTensor or (type(t) is LazyTensor and data.device.type == "cpu")
-
-
 def register_factories() -> None:
     """Register the kernels; called once, after the device is."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -126,7 +123,7 @@ def register_factories() -> None:
         name = op._schema.name.removeprefix("aten::")
         overload = op._schema.overload_name
         library.impl(f"{name}.{overload}" if overload else name, RULES[op], "AutogradPrivateUse1")
-    library.impl("_has_compatible_shallow_copy_type", _can_be_assigned, "AutogradPrivateUse1")
+    library.impl("_has_compatible_shallow_copy_type", set_data, "AutogradPrivateUse1")
     set_strided = (
         aten.set_.source_Tensor_storage_offset
     )  # PyTorch's own asks the source for its storage
@@ -143,4 +140,5 @@ def register_factories() -> None:
     others.fallback(_make, "PrivateUse1")
     if not torch._C._dispatch_has_backend_fallback(torch._C.DispatchKey.AutogradPrivateUse1):
         others.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")  # torch 2.9
+    teach_constructors()
     _libraries.extend((library, others))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ltc_core import errors, metrics, source
 from ltc_core.backward import note_crossing
@@ -23,9 +24,11 @@ from ltc_core.record_view import make_operand, record_view_step
 from ltc_core.recorder import recorder
 from ltc_core.runtime import checked, context, fetch, real, upload
 from ltc_core.schema import OpSchema
+from ltc_core.set_data import set_data
 from ltc_core.settings import settings
 from ltc_core.signature import NotRecordable
 from ltc_core.tensor import LazyTensor, set_handle, wrap
+from ltc_core.uninitialized import check_possible
 
 __all__ = ["SPECIAL", "on_other_device", "share"]
 
@@ -147,6 +150,9 @@ def _copy(args: Any, kwargs: Any) -> Any:
 
 def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     """Copy values from the CPU; where they fill whole memory, no op is recorded for it."""
+    if is_lazy(host):  # a parameter without a shape: there are no values
+        check_possible()
+        return destination
     handle = destination._h
     ctx = context(handle.trace.device.index)
     meta = handle.meta
@@ -386,6 +392,7 @@ SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten.set_.default: _set_empty,
     aten.set_.source_Storage: _set_storage,
     aten.set_.source_Storage_storage_offset: _set_storage,
+    aten._has_compatible_shallow_copy_type.default: lambda args, kwargs: set_data(*args),
     aten.record_stream.default: _nothing,
     aten.is_pinned.default: _false,
 }

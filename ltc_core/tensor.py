@@ -17,16 +17,19 @@ from typing import Any
 import torch
 import torch.optim.optimizer
 from torch import _tensor_str
+from torch.nn import parameter
 from torch.utils import _foreach_utils
 
 from ltc_core import errors, sharing, source
 from ltc_core.cell import Cell, Handle, Value, View, base_of, lens_of
+from ltc_core.device import register
 from ltc_core.graph import TensorMeta, contiguous_stride
 from ltc_core.settings import settings
 
 __all__ = [
     "HANDLERS",
     "LazyTensor",
+    "is_called_from",
     "keeping_copies",
     "make_empty",
     "set_handle",
@@ -84,33 +87,33 @@ class LazyStorage:
         return self.nbytes()
 
 
-def _release_parameters() -> None:
-    """Detach what a module has computed of its parameters, if its `_apply`, which moves them, is what asks.
-
-    Old `weight_norm` keeps such a tensor as an attribute and makes it anew before each forward. Its graph refers to the
-    parameters, and `torch.utils.swap_tensors` refuses to move a tensor that others refer to.
-    """
-    frame: Any = sys._getframe(2)
-    for _ in range(3):  # PyTorch asks through two functions of its own
-        if frame is None or frame.f_code is torch.nn.Module._apply.__code__:
-            break
-        frame = frame.f_back
-    else:
-        return
-    if frame is not None:
-        attributes = frame.f_locals["self"].__dict__
-        for name, held in attributes.items():
-            if isinstance(held, torch.Tensor) and held.grad_fn is not None:
-                attributes[name] = held.detach()
-
-
 class _Flattening:
-    """The attribute `__tensor_flatten__`: having it makes `nn.Module._apply` swap tensors; a call of it is refused."""
+    """The attribute `__tensor_flatten__`, which a tracer from outside looks for; a call of it is refused.
+
+    `nn.Module._apply` looks for it, too, and would swap tensors, which it refuses while a graph refers to one. There it
+    is missing, so that `_apply` assigns `.data` (see `set_data`). Without the C++ side it swaps them.
+    """
 
     def __get__(self, tensor: torch.Tensor | None, owner: type) -> Callable[..., Any]:
-        if tensor is not None:
-            _release_parameters()
+        if tensor is not None and register.is_native() and is_called_from("_apply", 3):
+            raise AttributeError("__tensor_flatten__")
         return LazyTensor._refuse_flattening
+
+
+_apply_code = torch.nn.Module._apply.__code__
+
+
+def is_called_from(name: str, depth: int) -> bool:
+    """Whether a function `name` of `torch.nn.Module` is among the last `depth` callers of the caller."""
+    frame: Any = sys._getframe(2)
+    for _ in range(depth):
+        if frame is None:
+            return False
+        code = frame.f_code
+        if code.co_name == name and code.co_filename == _apply_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class LazyTensor(torch.Tensor):
@@ -138,8 +141,6 @@ class LazyTensor(torch.Tensor):
             args = kwargs = error.__context__ = None
             raise error.with_traceback(None)  # noqa: B904 - the cause was chained where it was caught
 
-    # `nn.Module._apply` swaps tensors that have these two (instead of assigning `.data`): tied parameters
-    # stay tied and an optimizer built before `.to(device)` keeps its parameters. No process-wide flag needed.
     __tensor_flatten__ = _Flattening()
 
     @staticmethod
@@ -164,17 +165,20 @@ class LazyTensor(torch.Tensor):
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
-        if isinstance(other, LazyTensor):
-            _take_shape(self, other._h)
-            self._h = other._h
+        if register.is_native() or isinstance(other, LazyTensor):
+            _data.__set__(self, other)  # which asks `set_data` for the rest
             return
-        # A parameter moved off the device stays the object that modules and optimizers hold.
-        _release_parameters()
         grad, self.grad = self.grad, None
         moved = torch.nn.Parameter(other, requires_grad=self.requires_grad)
         torch.utils.swap_tensors(self, moved)  # type: ignore[no-untyped-call]
         if grad is not None:
             self.grad = grad.to(other.device)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """A new tensor without a shape, if the class is one of those: `to` asks for it. Other classes are refused."""
+        if issubclass(cls, (parameter.UninitializedParameter, parameter.UninitializedBuffer)):
+            return cls(self.requires_grad, self.device, self.dtype)
+        return super().as_subclass(cls)
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         if memory_format is torch.contiguous_format:

@@ -130,6 +130,12 @@ def generator_id(generator: torch.Generator) -> int:
     return number
 
 
+def set_python_dispatch(t: torch.Tensor, is_on: bool) -> None:
+    """Set whether calls with `t` reach the `__torch_dispatch__` of its class. Needs the C++ side."""
+    assert _native is not None
+    _native.set_python_dispatch(t._cdata, is_on)
+
+
 class _StateAsBytes:
     """The hooks as C++ calls them: a generator's state crosses the border as bytes.
 

@@ -87,16 +87,6 @@ class TestMoving:
         assert all(p.grad.device == device for p in model.parameters())
         assert_same([p.grad for p in model.parameters()], expected)
 
-    def test_a_module_in_use_is_not_moved(self, device: torch.device) -> None:
-        """While an output of it holds its parameters in a graph: loud, where untying would not be."""
-        model = net()
-        kept = model(torch.ones(2, 3))
-        with pytest.raises(RuntimeError, match="Couldn't swap"):
-            model.to(device)
-        del kept
-        model.to(device)
-        assert model(torch.ones(2, 3, device=device)).device == device
-
     def test_dtypes(self, device: torch.device) -> None:
         model = net().to(device, torch.float64)
         assert {p.dtype for p in model.parameters()} == {torch.float64}

@@ -1,6 +1,6 @@
 """PyTorch's own database of modules on the device beside eager: outputs, gradients, state, errors; each run four times.
 
-The fourth time, what was recorded is followed without Python. `SKIPPED` gives reasons, and is checked to be needed.
+The fourth time, what was recorded is followed without Python.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,6 @@ from tests.public.sampling import SEED, chosen, moved_to, on_cpu
 
 INPUTS, TIMES = 2, 4
 INFOS = {info.name: info for info in module_db}
-SKIPPED = {
-    name: "a parameter without a shape cannot be moved to the device yet"
-    for name in INFOS
-    if name.startswith("nn.Lazy")
-}
 
 
 def run(info: ModuleInfo, given: ModuleInput, device: Any, is_training: bool) -> Any:
@@ -74,14 +69,6 @@ def differences(name: str) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", [name for name in INFOS if name not in SKIPPED], ids=lambda n: f"{n}-{SEED}"
-)
+@pytest.mark.parametrize("name", INFOS, ids=lambda n: f"{n}-{SEED}")
 def test_modules_do_what_they_do_in_eager(name: str) -> None:
     assert not list(differences(name))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SKIPPED)
-def test_what_is_skipped_must_be(name: str) -> None:
-    assert next(differences(name), "")

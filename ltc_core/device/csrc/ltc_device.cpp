@@ -475,6 +475,17 @@ PyObject* py_default_generator(PyObject*, PyObject* arg) {
   });
 }
 
+// Sets whether calls reach the class's __torch_dispatch__: the one part of a tensor that `t.data = other` does not set.
+// By address (`t._cdata`): the header that unpacks a Python tensor would triple the build time.
+PyObject* py_set_python_dispatch(PyObject*, PyObject* args) {
+  unsigned long long address = 0;
+  int is_on = 0;
+  if (!PyArg_ParseTuple(args, "Kp:set_python_dispatch", &address, &is_on))
+    return nullptr;
+  reinterpret_cast<c10::TensorImpl*>(static_cast<uintptr_t>(address))->set_python_dispatch(is_on);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
     {"init", py_init, METH_VARARGS, "init(num_devices, hooks): register with PyTorch, once per process."},
     {"set_num_devices", py_set_num_devices, METH_O, "Let the number of devices grow."},
@@ -484,6 +495,7 @@ PyMethodDef methods[] = {
     {"exchange_device", py_exchange_device, METH_O, "Set the device index, return the previous one."},
     {"generator_id", py_generator_id, METH_O, "Id of a torch.Generator of this device."},
     {"default_generator", py_default_generator, METH_O, "Default torch.Generator of a device index."},
+    {"set_python_dispatch", py_set_python_dispatch, METH_VARARGS, "Set whether calls reach __torch_dispatch__."},
     {nullptr, nullptr, 0, nullptr},
 };
 
