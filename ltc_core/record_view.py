@@ -25,8 +25,9 @@ __all__ = ["make_operand", "make_operands", "record_view", "record_view_step"]
 
 def record_view(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     """Record a view op; gives its view, or a list of them."""
-    if torch.is_inference_mode_enabled() and not args[0].is_inference():
-        with torch.inference_mode(False):  # a view of a normal tensor is a normal tensor
+    is_inference = args[0].is_inference()
+    if is_inference != torch.is_inference_mode_enabled():
+        with torch.inference_mode(is_inference):  # a view is as its base
             return _record_view(schema, args, kwargs)
     return _record_view(schema, args, kwargs)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ltc_core import rng
+from ltc_core import errors, rng, source
 from ltc_core.branch import InOrder, grow
 from ltc_core.cell import Cell
 from ltc_core.infer import infer
@@ -29,7 +29,7 @@ from ltc_core.signature import (
     written,
     written_cell,
 )
-from ltc_core.tensor import LazyTensor, wrap
+from ltc_core.tensor import LazyTensor, sizes_of, wrap
 from ltc_core.trace import Step, Trace
 
 __all__ = ["record_factory", "recorder"]
@@ -57,6 +57,16 @@ def _record_writes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     Autograd counts writes itself, to find what was changed before backward needs it, but leaves lists to the ops that
     eager PyTorch calls for each tensor. Those ops are recorded where their order matters.
     """
+    if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in args[0]):
+        raise errors.op_error(
+            RuntimeError(
+                "Inplace update to inference tensor outside InferenceMode is not allowed."
+            ),
+            what=str(schema.op),
+            got=sizes_of(args),
+            where=source.user_line(),
+            next="write a clone of it, or write it within torch.inference_mode()",
+        )
     try:
         result = _record(schema, args, kwargs)
     except InOrder:

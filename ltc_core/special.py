@@ -41,8 +41,9 @@ Handler = Callable[[Any, Any], Any]
 
 def share(args: Any, kwargs: Any) -> Any:
     handle = args[0]._h
-    if torch.is_inference_mode_enabled() and not args[0].is_inference():
-        with torch.inference_mode(False):  # as for every view of a normal tensor
+    is_inference = args[0].is_inference()
+    if is_inference != torch.is_inference_mode_enabled():
+        with torch.inference_mode(is_inference):  # as every view
             return wrap(handle)
     return wrap(handle)
 
@@ -259,7 +260,7 @@ def _strided_view(t: LazyTensor, size: Any, stride: Any, offset: int | None) -> 
 def _as_strided(args: Any, kwargs: Any) -> Any:
     t, size, stride, *rest = args
     offset = rest[0] if rest else (kwargs or {}).get("storage_offset")
-    with torch.inference_mode(t.is_inference() and torch.is_inference_mode_enabled()):
+    with torch.inference_mode(t.is_inference()):
         return wrap(_strided_view(t, size, stride, offset))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -215,6 +216,23 @@ class LazyTensor(torch.Tensor):
             where=source.user_line(),
             next="share a CPU copy: t.cpu().share_memory_()",
         )
+
+    def detach_(self) -> Any:
+        """Detach it in place; what was written through a view of it is detached, too.
+
+        The next use of such a view asks autograd for its gradient function anew. A view of ordinary memory gets one
+        that leads nowhere. For a subclass PyTorch replays the view, gets none and fails an internal assertion, once: here.
+        The view requires gradients as in eager, and passes none on.
+        """
+        super().detach_()
+        if self._version and self._use_count() > 1:  # type: ignore[attr-defined]
+            for view in gc.get_objects():
+                if type(view) is LazyTensor and view._is_view() and view._base is self:
+                    try:
+                        _ = view.grad_fn
+                    except RuntimeError:
+                        view.requires_grad_()
+        return self
 
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()

@@ -46,6 +46,8 @@ class Locked {
   throw error;
 }
 
+thread_local bool is_for_python = false; // the last call is one that `Follower` leaves to Python, see `is_of_other_mode`
+
 // Runs the calls of one op.
 class Follower final : public c10::OperatorKernel {
  public:
@@ -80,11 +82,26 @@ class Follower final : public c10::OperatorKernel {
     }
   }
 
+  // Whether inference mode decides about the call: a view is as its base in it and outside of it, and outside of it no
+  // tensor of it may be written.
+  bool is_of_other_mode(const IValue& first) const {
+    const bool is_inference = c10::InferenceMode::is_enabled();
+    if (op.kind >= kView)
+      return is_inference || (first.isTensor() && first.toTensor().is_inference());
+    if (!writes_list || is_inference)
+      return false;
+    for (const IValue& item : first.toListRef())
+      if (item.toTensor().is_inference())
+        return true;
+    return false;
+  }
+
   // Makes the call if it is the next step of its trace, else notes it.
   bool follow(torch::jit::Stack& stack, Noted& noted) {
     const auto args = torch::jit::last(stack, op.codes.size());
     const Object handle(first_handle(args));
-    if (!handle || (op.kind >= kView && c10::InferenceMode::is_enabled()))
+    is_for_python = is_of_other_mode(args[0]);
+    if (!handle || is_for_python)
       return false;
     PyObject* trace = trace_of_handle(handle.get());
     std::optional<IValue> result;
@@ -133,7 +150,7 @@ class Follower final : public c10::OperatorKernel {
 PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) {
   const bool is_detach = n == 4 && given[0] == detach && PyTuple_CheckExact(given[2]) &&
       PyTuple_GET_SIZE(given[2]) == 1 && is_type(PyTuple_GET_ITEM(given[2], 0), lazy_tensor);
-  if (!is_on || !is_detach || c10::InferenceMode::is_enabled())
+  if (!is_on || !is_detach || is_for_python || c10::InferenceMode::is_enabled())
     return PyObject_Vectorcall(python_dispatch, given, n, nullptr);
   const Object handle(PyObject_GetAttr(PyTuple_GET_ITEM(given[2], 0), name_handle));
   const at::Tensor tensor = handle ? share(handle.get()) : at::Tensor();

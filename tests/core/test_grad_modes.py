@@ -61,6 +61,45 @@ def test_an_inference_tensor_is_no_part_of_a_graph() -> None:
         assert x.grad is not None and x.grad.sum().item() == 2
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        torch._foreach_abs_,
+        torch._foreach_zero_,
+        lambda tensors: torch._foreach_add_(tensors, 1.0),
+        lambda tensors: torch._foreach_mul_(tensors, tensors),
+    ],
+)
+def test_a_list_with_an_inference_tensor_is_not_written_outside_of_it(op: Any) -> None:
+    for device in (torch.device("cpu"), ltc.lazy_device()):
+        with torch.inference_mode():
+            frozen = torch.full((2,), -1.0, device=device)
+        normal = [torch.ones(2, device=device), torch.ones(2, device=device)]
+        for _ in range(4):  # the fourth time it is followed
+            op(normal)
+            ltc.mark_step()
+        for tensors in ([frozen, frozen.clone()], [torch.ones(2, device=device), frozen]):
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                op(tensors)
+        with torch.inference_mode():
+            op([frozen, frozen.clone()])
+
+
+def test_a_view_of_an_inference_tensor_is_one() -> None:
+    views = (lambda t: t[0:1], torch.Tensor.detach, lambda t: t.as_strided((2,), (1,)), torch.t)
+    for device in (torch.device("cpu"), ltc.lazy_device()):
+        for view in views:
+            for _ in range(4):
+                view(torch.ones(2, device=device))
+                ltc.mark_step()
+            with torch.inference_mode():
+                frozen = torch.ones(2, device=device)
+            part = view(frozen)
+            assert part.is_inference()
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                part[0] = 2.0
+
+
 def test_a_model_trained_after_inference() -> None:
     def program(device: torch.device) -> Any:
         torch.manual_seed(0)

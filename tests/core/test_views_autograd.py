@@ -97,3 +97,25 @@ def test_version_counters() -> None:
         return x._version, part._version, apart._version, part._is_view(), part._base is x
 
     beside_eager(program)
+
+
+def test_a_base_is_detached_after_a_write_through_its_view() -> None:
+    """What is asked of the view after that, and what is done with it, is as in eager."""
+
+    def program(device: torch.device) -> Any:
+        found: list[Any] = []
+        for view in (lambda t: t[None], lambda t: t.view(2, 1), lambda t: t[0:1], lambda t: t):
+            x = torch.ones(2, device=device, requires_grad=True)
+            base = x * 3
+            part = view(base)
+            part[0] = 2.0
+            base.detach_()
+            out = (part * 2).sum()
+            found += [base.requires_grad, base.is_leaf, part.requires_grad, out.requires_grad]
+            if out.requires_grad:
+                out.backward()
+            base.mul_(2)
+            found += [x.grad is None, part.detach(), out.detach(), base]
+        return found
+
+    beside_eager(program)
