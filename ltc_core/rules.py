@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from ltc_core.cell import base_of
 from ltc_core.packed_sequence import (
     pack_padded_sequence,
     pack_padded_sequence_backward,
     pad_packed_sequence,
 )
+from ltc_core.tensor import LazyTensor
 
 __all__ = ["RULES", "RULE_MAKERS"]
 
@@ -204,6 +206,25 @@ def _of_numbers(op: torch._ops.OpOverload, plain: torch._ops.OpOverload) -> Call
     return run
 
 
+def is_same_size(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one shape."""
+    return x.shape == other.shape
+
+
+def has_same_storage_numel(x: Tensor, other: Tensor) -> bool:
+    """Whether the memory of two tensors holds as many elements."""
+    first, second = (t.untyped_storage().nbytes() // t.itemsize for t in (x, other))
+    return first == second
+
+
+def is_set_to(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors see the same part of the same memory in the same way."""
+    if not type(x) is type(other) is LazyTensor:
+        return False
+    first, second = x._h, other._h
+    return base_of(first) is base_of(second) and first.meta is second.meta
+
+
 RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.max_pool1d.default: max_pool1d,
     aten.quantile.default: _quantile(aten.quantile.default),
@@ -221,6 +242,9 @@ RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.randint_like.low_dtype: randint_like_low,
     aten.ctc_loss.Tensor: ctc_loss,
     aten.one_hot.default: one_hot,
+    aten.is_same_size.default: is_same_size,
+    aten._has_same_storage_numel.default: has_same_storage_numel,
+    aten.is_set_to.default: is_set_to,
     aten._nested_tensor_from_mask_left_aligned.default: has_no_nested_tensors,
     aten._pack_padded_sequence.default: pack_padded_sequence,
     aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,

@@ -155,9 +155,10 @@ class LazyTensor(torch.Tensor):
     @staticmethod
     def _no_inner_tensors() -> errors.UnsupportedOpError:
         return errors.UnsupportedOpError(
-            "a lazy tensor cannot be traced from outside, as torch.compile and fake tensors do",
+            "a lazy tensor cannot be traced from outside, as torch.compile, torch.func.linearize and fake tensors do",
             where=source.user_line(),
-            next="leave torch.compile away on this device: it runs whole steps as one graph itself",
+            next="leave torch.compile away on this device: it runs whole steps as one graph itself; call "
+            "torch.func.jvp where you would call what torch.func.linearize returns",
         )
 
     @property
@@ -221,8 +222,8 @@ class LazyTensor(torch.Tensor):
         """Detach it in place; what was written through a view of it is detached, too.
 
         The next use of such a view asks autograd for its gradient function anew. A view of ordinary memory gets one
-        that leads nowhere. For a subclass PyTorch replays the view, gets none and fails an internal assertion, once: here.
-        The view requires gradients as in eager, and passes none on.
+        that leads nowhere. For a subclass PyTorch replays the view, gets none and fails an internal assertion, once:
+        here. The view requires gradients as in eager, and passes none on.
         """
         super().detach_()
         if self._version and self._use_count() > 1:  # type: ignore[attr-defined]

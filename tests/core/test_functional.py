@@ -17,6 +17,7 @@ from torch.func import (
     jacfwd,
     jacrev,
     jvp,
+    linearize,
     stack_module_state,
     vjp,
     vmap,
@@ -114,6 +115,24 @@ def test_a_step_written_with_grad_is_one_graph() -> None:
             w = w - 0.1 * grad(wave)(w)
             ltc.mark_step()
     assert counted.syncs == {"MarkStep": 1} and not counted.fallbacks and not counted.compiles
+
+
+def test_a_step_written_with_jvp_is_one_graph() -> None:
+    """Forward-mode autograd asks for sizes and memory, which are known without values."""
+    device = ltc.lazy_device()
+    w = torch.ones(4, device=device)
+    for _ in range(3):
+        with Counting() as counted:
+            w = w - 0.1 * jvp(wave, (w,), (torch.ones_like(w),))[1]
+            ltc.mark_step()
+    assert counted.syncs == {"MarkStep": 1} and not counted.fallbacks and not counted.compiles
+
+
+def test_linearize_is_refused_and_jvp_named() -> None:
+    x = torch.ones(3, device=ltc.lazy_device())
+    with pytest.raises(ltc.errors.UnsupportedOpError, match="call torch.func.jvp") as error:
+        linearize(wave, x)
+    assert "torch.func.linearize" in str(error.value)
 
 
 def test_backward_holds_nothing_when_it_has_returned() -> None:

@@ -292,3 +292,25 @@ class TestLike:
             with pytest.raises(RuntimeError, match="from.*to|high|expected"):
                 torch.randint_like(torch.ones(3, device=device), low, high).cpu()
         ltc.wait_device_ops()
+
+
+def test_questions_about_metadata_need_no_values() -> None:
+    def program(device: torch.device) -> Any:
+        x = torch.ones(2, 2, device=device)
+        y = torch.ones(2, 3, device=device) * 2
+        pairs = [
+            (x, x),
+            (x, x.detach()),
+            (x, x.t()),
+            (x, x[0]),
+            (x, y),
+            (y, y.view(3, 2)),
+            (x[0], x[1]),
+        ]
+        pairs += [(x[1], x[1]), (y, y.clone()), (y[0], y)]
+        ops = (aten.is_same_size, aten._has_same_storage_numel, aten.is_set_to)
+        return [op(a, b) for a, b in pairs for op in ops]
+
+    with Counting() as counted:
+        beside_eager(program)
+    assert not counted.syncs and not counted.fallbacks
