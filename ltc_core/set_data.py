@@ -34,10 +34,12 @@ def set_data(t: torch.Tensor, data: torch.Tensor) -> bool:
             return register.is_native() or is_from
         if not register.is_native():
             return False
-        if is_to:
-            _become_lazy(t)
-        else:
-            _become_plain(t)
+    if t.requires_grad and not (data.is_floating_point() or data.is_complex()):
+        return True  # PyTorch refuses it with its next question
+    if is_to and not is_from:
+        _become_lazy(t)
+    elif not is_to:
+        _become_plain(t)
     if is_to:
         t._h = data._h  # type: ignore[attr-defined]
     return True

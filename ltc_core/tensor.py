@@ -180,7 +180,14 @@ class LazyTensor(torch.Tensor):
         """A new tensor without a shape, if the class is one of those: `to` asks for it. Other classes are refused."""
         if issubclass(cls, (parameter.UninitializedParameter, parameter.UninitializedBuffer)):
             return cls(self.requires_grad, self.device, self.dtype)
-        return super().as_subclass(cls)
+        if not issubclass(LazyTensor, cls):
+            raise errors.UnsupportedOpError(
+                f"a lazy tensor cannot be a {cls.__name__}",
+                got=f"{self.dtype}{list(self.shape)} on {self.device}",
+                where=source.user_line(),
+                next=f"move an ordinary tensor: t.as_subclass(torch.Tensor).to('{self.device.type}')",
+            )
+        return self.view_as(self)
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         if memory_format is torch.contiguous_format:

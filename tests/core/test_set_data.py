@@ -159,6 +159,35 @@ class TestTensors:
 
         beside_eager(program)
 
+    def test_what_pytorch_refuses_changes_nothing(self) -> None:
+        def program(device: torch.device) -> Any:
+            parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device=device))]
+            for parameter in parameters:
+                for data in (
+                    torch.zeros(3, dtype=torch.int64, device=device),
+                    torch.zeros(1).bool(),
+                ):
+                    with pytest.raises(RuntimeError, match="must be floating point"):
+                        parameter.data = data
+            return [type(parameters[0]) is nn.Parameter, *[p * 2 for p in parameters]]
+
+        beside_eager(
+            lambda device: [
+                t.detach().cpu() if isinstance(t, torch.Tensor) else t for t in program(device)
+            ]
+        )
+
+    def test_a_class_of_tensors_is_refused(self, device: torch.device) -> None:
+        class Marked(torch.Tensor):
+            pass
+
+        marked = torch.ones(2).as_subclass(Marked)
+        with pytest.raises(ltc.errors.UnsupportedOpError, match="cannot be a Marked") as error:
+            marked.to(device)
+        assert "t.as_subclass(torch.Tensor).to('ltc')" in str(error.value)
+        moved = marked.as_subclass(torch.Tensor).to(device)
+        assert moved.as_subclass(torch.Tensor).add_(1).tolist() == moved.tolist() == [2, 2]
+
     def test_what_has_no_memory_with_strides_is_refused(self, device: torch.device) -> None:
         sparse = torch.eye(2).to_sparse()
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
