@@ -25,17 +25,19 @@ _QUESTION = "compute_should_use_set_data"  # of `nn.Module._apply`, which has no
 
 def set_data(t: torch.Tensor, data: torch.Tensor) -> bool:
     """Whether `t.data = data` is possible; if so, `t` gets the class and the handle that `data` has."""
+    if type(t) is LazyTensor and type(data) is LazyTensor:
+        return True  # the attribute `data` of a lazy tensor sets its handle
     is_from, is_to = isinstance(t, _KINDS), isinstance(data, _KINDS)
     if not is_to or not is_from:
         plain = t if is_to else data
         if not _is_plain(plain) or (is_from and plain.device.type == "meta"):
             return False
-        if is_called_from(_QUESTION, 6):
-            return register.is_native() or is_from
         if not register.is_native():
-            return False
+            return is_from
+    if is_called_from(_QUESTION, 6):
+        return True
     if t.requires_grad and not (data.is_floating_point() or data.is_complex()):
-        return True  # PyTorch refuses it with its next question
+        return True  # PyTorch asks that next, and refuses it
     if is_to and not is_from:
         _become_lazy(t)
     elif not is_to:

@@ -167,7 +167,11 @@ class LazyTensor(torch.Tensor):
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
-        if register.is_native() or isinstance(other, LazyTensor):
+        if isinstance(other, LazyTensor):
+            _data.__set__(self, other)
+            self._h = other._h
+            return
+        if register.is_native():
             _data.__set__(self, other)  # which asks `set_data` for the rest
             return
         grad, self.grad = self.grad, None

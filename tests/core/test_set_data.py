@@ -105,16 +105,21 @@ class TestModulesInUse:
                 model.to(device)
             del kept
             model.to(device)
+            kept = model(torch.ones(2, 3, device=device))
+            with pytest.raises(RuntimeError, match="Couldn't swap"):
+                model[2].half()
         finally:
             future.set_swap_module_params_on_conversion(False)
+        assert_same(model(torch.ones(2, 3, device=device)), kept.cpu())
         assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
         future.set_overwrite_module_params_on_conversion(True)
         try:
-            model.cpu()
+            model.half().cpu()
         finally:
             future.set_overwrite_module_params_on_conversion(False)
         assert all(p is not q for p, q in zip(parameters, model.parameters(), strict=True))
-        assert all(p.device == device for p in parameters)
+        assert all(p.device == device and p.dtype is torch.float32 for p in parameters)
+        assert_same([p.half().float() for p in parameters], [p.float() for p in model.parameters()])
 
     def test_in_inference_mode(self) -> None:
         def program(device: torch.device) -> Any:
