@@ -98,6 +98,12 @@ class TensorMeta:
         """Tell whether several elements are the same memory, as in an expanded tensor."""
         return any(s == 0 and n > 1 for n, s in zip(self.size, self.stride, strict=True))
 
+    def with_strides(self, stride: Sequence[int]) -> TensorMeta:
+        """This meta with other strides; the same object if they lead to the same addresses."""
+        if self._has_strides(tuple(stride)):
+            return self
+        return TensorMeta.of(self.size, stride, self.offset, self.dtype)
+
     def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` with this dtype and these strides; the same object where it has them.
 

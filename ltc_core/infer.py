@@ -1,4 +1,4 @@
-"""Metadata of an op's results, from ATen's own kernels for the device `meta`.
+"""Metadata of an op's results, from ATen's own kernels for the device `meta`; strides from `kernel_strides`.
 
 Runs only when the trie grows a new branch. What ATen cannot tell without values (`nonzero`, an op without a
 meta kernel) raises `Unknown`; the caller runs such an op on real tensors.
@@ -13,6 +13,7 @@ import torch
 from ltc_core import checks
 from ltc_core.cell import base_of
 from ltc_core.graph import TensorMeta
+from ltc_core.kernel_strides import as_kernels_give
 from ltc_core.own_state import in_own_state
 from ltc_core.schema import Arg, OpSchema
 from ltc_core.tensor import LazyTensor
@@ -118,7 +119,7 @@ def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     metas = _metas(result)
     if schema.name == "_native_multi_head_attention" and not _wants_weights(*args, **kwargs):
         return (metas[0], None)  # as the processor's kernel; that of `meta` gives an empty tensor
-    return metas
+    return as_kernels_give(schema, args, kwargs, metas)
 
 
 def _wants_weights(*args: Any, need_weights: bool = True, **kwargs: Any) -> bool:

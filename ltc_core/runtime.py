@@ -133,25 +133,41 @@ def _copied(shared: torch.Tensor, meta: TensorMeta, inference: bool) -> tuple[to
 
 def _stride_of_copy(meta: TensorMeta) -> tuple[int, ...]:
     """Strides of a copy that preserves the format: its own if it is dense, else the order of its dims, packed."""
-    return meta.stride if meta.dense else torch.empty_like(meta.meta_tensor()).stride()
+    if meta.contiguous or meta.dense:
+        return meta.stride
+    return torch.empty_like(meta.meta_tensor()).stride()
 
 
-def upload(tensor: torch.Tensor, index: int) -> LazyTensor:
-    """Make a lazy tensor with a copy of a CPU tensor's values."""
-    return upload_all([tensor], index)[0]
+def upload(tensor: torch.Tensor, index: int, like: TensorMeta | None = None) -> LazyTensor:
+    """A lazy tensor with a CPU tensor's values and the strides of a copy of `like`, by default of the tensor."""
+    return _uploaded([tensor], index, [like or _meta_of(tensor)])[0]
 
 
 def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
-    """Make lazy tensors with copies of CPU tensors' values. Cost: one transfer, where the device has such."""
+    """Lazy tensors with copies of CPU tensors' values, with the strides that eager's `.to` would give them.
+
+    Cost: one transfer, where the device has such.
+    """
+    return _uploaded(tensors, index, [_meta_of(tensor) for tensor in tensors])
+
+
+def _uploaded(
+    tensors: Sequence[torch.Tensor], index: int, like: Sequence[TensorMeta]
+) -> list[LazyTensor]:
     ctx = context(index)
-    metas = _packed_metas(tensors)
+    metas = _metas_of_copies(like)
     values = ctx.place_all(tensors, metas)
     return [wrap(Cell(ctx.trace, value, meta)) for value, meta in zip(values, metas, strict=True)]
 
 
+def _meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """Its meta without the offset: batches that are parts of one tensor have one meta, not one each."""
+    return TensorMeta.of(tensor.size(), tensor.stride(), 0, tensor.dtype)
+
+
 @in_own_state
-def _packed_metas(tensors: Sequence[torch.Tensor]) -> list[TensorMeta]:
-    return [TensorMeta.packed(tensor.shape, tensor.dtype) for tensor in tensors]
+def _metas_of_copies(like: Sequence[TensorMeta]) -> list[TensorMeta]:
+    return [TensorMeta.of(m.size, _stride_of_copy(m), 0, m.dtype) for m in like]
 
 
 # -- leaving and forking ---------------------------------------------------------------------------

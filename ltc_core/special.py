@@ -132,7 +132,7 @@ def _to_copy(args: Any, kwargs: Any) -> Any:
 def _across(t: LazyTensor, index: int) -> LazyTensor:
     """Copy a tensor to another device of this process. Cost: syncs the source."""
     metrics.count("CrossDeviceCopy")
-    return upload(real(t._h, "CrossDeviceCopy"), checked(index))
+    return upload(real(t._h, "CrossDeviceCopy"), checked(index), t._h.meta)
 
 
 def _copy(args: Any, kwargs: Any) -> Any:

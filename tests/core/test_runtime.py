@@ -135,6 +135,17 @@ class TestCut:
         ):
             assert make(device).cpu().stride() == make("cpu").cpu().clone().stride()
 
+    def test_an_uploaded_tensor_has_eagers_strides(self, context: Context) -> None:
+        for host in (
+            torch.ones(2, 3).t(),
+            torch.ones(4, 6)[:, ::2].t(),
+            torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last),
+            torch.ones(2, 3, 4)[:, 1:].transpose(0, 2),
+        ):
+            wanted = host.to("cpu", copy=True).stride()
+            assert runtime.upload(host, 0).cpu().stride() == wanted
+            assert runtime.upload_all([host], 0)[0].cpu().stride() == wanted
+
 
 class TestWhereItRuns:
     def test_a_new_program_runs_in_the_worker(self, device: torch.device) -> None:

@@ -36,6 +36,11 @@ x.copy_(y * 3)
 y[0] = x[1]
 assert x.device == a and x.tolist() == [6.0, 6.0] and y.tolist() == [6.0, 2.0]
 assert torch.zeros_like(x, device=b).device == x.new_ones(1, device=b).device == b
+for host in (torch.rand(2, 3).t(), torch.rand(1, 2, 3, 3).contiguous(memory_format=torch.channels_last)):
+    there = host.to(a).to(b, copy=True)
+    assert there.cpu().equal(host) and there.cpu().stride() == host.stride(), there.cpu().stride()
+part = torch.rand(2, 4)[:, ::2].t()
+assert part.to(a).to(b).cpu().stride() == part.clone().stride()
 """,
     "mixing": """
 x, y = torch.ones(2, device=a), torch.ones(2, device=b)

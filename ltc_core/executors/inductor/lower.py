@@ -115,7 +115,7 @@ def _write_numbers_out(module: GraphModule) -> None:
             if isinstance(argument.type, torch.NumberType) and type(value) is int:
                 value = float(value)
             elif isinstance(argument.type, torch.TensorType) and type(value) in (int, float):
-                value = _tensor_of(module, node, float(value))  # type: ignore[arg-type]
+                value = _tensor_of(module, node, float(value))
             else:
                 continue
             if given:

@@ -9,12 +9,7 @@ import inspect
 
 from tests.nets.beside import Program
 
-__all__ = ["KNOWN", "find"]
-
-# Programs that are not as eager yet, op by op, and how they differ.
-KNOWN = {
-    "layers.channels_last_networks": "results have the strides of packed ones; eager's are channels-last",
-}
+__all__ = ["find"]
 
 FAMILIES = ("views", "foreach", "indexing", "autograd", "numerics", "layers", "training", "scripts")
 

@@ -148,6 +148,24 @@ def channels_last_networks(device: Device) -> Any:
     )
 
 
+def channels_last_in_all_layers(device: Device) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, groups=2),
+        nn.Hardswish(), nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Upsample(scale_factor=2), nn.ReplicationPad2d(1),
+        nn.AvgPool2d(2), nn.Dropout2d(0.0), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2),
+    ).to(device, memory_format=torch.channels_last)  # fmt: skip
+    x = numbers(device, 2, 3, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+    found, out = [], x
+    for layer in model:
+        out = layer(out)
+        found += [out, out.flatten(1), out.contiguous(), out.clone()]
+        if out.dim() == 4:
+            found.append(out.is_contiguous(memory_format=torch.channels_last))
+    out.square().sum().backward()
+    return found, x.grad, [(p, p.grad) for p in model.parameters()]
+
+
 def pools(device: Device) -> Any:
     x = numbers(device, 2, 3, 8, 8).requires_grad_()
     found = [
