@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -81,13 +81,20 @@ class Pair:
             return []
         made = Counter(_metas_made(self.old.graph))
         wanted = Counter(self.new.graph.inputs[n] for n in extra)
-        return extra if wanted <= made else []
+        if not wanted <= made:
+            return []
+        once, reader = self.found.hunks[0], self._first_reader(extra)
+        is_new = once.old_from < once.old_to or _is_gradient(reader)
+        return extra if is_new or not set(extra).isdisjoint(reader.writes) else []
 
     @functools.cached_property
     def state_reader(self) -> Node:
         """The first op that reads what is new among the inputs."""
-        state = set(self.state)
-        return next(n for n in self.new.graph.nodes if not state.isdisjoint(references(n)))
+        return self._first_reader(self.state)
+
+    def _first_reader(self, numbers: Sequence[int]) -> Node:
+        wanted = set(numbers)
+        return next(n for n in self.new.graph.nodes if not wanted.isdisjoint(references(n)))
 
     @property
     def has_state_first(self) -> bool:

@@ -263,3 +263,20 @@ def test_printing_follows_the_setting(capsys: pytest.CaptureFixture[str]) -> Non
     with settings.override(explain=True):
         explain_module.on_compile(cause)
     assert capsys.readouterr() == ("", "[ltc] compile 3: new code: something\n")
+
+
+def test_a_graph_that_goes_on_with_what_the_one_before_made(causes: list[Cause]) -> None:
+    x = torch.ones(4).to(device())
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(12):
+            y = y.cos()
+        return y
+
+    made = chain()
+    ltc.mark_step()
+    made.copy_(chain() + made)
+    ltc.mark_step()
+    assert causes[-1].kind == "cut elsewhere", causes
+    assert "aten::add" in causes[-1].sentence
