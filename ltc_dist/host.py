@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 LOOK_S = 1.0  # between two looks at whether those waited for have ended
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.1  # between two looks of a thread in the background
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-4, 0.1  # between two questions to the store
 
 c10d: Any = torch.distributed  # its stubs lack what is used here
 
@@ -229,32 +229,29 @@ def wait_looking(keys: Sequence[str], look: Callable[[bool], None], store: Any =
         look: called once a second meanwhile, with whether the time is up; it raises to end the waiting.
         store: a connection of the caller's own.
     """
+    # Not `store.wait`: PyTorch's log has a warning for each wait whose time is up.
     store = job_store() if store is None else store
-    deadline = time.monotonic() + settings.collective_timeout_s
-    while True:
-        left = min(LOOK_S, max(0.01, deadline - time.monotonic()))
-        with contextlib.suppress(RuntimeError):  # DistStoreError: the time was up
-            store.wait(list(keys), datetime.timedelta(seconds=left))
-            return
-        look(time.monotonic() >= deadline)
+    start = looked = time.monotonic()
+    while not store.check(list(keys)):
+        now = time.monotonic()
+        time_is_up = now - start >= settings.collective_timeout_s
+        if time_is_up or now - looked >= LOOK_S:
+            look(time_is_up)
+            looked = now
+        time.sleep(min(max(_FIRST_PAUSE_S, (now - start) / 20), _LAST_PAUSE_S))
 
 
 def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
     """Wait until the keys are in the job's store, each set by one of the processes `of`; give what they hold.
 
-    For threads in the background: a process has one connection to the store, and `wait_for` would keep it.
+    For threads in the background: unlike `wait_for` it hands nothing over.
 
     Raises:
         RankError: one of them has ended without it.
         RankTimeoutError: the time is up.
     """
     store = job_store()
-    deadline = time.monotonic() + settings.collective_timeout_s
-    pause_s = _FIRST_LOOK_S
-    while not store.check(list(keys)):
-        _check_missing(keys, of, what, time.monotonic() >= deadline)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LAST_LOOK_S)
+    wait_looking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up), store)
     return [bytes(store.get(key)) for key in keys]
 
 
