@@ -140,7 +140,7 @@ def _stride_of_copy(meta: TensorMeta) -> tuple[int, ...]:
 
 def upload(tensor: torch.Tensor, index: int, like: TensorMeta | None = None) -> LazyTensor:
     """A lazy tensor with a CPU tensor's values and the strides of a copy of `like`, by default of the tensor."""
-    return _uploaded([tensor], index, [like or _meta_of(tensor)])[0]
+    return _uploaded([tensor], index, [like])[0]
 
 
 def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
@@ -148,26 +148,29 @@ def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
 
     Cost: one transfer, where the device has such.
     """
-    return _uploaded(tensors, index, [_meta_of(tensor) for tensor in tensors])
+    return _uploaded(tensors, index, [None] * len(tensors))
 
 
 def _uploaded(
-    tensors: Sequence[torch.Tensor], index: int, like: Sequence[TensorMeta]
+    tensors: Sequence[torch.Tensor], index: int, like: Sequence[TensorMeta | None]
 ) -> list[LazyTensor]:
     ctx = context(index)
-    metas = _metas_of_copies(like)
+    metas = _metas_of_copies(tensors, like)
     values = ctx.place_all(tensors, metas)
     return [wrap(Cell(ctx.trace, value, meta)) for value, meta in zip(values, metas, strict=True)]
+
+
+@in_own_state
+def _metas_of_copies(
+    tensors: Sequence[torch.Tensor], like: Sequence[TensorMeta | None]
+) -> list[TensorMeta]:
+    found = [meta or _meta_of(t) for t, meta in zip(tensors, like, strict=True)]
+    return [TensorMeta.of(m.size, _stride_of_copy(m), 0, m.dtype) for m in found]
 
 
 def _meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Its meta without the offset: batches that are parts of one tensor have one meta, not one each."""
     return TensorMeta.of(tensor.size(), tensor.stride(), 0, tensor.dtype)
-
-
-@in_own_state
-def _metas_of_copies(like: Sequence[TensorMeta]) -> list[TensorMeta]:
-    return [TensorMeta.of(m.size, _stride_of_copy(m), 0, m.dtype) for m in like]
 
 
 # -- leaving and forking ---------------------------------------------------------------------------
