@@ -229,7 +229,13 @@ def _has_no_kernel(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
         or sum(t.numel() for t in tensors) > _TRIED_ELEMENTS
     ):
         return False
-    error = _failure(schema, args, kwargs, _stand_in)
+    # An `out` without elements takes any size, and nothing is warned of.
+    outs = {
+        k: torch.empty(0, dtype=kwargs[k].dtype)
+        for k in schema.writes
+        if isinstance(kwargs.get(k), torch.Tensor)
+    }
+    error = _failure(schema, args, {**kwargs, **outs}, _stand_in)
     if isinstance(error, NotImplementedError):
         return True
     if error is None:
