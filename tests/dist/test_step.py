@@ -40,8 +40,9 @@ def test_what_is_sent_does_not_depend_on_how_it_is_computed(
     unlike, one = tmp_path / "unlike", tmp_path / "one"
     unlike.mkdir()
     one.mkdir()
-    monkeypatch.setenv("LTC_BUCKET_MB", "0.02")
-    ltd.spawn(spawned.learn_unlike, (str(unlike), "adamw"), nprocs=2)
+    with monkeypatch.context() as environment:
+        environment.setenv("LTC_BUCKET_MB", "0.02")
+        ltd.spawn(spawned.learn_unlike, (str(unlike), "adamw"), nprocs=2)
     spawned.learn(0, str(one), "adamw")
     expected = torch.load(one / "0.pt")
     found = [torch.load(unlike / f"{k}.pt") for k in range(2)]

@@ -98,7 +98,7 @@ def test_each_attempt_has_keys_and_a_store_of_its_own(hosts: list[StaticRendezvo
     first = attempt(hosts)
     assert [(info.rank, info.world_size) for info in first] == [(0, 2), (1, 2)]
     first[0].store.set("key", "0")
-    assert first[1].store.check(["key"])
+    first[1].store.wait(["key"])  # nobody answers a `set`
     assert [host.num_nodes_waiting() for host in hosts] == [0, 0]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(hosts[1].next_rendezvous)
