@@ -21,7 +21,7 @@ from ltc_core.runtime import Context, context, real
 from ltc_core.schema import OpSchema
 from ltc_core.settings import settings
 from ltc_core.signature import two_devices
-from ltc_core.tensor import LazyTensor, set_handle, sizes_of, wrap
+from ltc_core.tensor import LazyTensor, sizes_of, wrap
 from ltc_core.views import Pending, close_lens, open_lens
 
 __all__ = ["run_real"]
@@ -90,11 +90,11 @@ class _RealCall:
         """Give the written operands their new values, and their new shapes where the op resized them."""
         close_lens(self.pending)
         for base, whole in self.written.values():
-            if whole.shape == base.meta.size:  # a resized one leaves its aliases what they had
+            if whole.shape == base.meta.size:
                 base.rebind(_value(self.ctx, whole, base.meta))
         for item, part in self.outs:
             if part.shape != item.shape:
-                set_handle(item, self._new_cell(part))
+                item.resize_(part.shape).copy_(part)
 
     def result(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):

@@ -7,6 +7,7 @@ give a tensor another handle. Each row takes (args, kwargs) of the op.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -299,6 +300,13 @@ def _resize(args: Any, kwargs: Any) -> Any:
     if wanted.numel <= held:
         set_handle(t, _strided_view(t, size, contiguous_stride(size), handle.meta.offset))
         return t
+    if base_of(handle).meta.numel and _is_held_by_another(base_of(handle), t):
+        raise errors.UnsupportedOpError(
+            "resize_ would grow memory that other tensors share",
+            got=f"{list(handle.meta.size)} -> {list(size)}; {held} elements from its first one on",
+            where=source.user_line(),
+            next="give the result memory of its own: without out=, or resize_ a clone()",
+        )
     grown = wrap(handle.trace.empty(wanted))
     if handle.meta.numel > 0:
         flat = _strided_view(t, (held,), (1,), handle.meta.offset)
@@ -307,6 +315,14 @@ def _resize(args: Any, kwargs: Any) -> Any:
         )
     set_handle(t, grown._h)
     return t
+
+
+def _is_held_by_another(base: Cell, t: LazyTensor) -> bool:
+    """Tell whether a tensor other than `t` lies in this memory. Cost: looks at every object of the process."""
+    return any(
+        type(other) is LazyTensor and other is not t and base_of(other._h) is base
+        for other in gc.get_objects()
+    )
 
 
 def _set_tensor(args: Any, kwargs: Any) -> Any:
