@@ -62,7 +62,18 @@ def layouts(device):
     return [turned * 2, conv(numbers(1, 2, 4, 4).to(device)), negative + 1, spread * 3]
 
 
-PROGRAMS = [averages, derivatives, layouts]
+def complexes(device):
+    x, y = (torch.view_as_complex(numbers(4, k, 2)).to(device) for k in (4, 5))
+    square, row = x @ x, y[:, 0]
+    return [
+        x - row, x.add(row, alpha=2), x - 2, 3 - x, x * 2, x / 3, torch.rsub(x, row, alpha=2), x.real - row,
+        torch.addmm(square, x, y[:, :4], beta=2, alpha=3), torch.addmv(row, x, row), torch.baddbmm(*[x[None]] * 3),
+        torch.addcmul(x, row, row, value=2), torch.addcdiv(x, row, x, value=2), torch.lerp(x, square, 0.5),
+        x.sum(0) - 1, x.mean() * 2, x.pow(2), torch.eye(4, device=device) - x,
+    ]
+
+
+PROGRAMS = [averages, derivatives, layouts, complexes]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
 wrong = {}
@@ -98,6 +109,6 @@ def test_all_of_it_is_compiled(wrong: dict[str, Any]) -> None:
     assert "CompileRefused" not in counters
 
 
-@pytest.mark.parametrize("program", ["averages", "derivatives", "layouts"])
+@pytest.mark.parametrize("program", ["averages", "derivatives", "layouts", "complexes"])
 def test_it_gives_what_eager_gives(wrong: dict[str, Any], program: str) -> None:
     assert wrong[program] == []
