@@ -7,6 +7,7 @@ goes through PyTorch's decompositions, then to `fallback`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ from ltc_core.tensor import HANDLERS, LazyTensor, use_handlers
 __all__ = ["handler_of"]
 
 Handler = Callable[[Any, Any], Any]
+
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 # Their results are quantized, which meta kernels do not say; the device cannot hold them.
 _QUANTIZED = ("quantize_per_", "_empty_affine", "_empty_per_channel", "_make_per_")
@@ -102,7 +105,7 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if rule is not None:  # before composites: `_pad_packed_sequence` is one
         return lambda args, kwargs: rule(*args, **(kwargs or {}))
     if schema.composite:
-        return lambda args, kwargs: _decompose(schema, args, kwargs or {})
+        return _decomposed(schema)
     if schema.name.startswith(_QUANTIZED):
         return _on_real_values(schema)
     if not schema.yields_tensors or not (schema.returns or schema.writes):
@@ -202,11 +205,33 @@ def _type_name(t: torch.Tensor) -> str:
     return t.type() if t.device.type == "cpu" else f"{t.dtype} on {t.device}"
 
 
-def _decompose(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
-    result = schema.op.decompose(*args, **kwargs)
-    if result is NotImplemented:
-        return run_real(schema, args, kwargs, find_trace(args, kwargs))
-    return result
+def _decomposed(schema: OpSchema) -> Handler:
+    """Give the handler of an op that consists of others.
+
+    Outside of inference mode autograd has decomposed it, and its part for views is told of each of those ops. In it
+    the op comes here as a whole, below autograd. A few ops have a kernel of their own there.
+    """
+    overload = schema.op._overloadname
+    has_own = torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"{schema.counter}.{overload}" if overload != "default" else schema.counter, _VIEWS.name
+    )
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        is_lost = torch.is_inference_mode_enabled() and not has_own
+        with _with_views() if is_lost else contextlib.nullcontext():
+            result = schema.op.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
+            return run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
+        return result
+
+    return handle
+
+
+def _with_views() -> torch._C._ForceDispatchKeyGuard:
+    """Let autograd's part for views see calls from within a handler."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded.remove(_VIEWS))
 
 
 use_handlers(handler_of)

@@ -116,10 +116,24 @@ def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
         result = schema.op(*[_to_meta(a) for a in args], **meta_kwargs)
     except Exception as error:
         raise Unknown(str(error)) from error
-    metas = _metas(result)
+    return as_kernels_give(
+        schema, args, kwargs, _as_processor_gives(schema, args, kwargs, _metas(result))
+    )
+
+
+def _as_processor_gives(schema: OpSchema, args: Any, kwargs: dict[str, Any], metas: Any) -> Any:
+    """`metas` with what a few kernels of `meta` tell otherwise than those of the processor."""
     if schema.name == "_native_multi_head_attention" and not _wants_weights(*args, **kwargs):
-        return (metas[0], None)  # as the processor's kernel; that of `meta` gives an empty tensor
-    return as_kernels_give(schema, args, kwargs, metas)
+        return (metas[0], None)  # `meta` gives an empty tensor
+    if schema.name in ("pow", "_foreach_pow") and not schema.writes and type(args[1]) is bool:
+        of = [args[0]._h.meta] if isinstance(metas, TensorMeta) else [t._h.meta for t in args[0]]
+        found = metas if isinstance(metas, list) else [metas]
+        found = [
+            TensorMeta.of(m.size, m.stride, m.offset, o.dtype)
+            for m, o in zip(found, of, strict=True)
+        ]  # `meta` gives whole numbers for booleans
+        return found if isinstance(metas, list) else found[0]
+    return metas
 
 
 def _wants_weights(*args: Any, need_weights: bool = True, **kwargs: Any) -> bool:

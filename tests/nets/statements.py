@@ -174,7 +174,7 @@ INDEXED_WRITES = (
     "{t}.index_put_(({i},), {t}.new_ones(()), accumulate=True)", "{t}[1:] = {t}[:-1].clone()", "{t}[{i}] *= 2",
     "{t}.index_add_(0, {i}.flatten(), {t}[{i}.flatten()])", "{t}.masked_fill_({t} > 0, {n})", "{t}[-1] -= {t}[0]",
     "{t}.index_copy_(0, {i}.flatten(), {t}[{i}.flatten()])", "{t}.masked_scatter_({t} > 0, {t}.flip(0))",
-    "{t}.fill_diagonal_(2)", "{t}[{t} != {t}] = 0", "{t}.put_({i}, {i}.to({t}.dtype), accumulate=True)",
+    "{t}.fill_diagonal_(2)", "{t}[{t} != {t}] = 0", "{t}.put_({i}, {i}.to({t}.dtype, copy=True), accumulate=True)",
 )  # fmt: skip
 
 WRITES = (
@@ -274,7 +274,7 @@ CONTROL = (
 
 ASKS = (
     "{t}.tolist()", "{t}.sum().item()", "repr({t}.shape)", "{t}.is_leaf", "{t}.requires_grad", "{t}._version",
-    "{t}.dtype", "{t}.is_contiguous()", "torch.equal({t}, {u})", "{t}.cpu().numpy().tolist()", "len({t})",
+    "{t}.dtype", "torch.equal({t}, {u})", "{t}.cpu().numpy().tolist()", "len({t})",
     "bool({t}.any())", "{t}._base is None", "{t}.is_inference()", "(t.grad_fn is None)", "{t}.any().item()",
     "torch.allclose({t}, {u})",
 )  # fmt: skip

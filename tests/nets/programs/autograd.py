@@ -330,6 +330,22 @@ def inference_mode_evaluation_between_steps(device: Device) -> Any:
     return losses
 
 
+def views_in_inference_mode(device: Device) -> Any:
+    w = numbers(device, 2, 3).requires_grad_()
+    with torch.inference_mode():
+        views = [
+            w.view_as(w),
+            w.movedim(0, -1),
+            w.flatten(),
+            w.mT,
+            w[0],
+            w.T,
+            w.swapaxes(0, 1),
+            w.chunk(2)[0],
+        ]
+    return [(v, v.requires_grad, v.is_inference(), v.is_leaf) for v in views]
+
+
 def data_in_inference_mode(device: Device) -> Any:
     t, y = torch.ones(3, device=device), torch.zeros(3, device=device)
     with torch.inference_mode():
