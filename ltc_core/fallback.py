@@ -37,6 +37,7 @@ class _RealCall:
         self.schema = schema
         self.ctx = ctx
         self.written: dict[int, tuple[Cell, torch.Tensor]] = {}  # whole memory, by its cell
+        self.opened: dict[int, tuple[torch.Tensor, list[Pending]]] = {}  # by the tensor of the call
         self.outs: list[tuple[LazyTensor, torch.Tensor]] = []
         self.pending: list[Pending] = []
         self.operands: list[torch.Tensor] = []
@@ -56,9 +57,8 @@ class _RealCall:
             raise self._elsewhere(item)
         if name in self.schema.writes:
             return self._written(item)
-        known = self.written.get(id(base_of(item._h)))
-        if known is not None:  # memory that is written, too
-            operand, _ = _open_lens(known[1], lens_of(item._h))
+        if id(base_of(item._h)) in self.written:
+            operand, _ = self._opened(item)
         else:
             operand = real(item._h, self.schema.name)
         self.operands.append(operand)
@@ -79,11 +79,18 @@ class _RealCall:
                 self.written[id(base)] = (base, real(base, self.schema.name).clone())
 
     def _written(self, item: LazyTensor) -> torch.Tensor:
-        _, whole = self.written[id(base_of(item._h))]
-        part, copies = _open_lens(whole, lens_of(item._h))
+        part, copies = self._opened(item)
         self.pending += copies
         self.outs.append((item, part))
         return part
+
+    def _opened(self, item: LazyTensor) -> tuple[torch.Tensor, list[Pending]]:
+        """Open a tensor in memory that is written: one that is read and written is one tensor, as for eager."""
+        found = self.opened.get(id(item))
+        if found is None:
+            _, whole = self.written[id(base_of(item._h))]
+            found = self.opened[id(item)] = _open_lens(whole, lens_of(item._h))
+        return found
 
     @in_own_state
     def finish(self) -> None:

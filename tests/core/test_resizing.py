@@ -95,3 +95,17 @@ def test_shared_memory_does_not_grow() -> None:
     assert memory.add_(1).tolist() == [1] * 4 and part.tolist() == [1] * 2
     del part
     assert memory.resize_(5)[:4].tolist() == [1] * 4
+
+
+def test_an_operand_is_not_resized() -> None:
+    for device in (torch.device("cpu"), ltc.lazy_device()):
+        t, row = torch.ones(3, device=device), torch.ones(1, 3, device=device)
+        for call in (
+            lambda t=t, row=row: torch.sub(t, row, out=t),
+            lambda t=t: torch.masked_select(t, t > 0, out=t),
+        ):
+            with pytest.raises(
+                RuntimeError, match="doesn't match the broadcast shape|refer to a single memory"
+            ):
+                call()
+        assert t.tolist() == [1.0] * 3
