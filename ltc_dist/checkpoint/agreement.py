@@ -76,6 +76,8 @@ class Agreement:
         probes = {rank: probe for rank, (_, _, probe) in enumerate(answers)}
         if self._here.rank > 0:
             probes = {0: probes[0]}
+        else:
+            commit.remove_other_probes(self._directory, probes.values())
         unseen = commit.see_probes(self._directory, probes)
         told = f"does not see what rank {listed(map(str, unseen))} wrote there" if unseen else ""
         problems = host.rendezvous(f"{place}/seen", told.encode())

@@ -35,6 +35,7 @@ __all__ = [
     "probe_name",
     "prune",
     "publish",
+    "remove_other_probes",
     "see_parts",
     "see_probes",
     "sweep",
@@ -48,7 +49,6 @@ _TEMPORARY = ".tmp-"
 _OLD = ".old-"
 _LEFT_OVER = re.compile(r"(step_[0-9]{9,18})\.(tmp|old)-[0-9a-f]{8}")
 _PROBE = re.compile(r"\.ltc-probe-[0-9a-f]{16}")
-_PROBE_IS_OLD_S = 3600.0
 _SEEN_WITHIN_S = 5.0  # by rank 0: a network file system may show a new file late
 _LOOK_S = 0.1
 
@@ -79,6 +79,17 @@ def see_probes(root: str, tokens: Mapping[int, str]) -> list[int]:
         time.sleep(_LOOK_S)
 
 
+def remove_other_probes(root: str, tokens: Collection[str]) -> None:
+    """Remove what killed processes have left of theirs. For who holds the lock: nobody else gets past it."""
+    for name in os.listdir(root):
+        if _PROBE.fullmatch(name) and name.rpartition("-")[2] not in tokens:
+            # Its owner has removed it, or is another user: it harms nobody.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                path = os.path.join(root, name)
+                if os.lstat(path).st_size <= 1:
+                    os.unlink(path)
+
+
 def sweep(root: str) -> None:
     """Clear up after jobs that were killed here; nobody else may be writing.
 
@@ -86,9 +97,6 @@ def sweep(root: str) -> None:
     """
     for name in os.listdir(root):
         path = os.path.join(root, name)
-        if _PROBE.fullmatch(name):
-            _remove_old_probe(path)
-            continue
         match = _LEFT_OVER.fullmatch(name)
         if match is None or not is_ours(path):
             continue
@@ -97,13 +105,6 @@ def sweep(root: str) -> None:
             os.rename(path, final)  # killed between the two renames of `publish`
         else:
             _remove(path)
-
-
-def _remove_old_probe(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # of a process that lives
-        found = os.lstat(path)
-        if found.st_size <= 1 and time.time() - found.st_mtime > _PROBE_IS_OLD_S:
-            os.unlink(path)
 
 
 def _remove(path: str) -> None:

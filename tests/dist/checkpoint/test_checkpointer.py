@@ -586,6 +586,7 @@ def test_only_what_is_ours_is_cleared_away(tmp_path: Path) -> None:
         "step_000000001/model.safetensors",  # of another program, with a name like ours
         "step_000000009.tmp-mine/shared/notes",
         ".probe-host-7",
+        ".ltc-probe-00112233445566aa",  # our name, and something else in it
     ]
     for name in kept:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -594,7 +595,9 @@ def test_only_what_is_ours_is_cleared_away(tmp_path: Path) -> None:
     commit.write_part(str(left), "shared", Plan({}, "checkpoint"))
     (left / "rank_00000").mkdir()
     (tmp_path / "step_000000008.tmp-0b0b0b0b").mkdir()
+    commit.probe(str(tmp_path), "00112233445566bb")  # its process was killed
     with ltd.Checkpointer(tmp_path, keep=1, model=nn.Linear(1, 1)) as found:
+        assert not list(tmp_path.glob("*-00112233445566bb"))
         assert not left.exists() and not (tmp_path / "step_000000008.tmp-0b0b0b0b").exists()
         found._is_behind = False
         found.save(2)
