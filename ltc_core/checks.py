@@ -111,7 +111,7 @@ _REHEARSED = frozenset(
         "native_group_norm", "nll_loss_forward", "nll_loss2d_forward", "_cdist_forward",
         "linalg_cross", "grid_sampler_2d", "grid_sampler_3d", "smooth_l1_loss", "huber_loss",
         "mse_loss", "smooth_l1_loss_backward", "huber_loss_backward", "mse_loss_backward",
-        "_prelu_kernel", "_log_softmax", "_softmax", "_safe_softmax", "histc",
+        "_prelu_kernel", "argmax", "argmin", "_log_softmax", "_softmax", "_safe_softmax", "histc",
         "dist", "max_unpool2d", "max_unpool3d", "linalg_solve_triangular", "normal",
         "binary_cross_entropy_with_logits", "_trilinear", "polar", "complex",
     }

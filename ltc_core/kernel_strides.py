@@ -26,8 +26,8 @@ _MOST_ELEMENTS = 1 << 16
 # Ops whose results are not packed even where the operands are.
 _TURN_PACKED = ("_fft_", "_linalg_svd", "linalg_eig")
 
-# Integers in these are checked by the kernel; in others they may be addresses.
-_CHECKED_INTEGERS = ("max_unpool",)
+# Integers in these are numbers, or checked by the kernel; in others they may be addresses.
+_CHECKED_INTEGERS = ("floor_divide", "max_unpool")
 
 
 def as_kernels_give(schema: OpSchema, args: Any, kwargs: dict[str, Any], result: Any) -> Any:

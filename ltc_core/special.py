@@ -244,6 +244,8 @@ def _strided_view(t: LazyTensor, size: Any, stride: Any, offset: int | None) -> 
         lens += (ViewStep(aten.permute.default, (tuple(order),)),)
     if len(order) != 1:
         lens += (ViewStep(aten.view.default, ((-1,),)),)
+    if handle.meta.dtype is not meta.dtype:
+        lens += (ViewStep(aten.view.dtype, (handle.meta.dtype,)),)
     where = handle.meta.offset if offset is None else offset
     lens += (ViewStep(aten.as_strided.default, (tuple(size), tuple(stride), where)),)
     with trace.lock:

@@ -72,6 +72,7 @@ CASES: dict[str, Callable[[], None]] = {
     "an expanded operand": lambda: check(aten.copysign.Tensor, packed(4, 1).expand(4, 3), turned(4, 3)),
     "gaps": lambda: check(aten.fmin.default, packed(4, 6)[:, ::2], turned(4, 3)),
     "integers": lambda: check(aten.floor_divide.default, turned(4, 3).long() + 1, turned(4, 3).long() + 2),
+    "an integer and a float": lambda: check(aten.floor_divide.default, turned(4, 3).int(), packed()),
     "a huge operand": lambda: check(aten.logical_or.default, turned(300, 400), packed(400)),
     "gradients of losses": lambda: check(
         aten.smooth_l1_loss_backward.default, packed(), turned(4, 3), turned(4, 3), 1, 1.0

@@ -82,6 +82,8 @@ def generate(number: int, num_devices: int = 2, num_lines: int = NUM_LINES) -> L
         line = maker(draw)
         if line is None:
             continue
+        if _reads_what_it_writes(line, names):
+            continue
         shapes = {name: t.shape for name, t in names.items() if isinstance(t, torch.Tensor)}
         error = _step(line, names)
         if "out=" in line and not _is_defined(line, shapes, names):
@@ -117,6 +119,19 @@ def _is_defined(line: str, shapes: dict[str, torch.Size], names: dict[str, Any])
         if any(_lie_together(names[name], names[other]) for other in read if other in names):
             return False
     return True
+
+
+def _reads_what_it_writes(line: str, names: dict[str, Any]) -> bool:
+    """Whether an op in place reads another part of what it writes, of which eager only refuses some."""
+    found = re.match(r"(t\d+)\.[a-z]\w*_\((.*)", line)
+    if found is None:
+        return False
+    written = names[found[1]]
+    operands = [names[name] for name in re.findall(r"\bt\d+\b", found[2])]
+    return any(
+        _lie_together(written, t) and (t.shape, t.stride()) != (written.shape, written.stride())
+        for t in operands
+    )
 
 
 def _lie_together(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -205,8 +220,10 @@ def _told_late(lines: Lines, num_devices: int) -> str:
     got = events[-1] or attempt(lambda: ltc.mark_step(wait=True))
     del names
     attempt(ltc.wait_device_ops)
+    if isinstance(got, Raised) and _GROWTH in got.text:
+        return ""
     if expected is None:
-        return "" if _GROWTH in got.text else f"{lines[-1]}: the device raises {got!r}"
+        return f"{lines[-1]}: the device raises {got!r}"
     if got is None and _NO_VIEW in expected.text:
         return ""
     if got is None and _OVERLAP in expected.text and "_foreach_" not in lines[-1]:

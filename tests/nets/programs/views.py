@@ -240,3 +240,16 @@ def a_parameter_of_transposed_data(device: Device) -> Any:
         (w * w).sum().backward()
         opt.step()
     return w, w.grad
+
+
+def strides_over_memory_seen_as_another_dtype(device: Device) -> Any:
+    doubles = torch.tensor([[-3.0], [-4.0], [-2.0]], dtype=torch.float64).to(device)
+    doubles.T.view(torch.int32).fill_diagonal_(2)
+    floats = torch.arange(8.0, device=device)
+    floats.view(torch.int16).as_strided((3,), (2,), 1).fill_(3)
+    parts = torch.zeros(4, dtype=torch.complex64, device=device)
+    torch.view_as_real(parts).as_strided((4,), (2,), 1).fill_(3.0)
+    floats[4:].view(torch.int32).as_strided((2,), (1,)).add_(1)
+    short = torch.arange(8, dtype=torch.int16, device=device)
+    short[4:].view(torch.int32).resize_(1).fill_(7)
+    return doubles, floats, parts, short
