@@ -1,9 +1,13 @@
-"""The seed of what a test run chooses among more tests than it has time for: TEST_SEED, or one and the same number.
+"""What a test run chooses among more tests than it has time for.
 
-Every clone of a commit chooses what every other clone of it chooses, so a failure of CI is repeated where it is mended.
+Names rotate with the number of commits: another share each time, and the same one in every clone of a commit, so that a
+failure is repeated where it is mended. Random programs have one seed. TEST_SEED chooses both.
 """
 
+import functools
 import os
+import subprocess
+from pathlib import Path
 
 __all__ = ["rotating", "seed"]
 
@@ -15,6 +19,14 @@ def seed() -> int:
     return int(os.environ.get("TEST_SEED") or _SEED)
 
 
+@functools.cache
+def _num_commits() -> int:
+    command = ["git", "rev-list", "--count", "HEAD"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return int(done.stdout) if done.returncode == 0 else _SEED  # an archive without its history
+
+
 def rotating(names: list[str], share: int) -> list[str]:
-    """One `share`-th of the names, another one for each seed: all of them in that many seeds."""
-    return [name for k, name in enumerate(sorted(names)) if (k - seed()) % share == 0]
+    """One `share`-th of the names: all of them in as many commits."""
+    first = seed() if os.environ.get("TEST_SEED") else _num_commits()
+    return [name for k, name in enumerate(sorted(names)) if (k - first) % share == 0]

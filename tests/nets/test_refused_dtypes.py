@@ -1,4 +1,4 @@
-"""PyTorch's operators on dtypes that eager refuses: a thirtieth of them, other ones for each seed."""
+"""PyTorch's operators on dtypes that eager refuses: a tenth of them, other ones for each commit."""
 
 import itertools
 import warnings
@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ltc_core as ltc
 from tests.core.test_opinfo import OPS, SKIPPED, on, to_cpu
-from tests.seed import rotating, seed
+from tests.seed import rotating
 
 DTYPES = (
     torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.uint8, torch.int32,
 )  # fmt: skip
-SHARE = 30
+SHARE = 10
 SAMPLES = 4
 
 # Operators that take more dtypes on the device, each with its reason.
@@ -26,13 +26,17 @@ def refused(name: str) -> Iterator[tuple[Any, Any, Exception]]:
     """Arguments that eager refuses for their dtype, and what it raises."""
     op = OPS[name]
     taken = op.supported_dtypes("cpu")
-    made = next(t for t in (torch.float32, torch.int64, torch.complex64, torch.bool) if t in taken)
+    made = next(
+        (t for t in (torch.float32, torch.int64, torch.complex64, torch.bool) if t in taken), None
+    )
+    if made is None:  # of narrow floats alone
+        return
     samples = list(itertools.islice(op.sample_inputs("cpu", made), SAMPLES))
     for dtype, sample in itertools.product(DTYPES, samples):
         if dtype in taken:
             continue
         given = ((sample.input, *sample.args), dict(sample.kwargs))
-        args, kwargs = tree_map(lambda t, d=dtype: _cast(t, made, d), given)
+        args, kwargs = tree_map(lambda t, d=dtype, m=made: _cast(t, m, d), given)
         try:
             op(*args, **kwargs)
         except Exception as error:
@@ -60,7 +64,7 @@ def test_what_eager_refuses_is_refused() -> None:
                     found[name] = (
                         f"{dtypes}: eager raises {expected!r:.100}, the device {what!r:.100}"
                     )
-    assert not found, f"seed {seed()}: {found}"
+    assert not found, found
     assert count > 50
 
 
