@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class Context:
         self.trace = Trace(self.device, self.memory)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps)
-        self.failures: list[_Failure] = []
+        self.failures: deque[_Failure] = deque()
         self._worker_has_team = False
 
     # -- cutting -------------------------------------------------------------------------------
@@ -217,7 +218,11 @@ class Context:
         lost = next((error for buffer in inputs if (error := buffer.error) is not None), None)
         inputs.clear()
         if lost is not None:
-            self._settle(lost, compiled.program.salvage(data, scalars), compiled, outputs)
+            found = compiled.program.salvage(data, scalars)
+            if found.older:  # whoever holds what is lost may never read it
+                assert isinstance(lost, errors.LtcError)
+                self.failures.append(_Failure(lost))
+            self._settle(lost, found.data, compiled, outputs)
             return
         self.memory.note_peak(compiled.program.peak_bytes)
         steps = compiled.program.run_in_steps(data, scalars)
@@ -251,19 +256,23 @@ class Context:
     def _fail(self, failure: NodeFailure, compiled: Compiled, outputs: list[Buffer]) -> None:
         assert failure.__cause__ is not None
         first = self._error_of(failure.node, failure.__cause__, compiled)
-        found = {failure.__cause__: first}
+        found = {id(failure.__cause__): first}  # an exception of the user's may have no hash
         for node, original in failure.causes.values():
-            if original not in found:
-                found[original] = self._error_of(node, original, compiled)
-        others = {o: found[original] for o, (_, original) in failure.causes.items()}
+            if id(original) not in found:
+                found[id(original)] = self._error_of(node, original, compiled)
+        others = {o: found[id(original)] for o, (_, original) in failure.causes.items()}
+        lost = [
+            (others.get(number, first), weakref.ref(buffer))
+            for number, buffer in zip(compiled.graph.outputs, outputs, strict=True)
+            if number not in failure.salvaged
+        ]
+        for error in found.values():
+            # An op may have failed whose results are lost to an earlier failure, too.
+            carriers = tuple(ref for by, ref in lost if by is error)
+            if failure.older or carriers:
+                self.failures.append(_Failure(error, () if failure.older else carriers))
+        # Last: who sees values that are older than they should be finds the failure.
         self._settle(first, failure.salvaged, compiled, outputs, others)
-        if failure.older:
-            self.failures += [_Failure(error) for error in found.values()]
-        else:  # an op may have failed whose results are lost to an earlier failure, too
-            carriers = {
-                e: tuple(weakref.ref(b) for b in outputs if b.error is e) for e in found.values()
-            }
-            self.failures += [_Failure(e, refs) for e, refs in carriers.items() if refs]
         metrics.count("FailedExecution")
 
     def _error_of(
@@ -324,9 +333,18 @@ class Context:
         Args:
             all_of_them: also those that tensors still carry, which raise them when they are read.
         """
-        waiting = [f for f in self.failures if not (all_of_them or f.error.seen) and f.is_carried]
-        unseen = [f.error for f in self.failures if not f.error.seen and f not in waiting]
-        self.failures[:] = waiting
+        unseen = []
+        for _ in range(len(self.failures)):  # the worker may add to them meanwhile
+            try:
+                failure = self.failures.popleft()
+            except IndexError:  # another thread was told of it
+                break
+            if failure.error.seen:
+                continue
+            if not all_of_them and failure.is_carried:
+                self.failures.append(failure)
+            else:
+                unseen.append(failure.error)
         if unseen:
             first, more = unseen[0], len(unseen) - 1
             if more:

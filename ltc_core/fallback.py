@@ -101,7 +101,8 @@ class _RealCall:
                 base.rebind(_value(self.ctx, whole, base.meta))
         for item, part in self.outs:
             if part.shape != item.shape:
-                item.resize_(part.shape).copy_(part)
+                with torch.inference_mode(item.is_inference()):
+                    item.resize_(part.shape).copy_(part)
 
     def result(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):

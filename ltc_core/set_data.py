@@ -54,6 +54,8 @@ def _is_plain(t: torch.Tensor) -> bool:
 
 
 def _become_lazy(t: Any) -> None:
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) and not parameter.is_lazy(t):
+        t._class_elsewhere = type(t)
     if isinstance(t, torch.nn.Parameter):
         t._is_param = True
     if isinstance(t, parameter.UninitializedParameter):
@@ -69,5 +71,6 @@ def _become_plain(t: Any) -> None:
     is_parameter = t.__dict__.pop("_is_param", False)
     del t._h
     plain = torch.nn.Parameter if is_parameter else torch.Tensor
+    plain = t.__dict__.pop("_class_elsewhere", plain)
     t.__class__ = t.plain if isinstance(t, Uninitialized) else plain
     register.set_python_dispatch(t, False)

@@ -322,9 +322,14 @@ def _resize(args: Any, kwargs: Any) -> Any:
 def _is_held_by_another(base: Cell, t: LazyTensor) -> bool:
     """Tell whether a tensor other than `t` lies in this memory. Cost: looks at every object of the process."""
     return any(
-        type(other) is LazyTensor and other is not t and base_of(other._h) is base
+        type(other) is LazyTensor and other is not t and _is_in(other, base)
         for other in gc.get_objects()
     )
+
+
+def _is_in(t: LazyTensor, base: Cell) -> bool:
+    handle = getattr(t, "_h", None)  # none yet, where another thread is making it
+    return handle is not None and base_of(handle) is base
 
 
 def _set_tensor(args: Any, kwargs: Any) -> Any:

@@ -29,10 +29,11 @@ def token(group: str, index: int) -> torch.Tensor:
     Collectives that another device recorded before are handed over first: those of a group run in the order in which
     this process recorded them.
     """
+    if (group, index) not in _tokens:  # made without the lock, as that may take others
+        made = upload(torch.zeros(1, dtype=torch.uint8), index)
+        _tokens.setdefault((group, index), made)
     with _lock:
-        found = _tokens.get((group, index))
-        if found is None:
-            found = _tokens[group, index] = upload(torch.zeros(1, dtype=torch.uint8), index)
+        found = _tokens[group, index]
         before, _last[group] = _last.get(group, index), index
         earlier = None if before == index else _tokens[group, before]
     if earlier is not None:

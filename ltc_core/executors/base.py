@@ -7,6 +7,7 @@ program runs. Programs run in the device's worker, one after the other.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from ltc_core.graph import Graph, Node, TensorMeta
 
-__all__ = ["CPU", "Cause", "Executor", "NodeFailure", "Program", "Stopped", "run_to_end"]
+__all__ = ["CPU", "Cause", "Executor", "NodeFailure", "Program", "Remains", "Stopped", "run_to_end"]
 
 
 CPU = torch.device("cpu")
@@ -45,6 +46,21 @@ class NodeFailure(Exception):
         self.salvaged = salvaged
         self.older = older
         self.causes = causes or {}
+
+
+@dataclasses.dataclass(slots=True)
+class Remains:
+    """What is left of a graph when an op of it fails, or an input of it is lost.
+
+    Attributes:
+        data: output -> its data, for the outputs that have some.
+        older: those of them that have an earlier version than the graph was to make.
+        causes: output -> the failure that it is lost to, where that is not the first one.
+    """
+
+    data: dict[int, Any]
+    older: frozenset[int]
+    causes: dict[int, Cause]
 
 
 class Stopped(Exception):
@@ -100,9 +116,9 @@ class Program(abc.ABC):
         return self.run(inputs, scalars)
         yield
 
-    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
         """Outputs that do not depend on the inputs that are lost (None), or exist in some version without a run."""
-        return {}
+        return Remains({}, frozenset(), {})
 
 
 class Executor(abc.ABC):

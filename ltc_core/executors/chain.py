@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ltc_core import collective
-from ltc_core.executors.base import NodeFailure, Stopped
+from ltc_core.executors.base import NodeFailure, Remains, Stopped
 from ltc_core.executors.part import Part
 from ltc_core.executors.reference import ReferenceProgram, rest_runner
-from ltc_core.executors.remains import Remains, remains
+from ltc_core.executors.remains import remains
 from ltc_core.graph import Graph, Node
 from ltc_core.passes import origins, plan
 
@@ -106,7 +106,8 @@ class Chain:
             except Stopped as stopped:
                 self._note_stop(link, stopped, values)
                 node = link.whole_node(stopped.node)
-                found = self._remains(values, self._rest(at, node), node, scalars)
+                failed = [node] if node is not None else link.part.nodes
+                found = self._remains(values, self._rest(at, node), failed, scalars)
                 raise NodeFailure(
                     node, found.data, found.older, found.causes
                 ) from stopped.__cause__
@@ -131,14 +132,18 @@ class Chain:
         return nodes + [n for link in self._links[at + 1 :] for n in link.part.nodes]
 
     def _remains(
-        self, values: dict[int, Any], rest: list[Node], failed: Node | None, scalars: Sequence[Any]
+        self,
+        values: dict[int, Any],
+        rest: list[Node],
+        failed: Sequence[Node],
+        scalars: Sequence[Any],
     ) -> Remains:
         taken = {self._memory_of(values[i]) for i in self._inputs if i not in self._donated}
         if self._hardware is None:
             found = remains(self._origins, self._inputs, values, (), (), _never)
         else:
             run = rest_runner(scalars, None, self._hardware)
-            firsts = (failed.first,) if failed is not None else [node.first for node in rest]
+            firsts = [node.first for node in failed]
             found = remains(self._origins, self._inputs, values, rest, firsts, run)
         for output, data in found.data.items():
             memory = self._memory_of(data)

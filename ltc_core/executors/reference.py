@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Stopped
-from ltc_core.executors.remains import Remains, remains
+from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Remains, Stopped
+from ltc_core.executors.remains import remains
 from ltc_core.executors.storage import StorageTypes
 from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.passes import MemoryPlan, plan
@@ -272,8 +272,8 @@ class ReferenceProgram(Program):
             return data.to(dtype)
         return data.clone() if copied else data
 
-    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
-        return self._remains({}, inputs, scalars, None).data
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
+        return self._remains({}, inputs, scalars, None)
 
     def _remains(
         self,

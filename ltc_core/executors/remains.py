@@ -7,31 +7,15 @@ of the graph, keeps the version it had when the op failed, as eager leaves it at
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ltc_core import collective
-from ltc_core.executors.base import Cause
+from ltc_core.executors.base import Cause, Remains
 from ltc_core.graph import Node, references
 from ltc_core.passes import prune
 
-__all__ = ["Remains", "remains"]
-
-
-@dataclasses.dataclass(slots=True)
-class Remains:
-    """What `remains` found.
-
-    Attributes:
-        data: output -> its data, for the outputs that have some.
-        older: those of them that have an earlier version than the graph was to make.
-        causes: output -> the failure that it is lost to, where that is not the first one.
-    """
-
-    data: dict[int, Any]
-    older: frozenset[int]
-    causes: dict[int, Cause]
+__all__ = ["remains"]
 
 
 def remains(
@@ -57,17 +41,22 @@ def remains(
     state = {o for o, chain in origins.items() if chain and chain[-1] in inputs}
     wanted = [o for o in origins if o not in values and o not in state]
     roots = {(o, *origins[o])[-1] for o in wanted}
-    computed, causes = _computed(values, prune(rest, wanted), {*wanted, *roots}, failed, run)
-    found = Remains({}, frozenset(), {})
-    # The state of a generator is not a tensor of the program: what failed to draw has left it as it was.
+    # The state of a generator is not a tensor of the program: it goes on with each draw that is computed, and what
+    # failed to draw has left it as it was.
     drawn = {n.first_write + n.kwargs["generator"].base for n in rest if "generator" in n.kwargs}
+    states = {v for o in drawn.intersection(origins) for v in (o, *origins[o])}
+    computed, causes = _computed(
+        values, prune(rest, wanted), {*wanted, *roots, *states}, failed, run
+    )
+    found = Remains({}, frozenset(), {})
     older = set()
     for output, chain in origins.items():
-        versions = [v for v in (output, *chain) if values.get(v) is not None]
+        there = computed if output in drawn else values
+        versions = [v for v in (output, *chain) if there.get(v) is not None]
         if output not in state and computed.get(output) is not None:
             found.data[output] = computed[output]
         elif versions:
-            found.data[output] = values[versions[0]]
+            found.data[output] = there[versions[0]]
             older.update({output} - {versions[0]} - drawn)
         elif chain and computed.get(chain[-1]) is not None:  # such as an optimizer's zeros
             found.data[output] = computed[chain[-1]]

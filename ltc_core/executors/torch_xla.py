@@ -17,7 +17,15 @@ import torch
 from ltc_core import collective, metrics
 from ltc_core.errors import CollectiveError
 from ltc_core.executors import keys
-from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Stopped, run_to_end
+from ltc_core.executors.base import (
+    CPU,
+    Executor,
+    NodeFailure,
+    Program,
+    Remains,
+    Stopped,
+    run_to_end,
+)
 from ltc_core.executors.chain import Chain, Link
 from ltc_core.executors.first_values import first_values, without_operands
 from ltc_core.executors.number_rules import NUMBER_DTYPES, kinds
@@ -139,7 +147,7 @@ class XlaProgram(Program):
         self._chains.append(chain)
         return chain
 
-    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
         given = dict(zip(self._graph.inputs, inputs, strict=True))
         chains = origins(self._graph.nodes, self._graph.outputs)
         kept = {}
@@ -147,7 +155,7 @@ class XlaProgram(Program):
             data = given.get((output, *versions)[-1])
             if data is not None:
                 kept[output] = self._device.copy(data)
-        return kept
+        return Remains(kept, frozenset(output for output in kept if chains[output]), {})
 
 
 def _chain(

@@ -42,9 +42,9 @@ class Claim:
 
     def release(self) -> None:
         """Let others write there; more calls do nothing, and neither does a call in a forked child."""
-        with _guard:
-            if self._pid == os.getpid() and _held.get(self._directory) is self:
-                del _held[self._directory]
+        # Without the guard: a finalizer may call this while its own thread holds it.
+        if self._pid == os.getpid() and _held.get(self._directory) is self:
+            if _held.pop(self._directory, None) is self:
                 os.close(self._lock)
 
     def close_in_child(self) -> None:

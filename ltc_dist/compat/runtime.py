@@ -119,9 +119,14 @@ def set_device_type(pjrt_device: str) -> None:
         SettingsError: the devices compute on something else: they are in use, or LTC_DEVICE says so.
     """
     settings = ltc.settings
+    before = os.environ.get("PJRT_DEVICE")
     if not settings.is_used("device"):
         os.environ["PJRT_DEVICE"] = pjrt_device
     if pjrt_device.upper() != device_type():
+        if before is None:
+            os.environ.pop("PJRT_DEVICE", None)
+        else:
+            os.environ["PJRT_DEVICE"] = before
         raise SettingsError(
             f"the devices cannot be made {pjrt_device} in a running program",
             got=device_type(),

@@ -1,5 +1,6 @@
 """A graph with an op that fails keeps its other outputs, and the op raises eager's error where it is read."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import ltc_core as ltc
+from tests.core.custom_ops import Gate
 from tests.nets.beside import Raised, attempt, run_beside_eager
 from tests.nets.tiers import tier
 
@@ -154,3 +156,60 @@ def test_ends_of_linspace_may_be_tensors(device: torch.device) -> None:
         )  # fmt: skip
 
     run_beside_eager(program, rounds=1)
+
+
+@dataclasses.dataclass
+class TooLarge(Exception):
+    """An exception without a hash."""
+
+    limit: float
+
+
+@torch.library.custom_op("ltc_probe::bounded", mutates_args=())
+def bounded(x: torch.Tensor, limit: float) -> torch.Tensor:
+    if float(x.max()) > limit:
+        raise TooLarge(limit)
+    return x.clone()
+
+
+bounded.register_fake(lambda x, limit: torch.empty_like(x))
+
+
+def test_exceptions_of_ones_own(device: torch.device) -> None:
+    x = numbers(device, 3)
+    values = [bounded(x, limit) for limit in (-100.0, 100.0, -200.0)]
+    kept = x + 1
+    with pytest.raises(ltc.errors.LtcError, match="ltc_probe.bounded"):
+        ltc.mark_step(wait=True)
+    assert torch.equal(values[1].cpu(), x.cpu()) and torch.equal(kept.cpu(), x.cpu() + 1)
+    for value in (values[0], values[2]):
+        with pytest.raises(ltc.errors.LtcError, match="ltc_probe.bounded"):
+            value.cpu()
+
+
+def test_draws_after_a_failure_do_not_come_again(device: torch.device) -> None:
+    lost = F.embedding(whole(device, 9), numbers(device, 3, 2))
+    first = torch.randn(3, device=device)
+    with pytest.raises(IndexError):
+        ltc.mark_step(wait=True)
+    second, third = torch.randn(3, device=device), torch.randn(3, device=device)
+    ltc.mark_step(wait=True)
+    found = [t.cpu() for t in (first, second, third)]
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+    del lost
+
+
+def test_state_that_a_lost_value_keeps_back_is_told_of(device: torch.device) -> None:
+    """The failing op has not run yet when the ops that need its result are recorded."""
+    state, other = numbers(device, 2), numbers(device, 2)
+    ltc.mark_step(wait=True)
+    before = [state.cpu(), other.cpu()]
+    with Gate() as gate:
+        lost = F.embedding(whole(device, 9), gate(numbers(device, 3, 2)))[0]
+        ltc.mark_step()
+        state.add_(lost)
+        other.add_(1)
+        ltc.mark_step()
+    with pytest.raises(IndexError, match="embedding"):
+        ltc.mark_step(wait=True)
+    assert [t.tolist() for t in (state, other)] == [t.tolist() for t in before]

@@ -109,3 +109,10 @@ def test_an_operand_is_not_resized() -> None:
             ):
                 call()
         assert t.tolist() == [1.0] * 3
+
+
+def test_in_inference_mode() -> None:
+    with torch.inference_mode():
+        out = torch.empty(0, dtype=torch.int64, device=ltc.lazy_device())
+        torch.nonzero(some(out.device), out=out)
+        assert out.tolist() == [[0], [2], [3], [4]]

@@ -201,3 +201,20 @@ class TestTensors:
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
             x.data = torch.empty(2, device="meta")
         assert_same(x, torch.ones(2))
+
+
+class Named(nn.Parameter):
+    """A user's class of parameters."""
+
+    def double(self) -> torch.Tensor:
+        return self * 2
+
+
+def test_a_class_of_parameters_comes_back_from_the_device(device: torch.device) -> None:
+    model = nn.Linear(2, 1)
+    model.weight = weight = Named(torch.ones(1, 2))
+    for _ in range(2):
+        model.to(device)
+        assert model.weight is weight and isinstance(weight, nn.Parameter)
+        model.cpu()
+        assert type(weight) is Named and weight.double().tolist() == [[2.0, 2.0]]

@@ -6,6 +6,7 @@ Parts that are not compiled, and parts whose indices would read out of range, ru
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from ltc_core.graph import Graph
 from ltc_core.passes import plan
 
 __all__ = ["compiled_chain"]
+
+_log = logging.getLogger("ltc")
 
 
 def compiled_chain(
@@ -57,6 +60,7 @@ class _Compiled(Link):
         # A GPU looks at indices itself, as it does in eager; looking at them here would wait for it.
         self._bounds = find_bounds(part.graph)[0] if hardware.type == "cpu" else []
         self._reference: EagerLink | None = None
+        self._is_told = False
         reuses = plan(part.graph).reuses
         names = dict(zip(part.graph.outputs, part.outputs, strict=True))
         sources = dict(zip(part.graph.inputs, part.inputs, strict=True))
@@ -81,10 +85,17 @@ class _Compiled(Link):
         except Mismatch:
             raise
         except Exception as error:
-            if self._written:  # maybe half of it is
-                there = dict(zip(self.part.graph.inputs, tensors, strict=False))
+            if self._written:  # maybe half of it is: lost, as nobody can tell
+                lost = {source for _, source in self._written}
+                named = zip(self.part.graph.inputs, self.part.inputs, tensors, strict=False)
+                there = {number: t for number, value, t in named if value not in lost}
                 raise Stopped(None, there) from error
             self._run_by_reference(values, scalars)  # which op failed, and what the others give
+            if not self._is_told:
+                self._is_told = True
+                _log.warning(
+                    "a compiled program failed, and its ops ran one by one: %r; report this", error
+                )
             return
         values.update(zip(self._returned, results, strict=True))
         for output, source in self._written:

@@ -21,7 +21,7 @@ import torch
 
 from ltc_core import metrics
 from ltc_core.errors import listed
-from ltc_core.executors.base import Program, run_to_end
+from ltc_core.executors.base import Program, Remains, run_to_end
 from ltc_core.executors.chain import Chain
 from ltc_core.executors.inductor.chain import compiled_chain
 from ltc_core.executors.inductor.launcher import Model, load
@@ -90,7 +90,7 @@ class TieredProgram(Program):
             return self._reference.run(inputs, scalars)
         return (yield from chain.run_in_steps(inputs, scalars))
 
-    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> dict[int, Any]:
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
         return self._reference.salvage(inputs, scalars)
 
     def _note_numbers(self, scalars: Sequence[Any]) -> None:
