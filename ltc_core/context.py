@@ -32,7 +32,7 @@ from ltc_core.trace import Cut, Trace
 from ltc_core.watchdog import LoopWatch
 from ltc_core.worker import Job, Worker
 
-__all__ = ["Context"]
+__all__ = ["Context", "forget_jobs"]
 
 # Steps kept in a device's trie, about 2 KiB each: a program that never repeats itself must not grow for ever.
 _TRIE_STEPS = 300_000
@@ -41,6 +41,13 @@ _DONE = object()
 # Name of a group -> the last job handed over that runs its collectives, and the index of that job's device.
 _last_jobs: dict[str, tuple[int, Job]] = {}
 _last_jobs_lock = threading.Lock()
+
+
+def forget_jobs() -> None:
+    """For a forked child: the jobs run in its parent, where another thread may have held the lock at the fork."""
+    global _last_jobs_lock
+    _last_jobs.clear()
+    _last_jobs_lock = threading.Lock()
 
 
 class _Failure(NamedTuple):

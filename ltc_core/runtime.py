@@ -19,7 +19,7 @@ import torch
 
 from ltc_core import errors, metrics, source
 from ltc_core.cell import Cell, Handle, base_of, lens_of
-from ltc_core.context import Context
+from ltc_core.context import Context, forget_jobs
 from ltc_core.device import register
 from ltc_core.graph import TensorMeta, contiguous_stride
 from ltc_core.own_state import in_own_state
@@ -252,6 +252,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _contexts_lock
     _contexts_lock = threading.Lock()
+    forget_jobs()
     held, _forking.held = _forking.held, []
     for ctx in contexts():
         ctx.after_fork(is_whole=ctx in held)

@@ -6,6 +6,7 @@ whatever waits for other processes.
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
@@ -20,7 +21,18 @@ __all__ = ["hand_over", "token"]
 _tokens: dict[tuple[str, int], LazyTensor] = {}
 # name of a group -> the index of the device that recorded its last collective
 _last: dict[str, int] = {}
-_lock = threading.Lock()
+# Reentrant: a signal handler may wait for other processes while this thread holds it.
+_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """Give a forked child a lock of its own: another thread may have held it at the fork."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def token(group: str, index: int) -> torch.Tensor:

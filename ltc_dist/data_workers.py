@@ -73,7 +73,9 @@ def keep_all() -> Callable[[], None]:
 
     A loader that has begun before is not changed. Counted: the last of several such functions ends it.
     """
-    global _num_keepers
+    global _num_keepers, _torch_iterator
+    if DataLoader._get_iterator is not _iterator_of:
+        _torch_iterator = DataLoader._get_iterator
     _num_keepers += 1
     DataLoader._get_iterator = _iterator_of  # type: ignore[assignment, method-assign]
     return _keep_no_more
@@ -100,6 +102,8 @@ def _begun(loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     # The kernel's signal comes when the thread ends that started them.
     in_main_thread = threading.current_thread() is threading.main_thread()
     user = loader.worker_init_fn
+    if isinstance(user, _Begin):  # another thread begins it
+        return begin()
     loader.worker_init_fn = _Begin(user, os.getpid(), in_main_thread)
     try:
         batches = begin()

@@ -129,7 +129,7 @@ class Checkpointer:
             values: what else is to be found in the checkpoint, such as `epoch=epoch`: numbers, texts, tensors.
 
         Raises:
-            Stopped: it was told to stop, and what there is has been saved; a SystemExit.
+            Stopped: it was told to stop, and what there is has been saved, if it could be; a SystemExit.
             CheckpointError: the last checkpoint could not be saved.
 
         Cost: nothing for most steps; see `Stopping.is_agreed` and `save`.
@@ -141,9 +141,9 @@ class Checkpointer:
             self.wait()
         if stops:
             self.close()
-            master_print(
-                f"[ltc] stopped by SIGTERM; step {step} is in {self.directory}", fd=sys.stderr
-            )
+            is_saved = self._newest == step
+            saved = f"step {step} is in" if is_saved else f"step {step} could not be saved in"
+            master_print(f"[ltc] stopped by SIGTERM; {saved} {self.directory}", fd=sys.stderr)
             raise Stopped
 
     def save(self, step: int, **values: Any) -> None:
