@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
-from ltc_core import debug, runtime
-from ltc_core.compiler import Compiled
-from ltc_core.passes import plan
+from ltc_core import debug
+from ltc_core.graph.passes import plan
+from ltc_core.runtime import devices
+from ltc_core.runtime.program_cache import Compiled
 
 
 def title(number: int, text: str) -> None:
@@ -47,7 +48,7 @@ def record_step(
 
 def show_recorded(device: torch.device) -> None:
     title(1, "Recorded: each ATen call, in the order it came; those of backward come from autograd")
-    trace = runtime.context(device.index).trace
+    trace = devices.context(device.index).trace
     for step in trace.path(trace.cursor):
         for number, meta in step.inputs:
             print(f"   input %{number}: {meta}")
@@ -91,7 +92,7 @@ def show_buffers(names: dict[str, torch.Tensor], before: dict[str, int]) -> None
 def addresses(names: dict[str, torch.Tensor]) -> dict[str, int]:
     """Return where each tensor's values lie; waits for the device."""
     ltc.wait_device_ops()
-    return {name: runtime.real(t._h, "Fetch").data_ptr() for name, t in names.items()}
+    return {name: devices.real(t._h, "Fetch").data_ptr() for name, t in names.items()}
 
 
 def main() -> None:

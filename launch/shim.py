@@ -25,7 +25,7 @@ from ltc_core.errors import (
     CollectiveTimeoutError,
     RankTimeoutError,
 )
-from ltc_core.runtime import give_up
+from ltc_core.runtime.devices import give_up
 from ltc_dist import host, worker
 from ltc_dist.failures import last_line, verdict_of
 from ltc_dist.main_guard import is_guard

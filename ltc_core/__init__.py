@@ -13,30 +13,11 @@ Importing it registers the device. `lazy_device()` gives it, `mark_step()` ends 
         ltc.mark_step()
 """
 
-from ltc_core import (  # noqa: F401
-    attention,
-    autocast,
-    backward,
-    c10d,
-    dispatch,
-    encoder,
-    errors,
-    factories,
-    follow,
-    hooks,
-    host_storage,
-    metrics,
-    momentum,
-    profiler,
-    syncfree,
-    tensor,
-)  # fmt: skip
-from ltc_core.device import register as _register
-from ltc_core.eager import eager_mode
-from ltc_core.executors import allocator
-from ltc_core.extension import build_ahead
-from ltc_core.grad_scaler import GradScaler
-from ltc_core.lazy_model import (
+from ltc_core import errors, metrics, profiler, setup
+from ltc_core.api import syncfree
+from ltc_core.api.eager import eager_mode
+from ltc_core.api.grad_scaler import GradScaler
+from ltc_core.api.verbs import (
     add_step_closure,
     check_view_sharing,
     dump_ir,
@@ -94,16 +75,4 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-build_ahead(allocator.extension, follow.extension)
-_register.register(hooks.install())
-factories.register_factories()
-host_storage.register_loading()
-autocast.register_autocast()
-attention.register_attention()
-encoder.register_encoder()
-tensor.name_methods()
-tensor.join_foreach()
-backward.use_calling_thread()
-momentum.register_first_momentum()
-c10d.register()
-follow.install()
+setup.set_up()

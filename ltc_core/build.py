@@ -5,14 +5,14 @@ Each is built on first use otherwise, which takes some seconds once for each use
 
 import sys
 
-from ltc_core import follow
 from ltc_core.device import build as device
-from ltc_core.executors import allocator
+from ltc_core.executors import host_memory
 from ltc_core.executors.inductor import launcher
+from ltc_core.record import fast_path
 
 __all__ = ["main"]
 
-EXTENSIONS = (device.extension, follow.extension, launcher.extension, allocator.extension)
+EXTENSIONS = (device.extension, fast_path.extension, launcher.extension, host_memory.extension)
 
 
 def main() -> int:

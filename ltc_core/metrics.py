@@ -6,7 +6,6 @@ metric keeps its count and sum for good, and its last 1024 samples. The text of 
 written by `metrics_report.py`.
 """
 
-import os
 import sys
 import threading
 import time
@@ -44,13 +43,10 @@ _KINDS: dict[str, Kind] = {
 _lock = threading.RLock()
 
 
-def _renew_lock() -> None:
+def renew_lock() -> None:
     """Give a forked child a lock of its own: another thread may have held it at the fork."""
     global _lock
     _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 # --- counters -----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ chrome://tracing show.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import threading
@@ -19,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import profiler as _flag
 
+from ltc_core.api.verbs import mark_step
 from ltc_core.errors import LtcError
-from ltc_core.lazy_model import mark_step
-from ltc_core.runtime import contexts
+from ltc_core.runtime.devices import contexts
 
 __all__ = ["ProfilerError", "StepTrace", "Trace", "start_trace", "stop_trace", "trace", "trace_me"]
 
@@ -119,12 +118,9 @@ def _is_watched() -> bool:
     return _flag._is_profiler_enabled
 
 
-def _at_exit() -> None:
+def at_exit() -> None:
     if _running is not None:
         stop_trace()
-
-
-atexit.register(_at_exit)
 
 
 # -- scopes --------------------------------------------------------------------------------------

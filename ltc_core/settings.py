@@ -568,4 +568,3 @@ def warn_not_here(environ: Mapping[str, str]) -> None:
 
 
 settings = Settings()
-warn_unknown(os.environ)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.runtime import upload_all
+from ltc_core.runtime.devices import upload_all
 
 __all__ = ["mapped", "num_bytes", "to_device"]
 

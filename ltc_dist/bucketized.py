@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ltc_core.buckets import deal
 from ltc_core.errors import CollectiveError
+from ltc_core.graph.buckets import deal
 from ltc_core.settings import settings
 from ltc_dist.collectives import all_gather, all_reduce, reduce_scatter
 from ltc_dist.process_group import Groups, group_of

@@ -12,9 +12,9 @@ from typing import Any, TypeVar, overload
 import torch
 
 import ltc_core as ltc
-from ltc_core.collective import ops
 from ltc_core.errors import CollectiveError
-from ltc_core.tokens import token
+from ltc_core.graph.collective import ops
+from ltc_core.runtime.collective_tokens import token
 from ltc_dist.process_group import Group, Groups, group_of, line_of, reduction
 
 __all__ = [

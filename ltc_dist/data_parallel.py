@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import ltc_core as ltc
-from ltc_core import collective
+from ltc_core.api.verbs import alone_on
 from ltc_core.device import register
 from ltc_core.errors import LoaderError, LtcError, RankError
-from ltc_core.lazy_model import alone_on
+from ltc_core.graph import collective
 from ltc_dist.parallel_loader import ParallelLoader
 from ltc_dist.ranks import Ranks, ranks, replica
 from ltc_dist.thread_group import Meeting, Stopped, ThreadTransport

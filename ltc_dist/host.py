@@ -24,10 +24,10 @@ import torch.distributed
 
 import ltc_core as ltc
 from ltc_core.errors import LtcError, RankEndedError, RankError, RankTimeoutError, listed
-from ltc_core.runtime import contexts, exit_patience_s, give_up
+from ltc_core.runtime.collective_tokens import hand_over
+from ltc_core.runtime.devices import contexts, exit_patience_s, give_up
 from ltc_core.serialization.weights_only import load_weights_only
 from ltc_core.settings import settings
-from ltc_core.tokens import hand_over
 from ltc_dist.ranks import ranks
 
 __all__ = [

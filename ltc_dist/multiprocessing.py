@@ -33,9 +33,9 @@ from filelock import FileLock
 import ltc_core as ltc
 from ltc_core.errors import RankError
 from ltc_core.private_directory import private_directory
+from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.settings import settings
-from ltc_core.tensor import keeping_copies
-from ltc_core.tokens import hand_over
+from ltc_core.tensor.lazy_tensor import keeping_copies
 from ltc_dist import host, worker
 from ltc_dist.failures import (
     Failure,

@@ -18,12 +18,20 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ltc_core import c10d, collective
-from ltc_core.buckets import deal
-from ltc_core.collective import COMBINE, all_reduce_in_vectors, packed, plan_text, scaled, unpacked
+from ltc_core.api import c10d
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, PeerEndedError, listed
+from ltc_core.graph import collective
+from ltc_core.graph.buckets import deal
+from ltc_core.graph.collective import (
+    COMBINE,
+    all_reduce_in_vectors,
+    packed,
+    plan_text,
+    scaled,
+    unpacked,
+)
+from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.settings import settings
-from ltc_core.tokens import hand_over
 from ltc_dist.host import LOOK_S, connected, ended, job_store, wait_looking
 from ltc_dist.loopback import gloo_devices
 from ltc_dist.ranks import Ranks, ranks

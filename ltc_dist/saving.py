@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import ltc_core as ltc
-from ltc_core.runtime import contexts
+from ltc_core.runtime.devices import contexts
 from ltc_core.serialization import streaming
 from ltc_dist import host
 from ltc_dist.ranks import is_master_ordinal, ranks

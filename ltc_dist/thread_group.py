@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ltc_core.collective import COMBINE, plan_text
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, listed
+from ltc_core.graph.collective import COMBINE, plan_text
 from ltc_core.settings import settings
 
 __all__ = ["Meeting", "Stopped", "ThreadTransport"]
@@ -117,7 +117,7 @@ class Meeting:
 
 
 class ThreadTransport:
-    """One thread's way to the others; an `ltc_core.collective.Replicated`.
+    """One thread's way to the others; an `ltc_core.graph.collective.Replicated`.
 
     Args:
         devices: the index of each thread's device.

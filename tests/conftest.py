@@ -138,7 +138,7 @@ def _listening_port(descriptor: int) -> int | None:
 
 def _device_bytes() -> dict[int, int]:
     """Bytes held by the values of each lazy device in use; imports nothing."""
-    runtime = sys.modules.get("ltc_core.runtime")
+    runtime = sys.modules.get("ltc_core.runtime.devices")
     if runtime is None:
         return {}
     return {context.device.index: context.memory.used_bytes for context in runtime.contexts()}
@@ -149,7 +149,7 @@ def _settle_devices() -> list[str]:
 
     So nothing of one test is run, or raised, in the next.
     """
-    runtime = sys.modules.get("ltc_core.runtime")
+    runtime = sys.modules.get("ltc_core.runtime.devices")
     unseen = []
     for context in runtime.contexts() if runtime is not None else ():
         try:

@@ -17,7 +17,7 @@ import torch
 from ltc_core.debug import wording
 from ltc_core.debug.difference import Difference
 from ltc_core.debug.nearest import Known, KnownGraphs
-from ltc_core.graph import Graph, Node, TensorMeta, references
+from ltc_core.graph.ir import Graph, Node, TensorMeta, references
 from ltc_core.settings import settings
 
 __all__ = ["PAIR_KINDS", "Pair"]

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ltc_core.debug.nearest import Known, common_prefix, common_suffix
-from ltc_core.graph import Node, Ref, Scalar, TensorMeta, Write
+from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
 
 __all__ = ["ArgumentChange", "Difference", "Hunk", "InputChange", "NodeChange", "align", "compare"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ltc_core.graph import Graph, references
-from ltc_core.trace import Step
+from ltc_core.graph.ir import Graph, references
+from ltc_core.record.trace import Step
 
 __all__ = ["FORMATS", "graph_text", "trie_text"]
 

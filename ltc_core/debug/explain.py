@@ -17,7 +17,7 @@ from ltc_core.debug import wording
 from ltc_core.debug.causes import PAIR_KINDS, Pair
 from ltc_core.debug.difference import compare
 from ltc_core.debug.nearest import Known, KnownGraphs
-from ltc_core.graph import Graph
+from ltc_core.graph.ir import Graph
 from ltc_core.metrics_report import cause_counter
 from ltc_core.settings import settings
 

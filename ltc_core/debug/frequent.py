@@ -5,7 +5,6 @@ The lines are those of torch_xla's automatic metrics analysis, under the prefix 
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterator
 
 from ltc_core import metrics
@@ -46,11 +45,8 @@ def _not_lowered() -> Iterator[str]:
         yield f"Op(s) not lowered: {', '.join(ops)}; they ran on the CPU"
 
 
-def _at_exit() -> None:
+def at_exit() -> None:
     if not settings.debug:
         return
     say("pt-xla-profiler" if settings.compat else "ltc-profiler", findings() or ["nothing to say"])
     say("Summary", metrics.summary().splitlines())
-
-
-atexit.register(_at_exit)  # before `runtime` does: it finishes its work first

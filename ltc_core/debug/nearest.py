@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 
 import torch
 
-from ltc_core.graph import Graph
+from ltc_core.graph.ir import Graph
 
 __all__ = ["Known", "KnownGraphs", "common_prefix", "common_suffix"]
 

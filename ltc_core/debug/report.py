@@ -9,18 +9,17 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ltc_core import errors, source
 from ltc_core.debug.dump import graph_text
-from ltc_core.graph import Graph
+from ltc_core.debug.explain import Cause
+from ltc_core.executors.base import Program
+from ltc_core.graph.ir import Graph
 from ltc_core.metrics_report import bytes_text
 from ltc_core.settings import file_of_rank, settings
-
-if TYPE_CHECKING:
-    from ltc_core.compiler import Compiled
 
 __all__ = ["graph_hash", "on_cut", "say"]
 
@@ -41,6 +40,15 @@ _CALLERS = {
     "ltc_dist.parallel_loader": "mark_step in parallel loader at step end",
     "ltc_core.profiler": "mark_step when exiting a profiler StepTrace region",
 }
+
+
+class Compiled(Protocol):
+    """What a report says of a compiled graph; `runtime.program_cache.Compiled` has it."""
+
+    graph: Graph
+    program: Program
+    cause: Cause | None
+    runs: int
 
 
 def on_cut(device: torch.device, reason: str, compiled: Compiled, elapsed_ns: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ltc_core.debug.difference import ArgumentChange, Difference, Hunk, InputChange, NodeChange
 from ltc_core.debug.nearest import Known
-from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write, references
+from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write, references
 
 _LONGEST_ARGUMENT = 60
 

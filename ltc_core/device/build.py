@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ltc_core.extension import Extension
+from ltc_core.native_extension import Extension
 
 __all__ = ["extension"]
 

@@ -5,7 +5,6 @@ both given to `make_module`. Out: a module object with its `amp`, `random` and `
 which `register` hands to PyTorch. The functions below are its functions; `_EXPORTED` lists them.
 """
 
-import os
 import secrets
 import sys
 import threading
@@ -63,14 +62,12 @@ _before_count: Callable[[], None] | None = None
 _count_lock = threading.RLock()
 
 
-def _renew_count_lock() -> None:
+def renew_lock() -> None:
     """Give a forked child a lock of its own: another thread may have held it at the fork."""
     global _count_lock
     _count_lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_count_lock)
 _hooks: DeviceHooks
 _indices: DeviceIndices
 

@@ -12,7 +12,7 @@ from ltc_core.executors.hardware import hardware
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.null import NullExecutor
 from ltc_core.executors.reference import ReferenceExecutor
-from ltc_core.executors.torch_xla import XlaExecutor
+from ltc_core.executors.xla.executor import XlaExecutor
 from ltc_core.settings import settings
 
 __all__ = ["EXECUTORS", "Executor", "NodeFailure", "Program", "make"]

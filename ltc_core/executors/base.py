@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from ltc_core.graph import Graph, Node, TensorMeta
+from ltc_core.graph.ir import Graph, Node, TensorMeta
 
 __all__ = ["CPU", "Cause", "Executor", "NodeFailure", "Program", "Remains", "Stopped", "run_to_end"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ltc_core.executors.base import Executor, Program
-from ltc_core.graph import Graph, TensorMeta
+from ltc_core.graph.ir import Graph, TensorMeta
 
 __all__ = ["NullExecutor"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Remains, Stopped
+from ltc_core.executors.narrow_dtypes import StorageTypes
 from ltc_core.executors.remains import remains
-from ltc_core.executors.storage import StorageTypes
-from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write
-from ltc_core.passes import MemoryPlan, plan
-from ltc_core.views import close_lens, open_lens, real_view
+from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write
+from ltc_core.graph.lens import close_lens, open_lens, real_view
+from ltc_core.graph.passes import MemoryPlan, plan
 
 __all__ = ["ReferenceExecutor", "ReferenceProgram", "on_cpu", "rest_runner"]
 

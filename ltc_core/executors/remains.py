@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ltc_core import collective
 from ltc_core.executors.base import Cause, Remains
-from ltc_core.graph import Node, references
-from ltc_core.passes import prune
+from ltc_core.graph import collective
+from ltc_core.graph.ir import Node, references
+from ltc_core.graph.passes import prune
 
 __all__ = ["remains"]
 

@@ -8,9 +8,9 @@ tensor is a parameter. The first copy syncs all that is pending; the later ones 
 import torch
 from typing_extensions import TypeIs
 
-from ltc_core.cell import Cell
-from ltc_core.runtime import fetch
-from ltc_core.tensor import LazyTensor
+from ltc_core.runtime.devices import fetch
+from ltc_core.tensor.handles import Cell
+from ltc_core.tensor.lazy_tensor import LazyTensor
 
 
 def is_on_device(tensor: torch.Tensor) -> TypeIs[LazyTensor]:

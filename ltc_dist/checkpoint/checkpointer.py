@@ -24,11 +24,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from ltc_core.errors import CheckpointError, listed
-from ltc_core.runtime import contexts
+from ltc_core.runtime.collective_tokens import hand_over
+from ltc_core.runtime.devices import contexts
 from ltc_core.serialization.cpu_copy import CpuCopies
 from ltc_core.serialization.directory import Plan
 from ltc_core.serialization.tree import map_tensors
-from ltc_core.tokens import hand_over
 from ltc_dist import host
 from ltc_dist.checkpoint import random_state
 from ltc_dist.checkpoint.agreement import Agreement

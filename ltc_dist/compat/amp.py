@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import ltc_core as ltc
-from ltc_core.grad_scaler import GradScaler
+from ltc_core.api.grad_scaler import GradScaler
 
 __all__ = ["GradScaler", "autocast"]
 

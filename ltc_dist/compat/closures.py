@@ -1,6 +1,7 @@
 """`torch_xla.utils.closures`: calls made one after the other, beside the training loop.
 
-Step closures have a thread of their own (`ltc_core.closures`), made once in a process; a handler here is a script's.
+Step closures have a thread of their own (`ltc_core.api.closures`), made once in a process; a handler here is a
+script's.
 """
 
 from __future__ import annotations

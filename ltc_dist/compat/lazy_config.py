@@ -1,7 +1,7 @@
 """`torch._lazy.config`."""
 
 import ltc_core as ltc
-from ltc_core.dispatch import choose_anew
+from ltc_core.ops.dispatch import choose_anew
 
 __all__ = ["get_force_fallback", "set_force_fallback", "set_reuse_ir"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import ltc_core as ltc
-from ltc_core.lazy_model import DeviceLike
+from ltc_core.api.verbs import DeviceLike
 
 __all__ = ["DeviceContext", "get_device_context"]
 

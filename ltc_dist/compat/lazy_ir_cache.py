@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ltc_core as ltc
 from ltc_core.debug.dump import trie_text
-from ltc_core.runtime import contexts
+from ltc_core.runtime.devices import contexts
 
 __all__ = ["dump", "reset"]
 

@@ -9,7 +9,7 @@ import torch.distributed
 
 import ltc_core as ltc
 from ltc_core import is_lazy_tensor, lazy_device, lazy_device_hw
-from ltc_core.lazy_model import DeviceLike
+from ltc_core.api.verbs import DeviceLike
 from ltc_dist.compat import xla_model
 from ltc_dist.compat.xla_model import *  # noqa: F403
 from ltc_dist.compat.xla_model import ToXlaTensorArena as ToLazyTensorArena

@@ -9,8 +9,8 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist as ltd
+from ltc_core.api.verbs import DeviceLike
 from ltc_core.errors import SettingsError
-from ltc_core.lazy_model import DeviceLike
 from ltc_dist.compat.absent import NotHereError
 from ltc_dist.ranks import ranks
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import ltc_dist as ltd
 from ltc_core import metrics
-from ltc_core.lazy_model import DeviceLike
+from ltc_core.api.verbs import DeviceLike
 
 __all__ = [
     "add_scalar_to_summary",

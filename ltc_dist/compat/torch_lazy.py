@@ -6,8 +6,8 @@ import torch
 
 import ltc_core as ltc
 from ltc_core import add_step_closure, save, sync_multi, to_cpu, wait_device_ops
-from ltc_core.closures import run_step_closures
-from ltc_core.lazy_model import DeviceLike
+from ltc_core.api.closures import run_step_closures
+from ltc_core.api.verbs import DeviceLike
 
 __all__ = [
     "add_step_closure",

@@ -12,8 +12,8 @@ import torch
 import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core import step
-from ltc_core.eager import eager_mode, is_eager_mode
-from ltc_core.lazy_model import DeviceLike
+from ltc_core.api.eager import eager_mode, is_eager_mode
+from ltc_core.api.verbs import DeviceLike
 from ltc_dist.compat import native as _XLAC
 from ltc_dist.compat import xla_model
 from ltc_dist.compat.version import __version__

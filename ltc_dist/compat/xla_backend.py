@@ -1,6 +1,6 @@
 """`torch_xla.distributed.xla_backend`: torch.distributed's backend 'xla', and its ways to meet, xla:// and pjrt://.
 
-The backend is gloo, on tensors of the device and of the CPU: see `ltc_core.c10d`.
+The backend is gloo, on tensors of the device and of the CPU: see `ltc_core.api.c10d`.
 """
 
 from __future__ import annotations

@@ -15,18 +15,11 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist as ltd
-from ltc_core import (
-    add_step_closure,
-    fork_rng,
-    get_memory_info,
-    mark_step,
-    rng,
-    unlazy,
-    wait_device_ops,
-)
-from ltc_core.closures import run_step_closures
-from ltc_core.lazy_model import DeviceLike
-from ltc_core.runtime import context
+from ltc_core import add_step_closure, fork_rng, get_memory_info, mark_step, unlazy, wait_device_ops
+from ltc_core.api.closures import run_step_closures
+from ltc_core.api.verbs import DeviceLike
+from ltc_core.record import random_state
+from ltc_core.runtime.devices import context
 from ltc_dist import (
     MpDeviceLoader,
     RateTracker,
@@ -213,8 +206,8 @@ def get_rng_state(device: DeviceLike = None) -> int:
 
     Another number holds in this process only; `ltc_core.get_rng_state` gives the state itself.
     """
-    assert rng.streams is not None
-    stream = rng.streams.default(_number(device))
+    assert random_state.streams is not None
+    stream = random_state.streams.default(_number(device))
     seed = stream.seed_of_state()
     if seed is not None:
         return seed

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ltc_core as ltc
-from ltc_core.runtime import context
+from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
 
 __all__ = ["SCENARIOS", "Training", "device", "line_of", "look"]

@@ -3,7 +3,7 @@
 from types import TracebackType
 
 import ltc_core as ltc
-from ltc_core.runtime import context
+from ltc_core.runtime.devices import context
 from tests.core.counting import Counting
 
 __all__ = ["NoNewSteps", "trace_steps"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ltc_core.graph import Graph, Lens, Node, Ref, Scalar, TensorMeta, ViewStep, Write
-from ltc_core.passes import prune
+from ltc_core.graph.ir import Graph, Lens, Node, Ref, Scalar, TensorMeta, ViewStep, Write
+from ltc_core.graph.passes import prune
 
 __all__ = ["RandomGraph", "random_graph"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ltc_core.executors import allocator
-from ltc_core.extension import Extension
+from ltc_core.executors import host_memory
+from ltc_core.native_extension import Extension
 from ltc_core.settings import settings
 from tests.core import child
 
@@ -26,7 +26,7 @@ def is_all(t, value):  # makes no block of its own
 """
 
 pytestmark = pytest.mark.skipif(
-    allocator.extension.load() is None, reason=allocator.extension.unavailable_reason
+    host_memory.extension.load() is None, reason=host_memory.extension.unavailable_reason
 )
 
 
@@ -176,12 +176,12 @@ def test_the_device_keeps_memory() -> None:
 def test_no_compiler_for_our_own_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
     monkeypatch.setattr(
-        allocator, "extension", Extension("_ltc_memory", allocator.extension.source, "-O1")
+        host_memory, "extension", Extension("_ltc_memory", host_memory.extension.source, "-O1")
     )
     with settings.override(cache_dir=str(tmp_path)):
-        assert not allocator.keep_memory()
-        assert allocator.figures() == (0, 0, 0)
-        allocator.give_back()
+        assert not host_memory.keep_memory()
+        assert host_memory.figures() == (0, 0, 0)
+        host_memory.give_back()
 
 
 def test_the_allocator_of_somebody_else_stays(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
 import ltc_core as ltc
-from ltc_core import autocast
+from ltc_core.ops import autocast
 from tests.core.counting import Counting
 
 DEVICE = ltc.lazy_device().type

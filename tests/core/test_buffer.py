@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.buffer import Buffer, MemoryCounter
-from ltc_core.runtime import context
+from ltc_core.runtime.devices import context
+from ltc_core.tensor.buffer import Buffer, MemoryCounter
 
 
 class FakeJob:

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.buffer import Buffer, MemoryCounter
-from ltc_core.cell import Cell, Value, View, base_of, lens_of
-from ltc_core.graph import TensorMeta, ViewStep
-from ltc_core.runtime import context
-from ltc_core.tensor import LazyTensor
-from ltc_core.trace import is_stale
+from ltc_core.graph.ir import TensorMeta, ViewStep
+from ltc_core.record.trace import is_stale
+from ltc_core.runtime.devices import context
+from ltc_core.tensor.buffer import Buffer, MemoryCounter
+from ltc_core.tensor.handles import Cell, Value, View, base_of, lens_of
+from ltc_core.tensor.lazy_tensor import LazyTensor
 
 aten = torch.ops.aten
 

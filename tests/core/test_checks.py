@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ltc_core as ltc
-from ltc_core import checks
-from ltc_core.schema import OpSchema
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.shapes import eager_checks
 from tests.core.beside_eager import assert_same
 from tests.core.counting import Counting
 
@@ -158,7 +158,7 @@ def test_a_call_is_refused_where_eager_refuses_it(name: str) -> None:
 
 
 def refused(op: torch._ops.OpOverload, *args: object, **kwargs: object) -> bool:
-    return checks.is_refused(OpSchema.of(op), args, kwargs)
+    return eager_checks.is_refused(OpSchema.of(op), args, kwargs)
 
 
 def test_it_asks_for_no_values() -> None:

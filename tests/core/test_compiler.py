@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 import ltc_core as ltc
-from ltc_core import context as context_module
 from ltc_core import metrics
-from ltc_core.compiler import Compiler
 from ltc_core.errors import SettingsError
 from ltc_core.executors import Program
 from ltc_core.executors.reference import ReferenceExecutor, ReferenceProgram
-from ltc_core.graph import Graph, TensorMeta
-from ltc_core.passes import plan
-from ltc_core.runtime import context
+from ltc_core.graph.ir import Graph, TensorMeta
+from ltc_core.graph.passes import plan
+from ltc_core.runtime import device_context as context_module
+from ltc_core.runtime.devices import context
+from ltc_core.runtime.program_cache import Compiler
 from ltc_core.settings import Settings, settings
 from tests.core.counting import Counting
 

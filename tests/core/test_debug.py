@@ -9,7 +9,7 @@ import torch
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.debug.dump import FORMATS, graph_text
-from ltc_core.graph import Graph, Node, Ref, TensorMeta
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
 from ltc_core.settings import settings
 from tests.core import child
 from tests.core.counting import Counting

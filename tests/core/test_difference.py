@@ -12,7 +12,7 @@ from ltc_core.debug import wording
 from ltc_core.debug.difference import Hunk, align, compare
 from ltc_core.debug.explain import KINDS, explain
 from ltc_core.debug.nearest import Known, KnownGraphs, common_prefix, common_suffix
-from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write
+from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write
 from tests.core.random_graphs import random_graph
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ltc_core
-import ltc_core.lazy_model as ltm
+import ltc_core.api.verbs as ltm
 import ltc_core.serialization as xser
 from ltc_core.serialization import plain
 from tests.core.counting import Counting

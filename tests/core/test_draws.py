@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltc_core.executors import draws
-from ltc_core.executors.draws import DRAWS
-from ltc_core.executors.threefry import constant, count, next_key, threefry, words
+from ltc_core.compile import random_draws
+from ltc_core.compile.random_draws import DRAWS
+from ltc_core.compile.threefry import constant, count, next_key, threefry, words
 
 aten = torch.ops.aten
 Op = torch._ops.OpOverload
@@ -160,12 +160,12 @@ class TestUniform:
         base = torch.tensor([1.0, 1.5, 2 - 2**-6, 3.0, 0.1, 1e-3, 1e-6, 60000.0, 1e4, 7 / 3])
         bounds = torch.cat([base, -base]).to(dtype)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
-        below = draws._largest_below(bounds.to(wide), dtype)
+        below = random_draws._largest_below(bounds.to(wide), dtype)
         bits = below.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
         away = torch.where(below < 0, bits - 1, bits + 1).view(dtype)  # next above
         assert below.dtype is dtype and (below < bounds).all()
         assert away.equal(bounds)
-        [zero] = draws._largest_below(torch.zeros(1, dtype=wide), dtype)
+        [zero] = random_draws._largest_below(torch.zeros(1, dtype=wide), dtype)
         assert -1e-7 < zero < 0
 
     def test_bounds_that_are_close_or_equal(self) -> None:
@@ -223,7 +223,7 @@ class TestNormal:
     def test_the_ends_of_the_uniform_numbers_are_finite(self) -> None:
         ends = int32(0, 1, 2**31 - 1, 2**31, 2**32 - 1)
         for dtype in (torch.float32, torch.float64):
-            u = draws._open(ends, ends, dtype)
+            u = random_draws._open(ends, ends, dtype)
             assert u.dtype is dtype and (u > 0).all() and (u < 1).all()
 
     def test_complex_numbers(self) -> None:
@@ -357,7 +357,7 @@ class TestIntegers:
             ends = [0, 1, 2**half - 1, 2**half, 2 ** (bits - 1) - 1, 2 ** (bits - 1), 2**bits - 1]
             signed = [v - 2**bits if v >= 2 ** (bits - 1) else v for v in ends]
             for span in (1, 7, 2**half - 1, 2**half, 2 ** (bits - 1), 2**bits - 1, 2**bits):
-                got = draws._scaled(torch.tensor(signed, dtype=dtype), span)
+                got = random_draws._scaled(torch.tensor(signed, dtype=dtype), span)
                 assert [v % 2**bits for v in got.tolist()] == [v * span >> bits for v in ends]
 
     @pytest.mark.skipif(not hasattr(aten.randint_like, "Tensor_generator"), reason="not in 2.9")
@@ -388,7 +388,7 @@ class TestPermutations:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         fixed = torch.tensor([1, 0, 1, 0], dtype=torch.int32), int32(7, 6, 5, 4)
-        monkeypatch.setattr(draws, "words", lambda key, shape: fixed)
+        monkeypatch.setattr(random_draws, "words", lambda key, shape: fixed)
         assert draw("randperm.generator", 4).tolist() == [3, 1, 2, 0]
 
 
@@ -511,13 +511,13 @@ def tensors(result: Any) -> tuple[Tensor, ...]:
 
 def test_each_row_has_a_sample() -> None:
     assert {op.__name__ for op in DRAWS} <= SAMPLES.keys()
-    assert draws._ROWS.keys() == SAMPLES.keys()
+    assert random_draws._ROWS.keys() == SAMPLES.keys()
 
 
 def test_rows_that_this_torch_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(draws._ROWS, "rand.of_tomorrow", draws.rand)
-    monkeypatch.setitem(draws._ROWS, "chance.default", draws.rand)
-    assert draws._present().keys() == DRAWS.keys()
+    monkeypatch.setitem(random_draws._ROWS, "rand.of_tomorrow", random_draws.rand)
+    monkeypatch.setitem(random_draws._ROWS, "chance.default", random_draws.rand)
+    assert random_draws._present().keys() == DRAWS.keys()
     assert len(DRAWS) >= 36
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import ltc_core as ltc
-from ltc_core import follow
-from ltc_core.eager import eager_mode, eager_mode_context, is_eager_mode
+from ltc_core.api.eager import eager_mode, eager_mode_context, is_eager_mode
+from ltc_core.record import fast_path
 from tests.core import child
 from tests.core.counting import Counting
 from tests.core.custom_ops import fail
@@ -89,18 +89,18 @@ def test_it_is_for_all_threads() -> None:
 
 
 def test_calls_are_followed_again() -> None:
-    if follow._native is None:
+    if fast_path._native is None:
         pytest.skip("the C++ part is not there")
     device = ltc.lazy_device()
     with eager_mode_context(True):
         train(device)
-        before = follow.num_followed()
+        before = fast_path.num_followed()
         train(device)
-        assert follow.num_followed() == before
+        assert fast_path.num_followed() == before
     for _ in range(4):
         train(device)
         ltc.mark_step()
-    assert follow.num_followed() > before
+    assert fast_path.num_followed() > before
 
 
 def test_a_program_that_starts_with_it_can_leave_it() -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
-from ltc_core import runtime
+from ltc_core.runtime import devices
+from ltc_core.runtime.unbounded_loop import LoopWatch
 from ltc_core.settings import settings
-from ltc_core.watchdog import LoopWatch
 from tests.core.counting import Counting
 
 MIB = 1 << 20
@@ -113,7 +113,7 @@ def test_a_deep_backward(device: torch.device) -> None:
 @pytest.fixture
 def fresh_watch(device: torch.device) -> Iterator[None]:
     """Let the device warn anew, of loops of 500 ops: a process is told once."""
-    context = runtime.context(device.index)
+    context = devices.context(device.index)
 
     def renew() -> None:
         ltc.mark_step()

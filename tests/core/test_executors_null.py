@@ -11,7 +11,7 @@ import torch
 
 from ltc_core.executors import EXECUTORS, Executor, Program
 from ltc_core.executors.null import NullExecutor
-from ltc_core.graph import Graph, Node, Ref, TensorMeta
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
 
 aten = torch.ops.aten
 META = TensorMeta.packed((2, 3), torch.float32)

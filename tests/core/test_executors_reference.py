@@ -12,8 +12,8 @@ import torch
 
 from ltc_core.executors import EXECUTORS, NodeFailure
 from ltc_core.executors.reference import ReferenceExecutor
-from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write, references
-from ltc_core.passes import origins, plan
+from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write, references
+from ltc_core.graph.passes import origins, plan
 from tests.core.random_graphs import RandomGraph, random_graph
 
 aten = torch.ops.aten

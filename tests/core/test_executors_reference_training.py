@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.cell import base_of
-from ltc_core.runtime import context
-from ltc_core.tensor import LazyTensor
-from ltc_core.worker import Job
+from ltc_core.runtime.devices import context
+from ltc_core.runtime.worker import Job
+from ltc_core.tensor.handles import base_of
+from ltc_core.tensor.lazy_tensor import LazyTensor
 
 # -- memory ----------------------------------------------------------------------------------------
 

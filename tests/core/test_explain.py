@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 import ltc_core as ltc
-from ltc_core import compiler as compiler_module
-from ltc_core import context as context_module
 from ltc_core import metrics
-from ltc_core.compiler import Compiled, Compiler
 from ltc_core.debug import explain as explain_module
 from ltc_core.debug.explain import KINDS, Cause
 from ltc_core.executors.reference import ReferenceExecutor
-from ltc_core.runtime import context
+from ltc_core.runtime import device_context as context_module
+from ltc_core.runtime import program_cache as compiler_module
+from ltc_core.runtime.devices import context
+from ltc_core.runtime.program_cache import Compiled, Compiler
 from ltc_core.settings import settings
 from tests.core.explain_scenarios import SCENARIOS, Training, device, line_of, look
 from tests.core.models import OPTIMIZERS, Run

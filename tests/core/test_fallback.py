@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import ltc_core as ltc
-from ltc_core import fallback, metrics
+from ltc_core import metrics
 from ltc_core.errors import LtcError, UnsupportedOpError
+from ltc_core.ops import fallback
 from ltc_core.settings import settings
 from tests.core import child
 from tests.core.beside_eager import beside_eager

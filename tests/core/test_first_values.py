@@ -2,8 +2,8 @@
 
 import torch
 
-from ltc_core.executors.first_values import first_values, without_operands
-from ltc_core.graph import Graph, Node, Ref, TensorMeta, Write
+from ltc_core.compile.initial_state import first_values, without_operands
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, Write
 
 aten = torch.ops.aten
 META = TensorMeta.packed((4,), torch.float32)

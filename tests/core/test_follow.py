@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltc_core as ltc
-from ltc_core import build, errors, follow, record_view, recorder
-from ltc_core.context import Context
-from ltc_core.runtime import context
+from ltc_core import build, errors
+from ltc_core.record import fast_path, recorder, view_recorder
+from ltc_core.runtime.device_context import Context
+from ltc_core.runtime.devices import context
 from tests.core import child
 from tests.core.beside_eager import assert_same
 from tests.core.models import CNN, MLP
@@ -32,15 +33,15 @@ Program = Callable[[torch.device], Any]
 ROUNDS = 4
 
 pytestmark = pytest.mark.skipif(
-    follow.extension.load() is None, reason="there is no C++ compiler to build it with"
+    fast_path.extension.load() is None, reason="there is no C++ compiler to build it with"
 )
 
 
 @pytest.fixture(autouse=True)
 def _on() -> Iterator[None]:
-    before = follow.turn(True)
+    before = fast_path.turn(True)
     yield
-    follow.turn(before)
+    fast_path.turn(before)
 
 
 def run(program: Program, device: torch.device) -> Any:
@@ -62,7 +63,7 @@ def calls_of_python() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "_record_on", noting(recorder._record_on, 1))
-        patch.setattr(record_view, "_record_view", noting(record_view._record_view, 0))
+        patch.setattr(view_recorder, "_record_view", noting(view_recorder._record_view, 0))
         yield names
 
 
@@ -72,10 +73,10 @@ def follows(program: Program) -> None:
     for _ in range(ROUNDS - 1):
         assert_same(run(program, ltc.lazy_device()), expected)
         ltc.mark_step()
-    before = follow.num_followed()
+    before = fast_path.num_followed()
     with NoNewSteps(), calls_of_python() as names:
         got = run(program, ltc.lazy_device())
-    assert not names and follow.num_followed() > before
+    assert not names and fast_path.num_followed() > before
     assert_same(got, expected)
 
 
@@ -146,9 +147,9 @@ def test_a_number_that_changes_is_followed() -> None:
     x = data(ltc.lazy_device(), 3)
     found = []
     for k in range(6):
-        before = follow.num_followed()
+        before = fast_path.num_followed()
         y = x * (0.5 + k)
-        found.append(follow.num_followed() - before)
+        found.append(fast_path.num_followed() - before)
         assert y.tolist() == [0.0, 0.5 + k, 2 * (0.5 + k)]
     assert found[2:] == [1] * 4
 
@@ -349,11 +350,11 @@ def test_switched_off_it_records_the_same_steps() -> None:
         return F.gelu(x @ x.t()), x.sum(0), torch._foreach_sub([x], 1)
 
     follows(program)
-    follow.turn(False)
-    before = follow.num_followed()
+    fast_path.turn(False)
+    before = fast_path.num_followed()
     with NoNewSteps():
         got = run(program, ltc.lazy_device())
-    assert follow.num_followed() == before
+    assert fast_path.num_followed() == before
     assert_same(got, run(program, torch.device("cpu")))
 
 
@@ -416,7 +417,7 @@ def test_the_first_program_of_a_machine_runs_while_it_is_built(tmp_path: Path) -
     built = tmp_path / "extensions"
     built.mkdir(mode=0o700)
     for extension in build.EXTENSIONS:
-        if extension is not follow.extension:
+        if extension is not fast_path.extension:
             shutil.copy(extension.library_path(), built)
     out, err = child.run(
         """
@@ -431,7 +432,7 @@ def test_the_first_program_of_a_machine_runs_while_it_is_built(tmp_path: Path) -
         LTC_CACHE_DIR=str(tmp_path),
     )
     assert err == "[ltc] building C++ parts, once for this user and this torch (some seconds)\n"
-    assert follow.extension.library_path().name in [path.name for path in built.iterdir()]
+    assert fast_path.extension.library_path().name in [path.name for path in built.iterdir()]
 
 
 def test_it_holds_nothing_that_the_user_let_go() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.executors.number_rules import WHOLE_RULES
+from ltc_core.compile.scalar_inputs import WHOLE_RULES
 
 aten = torch.ops.aten
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}

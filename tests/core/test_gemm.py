@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from ltc_core.compile.subgraph import Part
 from ltc_core.executors.inductor import gemm
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.part import Part
-from ltc_core.graph import Graph, Node, Ref, TensorMeta
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(

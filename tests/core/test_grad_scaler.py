@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
-from ltc_core import syncfree
-from ltc_core.grad_scaler import GradScaler
+from ltc_core.api import syncfree
+from ltc_core.api.grad_scaler import GradScaler
 from tests.core.beside_eager import assert_same
 from tests.core.counting import Counting
 from tests.core.test_syncfree import contents, net

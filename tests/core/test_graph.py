@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ltc_core.graph import (
+from ltc_core.graph.ir import (
     Graph,
     Node,
     Ref,

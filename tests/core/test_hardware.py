@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.compiler import Compiler
 from ltc_core.errors import DeviceError
 from ltc_core.executors.hardware import hardware
 from ltc_core.executors.reference import ReferenceExecutor, on_cpu
-from ltc_core.runtime import context
+from ltc_core.runtime.devices import context
+from ltc_core.runtime.program_cache import Compiler
 from ltc_core.settings import settings
 from tests.core.child import run
 from tests.core.models import MODELS, Run

@@ -5,7 +5,7 @@ Each program is a process of its own, because teams belong to threads of the pro
 
 import pytest
 
-from ltc_core.executors import host_threads
+from ltc_core.executors import openmp
 from tests.core import child
 
 # `team()` counts the threads OpenMP started, once they are `wanted` (the kernel ends them a moment after the call).
@@ -31,7 +31,7 @@ alone = tasks()
 """
 
 needs_libgomp = pytest.mark.skipif(
-    host_threads._pause is None, reason="PyTorch computes with another OpenMP runtime than libgomp"
+    openmp._pause is None, reason="PyTorch computes with another OpenMP runtime than libgomp"
 )
 
 
@@ -142,10 +142,10 @@ def test_a_step_is_handed_over_without_a_team() -> None:
 
 def test_where_the_runtime_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other runtimes free the teams of all threads: they are left alone."""
-    monkeypatch.setattr(host_threads, "_file_of", lambda function: "libiomp5.so")
-    assert host_threads._find_runtime() is None
-    monkeypatch.setattr(host_threads, "_pause", None)
-    host_threads.release_team()
+    monkeypatch.setattr(openmp, "_file_of", lambda function: "libiomp5.so")
+    assert openmp._find_runtime() is None
+    monkeypatch.setattr(openmp, "_pause", None)
+    openmp.release_team()
 
 
 @needs_libgomp

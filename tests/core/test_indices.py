@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from ltc_core.executors.base import NodeFailure
-from ltc_core.executors.chain import Chain
-from ltc_core.executors.inductor import indices
-from ltc_core.executors.inductor.chain import compiled_chain
-from ltc_core.executors.inductor.indices import Bound, find_bounds, hold
+from ltc_core.executors.inductor import index_checks
+from ltc_core.executors.inductor.compiled_part import compiled_chain
+from ltc_core.executors.inductor.index_checks import Bound, find_bounds, hold
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.graph import Graph, Node, Ref, TensorMeta, ViewStep, Write
+from ltc_core.executors.partitioned_program import Chain
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, ViewStep, Write
 from tests.core.stand_ins import ended
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def test_what_an_op_allows(
 
 
 def test_every_name_of_the_table_is_an_op() -> None:
-    for name in indices._INDEXED:
+    for name in index_checks._INDEXED:
         assert hasattr(aten, name) or hasattr(aten, f"{name}_"), name
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.executors.chain import Chain
-from ltc_core.executors.inductor.chain import compiled_chain
+from ltc_core.executors.inductor.compiled_part import compiled_chain
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.partition import partition
+from ltc_core.executors.partitioned_program import Chain
 from tests.core.random_graphs import RandomGraph, random_graph
 from tests.core.stand_ins import Interpreted, ended
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import ltc_core as ltc
-from ltc_core import infer as infer_module
-from ltc_core.graph import TensorMeta
-from ltc_core.infer import Unknown, infer, typed
-from ltc_core.schema import OpSchema
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.shapes import shape_inference as infer_module
+from ltc_core.shapes.shape_inference import Unknown, infer, typed
 
 aten = torch.ops.aten
 Overload = torch._ops.OpOverload
@@ -99,7 +99,7 @@ def test_factories_are_told_from_their_arguments() -> None:
 
 
 def test_nothing_is_recorded_or_run() -> None:
-    from ltc_core.runtime import context
+    from ltc_core.runtime.devices import context
 
     t = lazy(x)
     told(aten.mm.default, t, lazy(x.t()))

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import ltc_core as ltc
-from ltc_core.graph import TensorMeta
-from ltc_core.infer import infer
-from ltc_core.schema import OpSchema
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.shapes.shape_inference import infer
 
 aten = torch.ops.aten
 Overload = torch._ops.OpOverload

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.keys import NEXT_KEY, is_draw, of_host, with_keys
-from ltc_core.executors.threefry import next_key
-from ltc_core.graph import Graph, Node, Ref, TensorMeta, Write
+from ltc_core.compile.random_keys import NEXT_KEY, is_draw, of_host, with_keys
+from ltc_core.compile.threefry import next_key
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, Write
 
 aten = torch.ops.aten
 META = TensorMeta.packed((4,), torch.float32)

@@ -16,8 +16,8 @@ import torch
 
 from ltc_core.executors.inductor import launcher
 from ltc_core.executors.inductor.launcher import Mismatch, Model
-from ltc_core.extension import Extension
-from ltc_core.graph import TensorMeta
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.native_extension import Extension
 from ltc_core.settings import settings
 
 pytestmark = pytest.mark.timeout(

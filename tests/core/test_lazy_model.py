@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ltc_core
-import ltc_core.lazy_model as ltm
+import ltc_core.api.verbs as ltm
 from ltc_core import metrics
 from ltc_core.settings import settings
 from tests.core.beside_eager import assert_same

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ltc_core.compile.decompositions import WHERE_IT_PAYS, attention, attention_backward
+from ltc_core.compile.retrace import Refused
+from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, WHOLE_RULES
+from ltc_core.compile.subgraph import Part
 from ltc_core.executors.inductor.lower import Lowered, lower
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.number_rules import NUMBER_DTYPES, WHOLE_RULES
-from ltc_core.executors.part import Part
-from ltc_core.executors.replay import Refused
-from ltc_core.executors.spelled_out import WHERE_IT_PAYS, attention, attention_backward
-from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
-from ltc_core.passes import plan
+from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
+from ltc_core.graph.passes import plan
 from tests.nets.beside import run_beside_eager
 from tests.nets.tiers import tier
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.executors.number_rules import rule_for, takes_number
-from ltc_core.executors.replay import apply_rule
-from ltc_core.graph import TensorMeta
+from ltc_core.compile.retrace import apply_rule
+from ltc_core.compile.scalar_inputs import rule_for, takes_number
+from ltc_core.graph.ir import TensorMeta
 
 aten = torch.ops.aten
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltc_core as ltc
-from ltc_core.context import Context
-from ltc_core.own_state import in_own_state
-from ltc_core.pace import Place
+from ltc_core.runtime.device_context import Context
+from ltc_core.runtime.placement import Place
+from ltc_core.thread_state import in_own_state
 from tests.core import child
 
 REPEATS = 4  # the third run follows what was recorded

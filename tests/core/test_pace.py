@@ -1,6 +1,6 @@
 """Where a program runs: what is small, and what measuring the places decides."""
 
-from ltc_core.pace import Pace, Place
+from ltc_core.runtime.placement import Pace, Place
 
 WORKER, SPARING, HERE = Place
 

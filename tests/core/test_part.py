@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from ltc_core.compile.subgraph import Part
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.part import Part
-from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
+from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
 
 aten = torch.ops.aten
 META = TensorMeta.packed((4,), torch.float32)

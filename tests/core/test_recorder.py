@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ltc_core as ltc
 from ltc_core.errors import LtcError
-from ltc_core.runtime import context
+from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
 from tests.core.beside_eager import assert_same
 from tests.core.counting import Counting

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from ltc_core.compile.retrace import Refused
+from ltc_core.compile.subgraph import Part
 from ltc_core.executors.inductor import request as module
 from ltc_core.executors.inductor.compiler_process import CompilerProcess
 from ltc_core.executors.inductor.lower import lower
@@ -22,9 +24,7 @@ from ltc_core.executors.inductor.request import (
     is_decisive,
     key,
 )
-from ltc_core.executors.part import Part
-from ltc_core.executors.replay import Refused
-from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta, Write
+from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write
 from tests.core.random_graphs import random_graph
 
 aten = torch.ops.aten

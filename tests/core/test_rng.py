@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import ltc_core as ltc
-from ltc_core import rng, runtime
 from ltc_core.errors import DeviceError
-from ltc_core.rng import STATE_META, Stream
+from ltc_core.record import random_state
+from ltc_core.record.random_state import STATE_META, Stream
+from ltc_core.runtime import devices
 from ltc_core.settings import settings
 from tests.core.beside_eager import assert_same
 from tests.core.counting import Counting
@@ -25,13 +26,13 @@ def device() -> torch.device:
     return ltc.lazy_device()
 
 
-def streams() -> rng.Streams:
-    assert rng.streams is not None
-    return rng.streams
+def streams() -> random_state.Streams:
+    assert random_state.streams is not None
+    return random_state.streams
 
 
 def new_stream() -> Stream:
-    return Stream(0, lambda index: runtime.context(index).trace)
+    return Stream(0, lambda index: devices.context(index).trace)
 
 
 class TestState:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 
 import ltc_core as ltc
-from ltc_core.rules import RULES
+from ltc_core.ops.composites import RULES
 from tests.core.beside_eager import beside_eager
 from tests.core.counting import Counting
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core import runtime
-from ltc_core.runtime import Context
+from ltc_core.runtime import devices
+from ltc_core.runtime.devices import Context
 from ltc_core.settings import settings
 from tests.core import child
 from tests.core.counting import Counting
@@ -26,7 +26,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def context(device: torch.device) -> Iterator[Context]:
-    found = runtime.context(device.index)
+    found = devices.context(device.index)
     gc.collect()  # what earlier tests left in cycles would count
     found.wait()
     yield found
@@ -37,14 +37,14 @@ class TestContexts:
     def test_there_is_one_for_each_device(self, context: Context) -> None:
         found: list[Context] = []
         threads = [
-            threading.Thread(target=lambda: found.append(runtime.context(0))) for _ in range(8)
+            threading.Thread(target=lambda: found.append(devices.context(0))) for _ in range(8)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert {id(c) for c in found} == {id(context)}
-        assert context in runtime.contexts() and context.device == torch.device(
+        assert context in devices.contexts() and context.device == torch.device(
             settings.device_name, 0
         )
 
@@ -52,8 +52,8 @@ class TestContexts:
         count = len(ltc.get_lazy_supported_devices())
         for index in (count, -1, 99):
             with pytest.raises(RuntimeError, match=f"there is no device {settings.device_name}:"):
-                runtime.checked(index)
-        assert runtime.checked(count - 1) == count - 1
+                devices.checked(index)
+        assert devices.checked(count - 1) == count - 1
 
 
 class TestCut:
@@ -112,7 +112,7 @@ class TestCut:
 
     def test_what_was_uploaded_is_a_copy(self, context: Context) -> None:
         host = torch.zeros(3)
-        x = runtime.upload(host, 0)
+        x = devices.upload(host, 0)
         host += 1
         assert x.tolist() == [0.0] * 3
         x += 5
@@ -143,8 +143,8 @@ class TestCut:
             torch.ones(2, 3, 4)[:, 1:].transpose(0, 2),
         ):
             wanted = host.to("cpu", copy=True).stride()
-            assert runtime.upload(host, 0).cpu().stride() == wanted
-            assert runtime.upload_all([host], 0)[0].cpu().stride() == wanted
+            assert devices.upload(host, 0).cpu().stride() == wanted
+            assert devices.upload_all([host], 0)[0].cpu().stride() == wanted
 
 
 class TestWhereItRuns:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ltc_core.schema import Arg, OpSchema, is_view_op
+from ltc_core.graph.op_schema import Arg, OpSchema, is_view_op
 
 aten = torch.ops.aten
 Overload = torch._ops.OpOverload

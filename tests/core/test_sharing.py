@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
-from ltc_core import sharing
 from ltc_core.errors import CheckpointError
+from ltc_core.tensor import pickling
 
 SHARING = r"Tensor ID \d+ is sharing a view with tensor ID \d+"
 
@@ -32,14 +32,16 @@ def handles(*tensors: torch.Tensor) -> list[Any]:
 
 class TestWhatIsShared:
     def test_whole_tensors_that_are_one_memory(self, x: torch.Tensor) -> None:
-        sharing.check_handles(handles(x, x, x.detach(), x.data, nn.Parameter(x)))
+        pickling.check_handles(handles(x, x, x.detach(), x.data, nn.Parameter(x)))
 
     def test_copies(self, x: torch.Tensor) -> None:
-        sharing.check_handles(handles(x, x.clone(), x + 0, x[1:].clone(), x[[0, 1]], x.float() * 1))
+        pickling.check_handles(
+            handles(x, x.clone(), x + 0, x[1:].clone(), x[[0, 1]], x.float() * 1)
+        )
 
     def test_a_reshape_that_is_a_copy(self, x: torch.Tensor) -> None:
         grid = x.view(2, 3).clone()
-        sharing.check_handles(handles(grid, grid.t().reshape(-1)))
+        pickling.check_handles(handles(grid, grid.t().reshape(-1)))
 
     @pytest.mark.parametrize(
         "view",
@@ -58,17 +60,17 @@ class TestWhatIsShared:
     def test_a_view_on_either_side(self, view: Any, x: torch.Tensor) -> None:
         for pair in ((x, view(x)), (view(x), x), (view(x), view(x))):
             with pytest.raises(CheckpointError, match="Tensor ID 2 is sharing .* tensor ID 1"):
-                sharing.check_handles(handles(*pair))
+                pickling.check_handles(handles(*pair))
 
     def test_parts_that_do_not_touch(self, x: torch.Tensor) -> None:
         """Loaded, they would no longer be parts of one memory."""
         with pytest.raises(CheckpointError, match=SHARING):
-            sharing.check_handles(handles(x[:2], x[4:]))
+            pickling.check_handles(handles(x[:2], x[4:]))
 
     def test_the_numbers_count_tensors_in_order(self, x: torch.Tensor) -> None:
         others = [torch.ones(1, device=x.device) for _ in range(3)]
         with pytest.raises(CheckpointError, match="Tensor ID 5 is sharing a view with tensor ID 2"):
-            sharing.check_handles(handles(others[0], x, others[1], others[2], x[0]))
+            pickling.check_handles(handles(others[0], x, others[1], others[2], x[0]))
 
     def test_tensors_that_died_are_not_taken_for_new_ones(self, x: torch.Tensor) -> None:
         def fresh() -> Any:
@@ -76,7 +78,7 @@ class TestWhatIsShared:
                 yield (x + i)[1:]._h  # type: ignore[attr-defined]
                 gc.collect(0)
 
-        sharing.check_handles(fresh())
+        pickling.check_handles(fresh())
 
 
 class TestPicklers:
@@ -90,7 +92,7 @@ class TestPicklers:
                 torch.save([x, x[1:]], io.BytesIO())
         torch.save([x, x.clone()], io.BytesIO())
         gc.collect()
-        assert len(sharing._picklers) == 0
+        assert len(pickling._picklers) == 0
 
     def test_a_parameter_counts_once(self, x: torch.Tensor) -> None:
         weight = nn.Parameter(x)

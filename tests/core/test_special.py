@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ltc_core as ltc
-from ltc_core.cell import base_of
 from ltc_core.errors import LtcError
 from ltc_core.settings import settings
+from ltc_core.tensor.handles import base_of
 from tests.core.beside_eager import assert_same, beside_eager
 from tests.core.counting import Counting
 from tests.nets.beside import attempt, run_beside_eager

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core import collective
-from ltc_core.buckets import deal, deal_backwards
-from ltc_core.executors.chain import Chain
-from ltc_core.executors.inductor.chain import compiled_chain
+from ltc_core.compile.subgraph import Part
+from ltc_core.executors.inductor.compiled_part import compiled_chain
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.part import Part
+from ltc_core.executors.partitioned_program import Chain
 from ltc_core.executors.reference import ReferenceExecutor
-from ltc_core.graph import Graph, Node, Ref, TensorMeta, ViewStep, Write
+from ltc_core.graph import collective
+from ltc_core.graph.buckets import deal, deal_backwards
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, ViewStep, Write
 from tests.core.stand_ins import Interpreted, ended
 
 aten = torch.ops.aten

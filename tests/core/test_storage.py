@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ltc_core as ltc
-from ltc_core.cell import base_of
-from ltc_core.executors.storage import StorageTypes
-from ltc_core.graph import Graph, Node, Ref, TensorMeta
+from ltc_core.executors.narrow_dtypes import StorageTypes
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
 from ltc_core.settings import Settings, settings
+from ltc_core.tensor.handles import base_of
 
 aten = torch.ops.aten
 f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
-from ltc_core import syncfree
+from ltc_core.api import syncfree
 from tests.core.beside_eager import assert_same
 from tests.core.counting import Counting
 

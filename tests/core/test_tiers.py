@@ -18,7 +18,7 @@ from ltc_core.executors.inductor.request import decode
 from ltc_core.executors.inductor.service import Outcome
 from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.executors.reference import ReferenceExecutor, ReferenceProgram
-from ltc_core.graph import Graph, Node, Ref, Scalar, TensorMeta
+from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta
 from ltc_core.settings import settings
 
 aten = torch.ops.aten

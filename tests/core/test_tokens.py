@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core import collective, metrics, tokens
+from ltc_core import metrics
+from ltc_core.graph import collective
+from ltc_core.runtime import collective_tokens
 
 GROUP = "a group of this test"
 
@@ -26,9 +28,9 @@ def group() -> Iterator[str]:
     yield GROUP
     ltc.wait_device_ops()
     del collective.TRANSPORTS[GROUP]
-    for key in [key for key in tokens._tokens if key[0] == GROUP]:
-        del tokens._tokens[key]
-    tokens._last.pop(GROUP, None)
+    for key in [key for key in collective_tokens._tokens if key[0] == GROUP]:
+        del collective_tokens._tokens[key]
+    collective_tokens._last.pop(GROUP, None)
 
 
 def num_cuts() -> int:
@@ -39,15 +41,15 @@ def test_only_graphs_with_collectives_are_handed_over(group: str) -> None:
     before = num_cuts()
     for _ in range(4):  # followed in C++ too
         x = torch.ones(3, device="ltc") + 1
-        tokens.hand_over()
+        collective_tokens.hand_over()
         assert num_cuts() == before
-        written = tokens.token(group, 0)
+        written = collective_tokens.token(group, 0)
         y = collective.ops.all_reduce(x, written, "sum", 0.5, "a tensor", group)
         assert num_cuts() == before
-        tokens.hand_over()
+        collective_tokens.hand_over()
         assert num_cuts() == before + 1
         z = y * 2
-        tokens.hand_over()
+        collective_tokens.hand_over()
         assert num_cuts() == before + 1
         assert (y.tolist(), z.tolist()) == ([1.0] * 3, [2.0] * 3)
         before = num_cuts()

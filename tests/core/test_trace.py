@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.buffer import Buffer, MemoryCounter
-from ltc_core.cell import Value
 from ltc_core.errors import LtcError
-from ltc_core.graph import Node, Ref, TensorMeta
-from ltc_core.runtime import context
-from ltc_core.tensor import LazyTensor, make_empty
-from ltc_core.trace import Step, Trace
+from ltc_core.graph.ir import Node, Ref, TensorMeta
+from ltc_core.record.trace import Step, Trace
+from ltc_core.runtime.devices import context
+from ltc_core.tensor.buffer import Buffer, MemoryCounter
+from ltc_core.tensor.handles import Value
+from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty
 from tests.core.counting import Counting
 
 aten = torch.ops.aten

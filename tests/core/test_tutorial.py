@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
-import ltc_core.lazy_model as ltm
+import ltc_core.api.verbs as ltm
 from ltc_core import metrics
 from tests.core.counting import Counting
 from tests.core.models import CNN, digits

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.context import Context
 from ltc_core.errors import LtcError
 from ltc_core.executors.base import NodeFailure
 from ltc_core.executors.inductor.tiers import TieredProgram
-from ltc_core.pace import Place
+from ltc_core.runtime.device_context import Context
+from ltc_core.runtime.placement import Place
 
 
 class Others:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ltc_core.worker import Job, Worker
+from ltc_core.runtime.worker import Job, Worker
 
 NAME = "worker-under-test"
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ltc_core.errors import DeviceError
-from ltc_core.executors import make, xla_runtime
+from ltc_core.executors import make
 from ltc_core.executors.hardware import hardware_kind
+from ltc_core.executors.xla import library
 from ltc_core.settings import settings
 
 ROOT = Path(__file__).parents[2]
@@ -38,19 +39,19 @@ class TestWhatMustBeThere:
         pretend(monkeypatch, None)
         words = r"LTC_DEVICE=tpu needs the package torch_xla(?s:.*)torch_xla 2.9 with torch 2.9(?s:.*)\[tpu\]"
         with settings.override(device="tpu"), pytest.raises(DeviceError, match=words):
-            xla_runtime._check_versions()
+            library._check_versions()
 
     def test_the_torch_that_it_is_built_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pretend(monkeypatch, "1.13.0")
         ours = torch.__version__.partition("+")[0]
         words = rf"torch_xla 1.13.0 loads only with(?s:.*)got: torch {ours}(?s:.*)expected 1.13"
         with settings.override(device="xla"), pytest.raises(DeviceError, match=words):
-            xla_runtime._check_versions()
+            library._check_versions()
 
     def test_one_that_fits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pretend(monkeypatch, ".".join(torch.__version__.split(".")[:2]) + ".7")
         with settings.override(device="xla"):
-            xla_runtime._check_versions()
+            library._check_versions()
 
     def test_kernels_of_the_reference_executor(self) -> None:
         words = "LTC_EXECUTOR=reference computes(?s:.*)unset LTC_EXECUTOR, or LTC_DEVICE"
@@ -68,7 +69,7 @@ def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_devices_name_may_not_be_the_librarys() -> None:
-    code = "from ltc_core.executors.xla_runtime import _check_name; _check_name()"
+    code = "from ltc_core.executors.xla.library import _check_name; _check_name()"
     done = run(code, LTC_DEVICE="xla", LTC_DEVICE_NAME="xla")
     assert done.returncode == 1
     assert "the device cannot be called 'xla'" in done.stderr
@@ -99,7 +100,7 @@ class TestWhatItFinds:
 
     def test_the_cpu_has_as_many_devices_as_the_process(self) -> None:
         with settings.override(device="xla", num_devices=3):
-            xla_runtime._prepare_environment()
+            library._prepare_environment()
         assert (os.environ["PJRT_DEVICE"], os.environ["CPU_NUM_DEVICES"]) == ("CPU", "3")
         assert "XLA_PERSISTENT_CACHE_PATH" not in os.environ
         assert os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
@@ -109,14 +110,14 @@ class TestWhatItFinds:
         self, count: int, is_asynchronous: str | None
     ) -> None:
         with settings.override(device="xla", num_devices=count):
-            xla_runtime._prepare_environment()
+            library._prepare_environment()
         assert os.environ.get("PJRT_CPU_ASYNC_CLIENT") == is_asynchronous
         assert int(os.environ.get("XLA_THREAD_POOL_SIZE", "9")) > count
 
     def test_a_tpu_keeps_its_programs_on_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(xla_runtime.xla_topology, "chip_variables", lambda e: {"A": "b"})
+        monkeypatch.setattr(library.xla_topology, "chip_variables", lambda e: {"A": "b"})
         with settings.override(device="tpu", cache_dir="/c", compiled_cache_read_only=True):
-            xla_runtime._prepare_environment()
+            library._prepare_environment()
         assert os.environ["XLA_PERSISTENT_CACHE_PATH"] == "/c/xla"
         assert os.environ["XLA_PERSISTENT_CACHE_READ_ONLY"] == "1"
         assert (os.environ["PJRT_DEVICE"], os.environ["A"]) == ("TPU", "b")
@@ -125,14 +126,14 @@ class TestWhatItFinds:
     def test_what_the_user_set_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         os.environ.update(XLA_FLAGS="--a=1 --xla_cpu_enable_fast_math=true", GRPC_VERBOSITY="INFO")
         with settings.override(device="xla"):
-            xla_runtime._prepare_environment()
+            library._prepare_environment()
         assert os.environ["XLA_FLAGS"] == "--a=1 --xla_cpu_enable_fast_math=true"
         assert os.environ["GRPC_VERBOSITY"] == "INFO"
 
     def test_what_is_stored_narrow_is_our_business(self) -> None:
         os.environ["XLA_USE_BF16"] = "1"
         with settings.override(device="xla"):
-            xla_runtime._prepare_environment()
+            library._prepare_environment()
         assert "XLA_USE_BF16" not in os.environ and os.environ["LTC_USE_BF16"] == "1"
 
 

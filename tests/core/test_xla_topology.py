@@ -13,11 +13,7 @@ from typing import NoReturn
 import pytest
 
 from ltc_core.errors import DeviceError
-from ltc_core.executors.xla_topology import (
-    TpuHost,
-    chip_variables,
-    read_tpu_host,
-)
+from ltc_core.executors.xla.topology import TpuHost, chip_variables, read_tpu_host
 
 V4_16 = TpuHost("v4-16", 4, (2, 2, 2), 1, ("10.0.0.31", "10.0.0.30"))
 HOSTS = {

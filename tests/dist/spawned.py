@@ -12,7 +12,7 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist
-from ltc_core import collective
+from ltc_core.graph import collective
 from ltc_dist.multiprocessing import MpSerialExecutor
 from ltc_dist.process_group import group_of
 from ltc_dist.ranks import ranks

@@ -9,8 +9,8 @@ from torch import nn
 
 import ltc_core as ltc
 import ltc_dist as ltd
+from ltc_core.api.grad_scaler import GradScaler
 from ltc_core.errors import CheckpointError, CollectiveError, DeviceError
-from ltc_core.grad_scaler import GradScaler
 from ltc_dist.zero_redundancy_optimizer import UnsupportedOptionError, ZeroRedundancyOptimizer
 from tests.core.counting import Counting
 

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 import ltc_core as ltc
-from ltc_core import runtime
-from ltc_core.compiler import Compiler
+from ltc_core.compile.retrace import Refused
+from ltc_core.compile.subgraph import Part
 from ltc_core.executors import Executor, Program
-from ltc_core.executors.inductor.chain import compiled_chain
+from ltc_core.executors.inductor.compiled_part import compiled_chain
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.inductor.lower import Lowered, lower
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.request import Request, decode, encode
 from ltc_core.executors.inductor.tiers import TieredProgram
-from ltc_core.executors.part import Part
-from ltc_core.executors.replay import Refused
-from ltc_core.graph import Graph
+from ltc_core.graph.ir import Graph
+from ltc_core.runtime import devices
+from ltc_core.runtime.program_cache import Compiler
 from ltc_core.settings import settings
 from tests.core.stand_ins import Interpreted
 
@@ -98,7 +98,7 @@ _EXECUTORS: dict[str, tuple[str, Callable[[], Executor]]] = {
 @contextlib.contextmanager
 def tier(name: str, num_devices: int = 1) -> Iterator[None]:
     mode, make = _EXECUTORS[name]
-    contexts = [runtime.context(index) for index in range(num_devices)]
+    contexts = [devices.context(index) for index in range(num_devices)]
     before = [(context, context.executor) for context in contexts]
     try:
         _use([(context, make()) for context in contexts])
@@ -108,7 +108,7 @@ def tier(name: str, num_devices: int = 1) -> Iterator[None]:
         _use(before)
 
 
-def _use(executors: Sequence[tuple[runtime.Context, Executor]]) -> None:
+def _use(executors: Sequence[tuple[devices.Context, Executor]]) -> None:
     with contextlib.suppress(
         RuntimeError
     ):  # an error of the block, which the block has seen or reports

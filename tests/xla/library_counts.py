@@ -1,6 +1,6 @@
 """What torch_xla's library itself counted so far."""
 
-from ltc_core.executors import xla_runtime
+from ltc_core.executors.xla import library
 
 
 def compiled_by_xla() -> int:
@@ -13,5 +13,5 @@ def transfers() -> tuple[int, int]:
 
 
 def _count(name: str) -> int:
-    data = xla_runtime.load()._xla_metric_data(name)
+    data = library.load()._xla_metric_data(name)
     return 0 if data is None else int(data[0])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ltc_core as ltc
 from ltc_core.errors import DeviceError
-from ltc_core.executors import torch_xla, xla_runtime
+from ltc_core.executors.xla import executor, library
 from ltc_core.settings import settings
 from tests.core.counting import Counting
 from tests.xla.library_counts import compiled_by_xla, transfers
@@ -155,7 +155,7 @@ class TestSteps:
         loop.step(*batch())
         ltc.wait_device_ops()
         with pytest.raises(RuntimeError, match="donated|HasValue"):
-            xla_runtime.load()._xla_get_cpu_tensors([old])
+            library.load()._xla_get_cpu_tensors([old])
         assert loop.model[0].weight.isfinite().all()
 
     def test_a_kept_value_is_not_overwritten(self) -> None:
@@ -181,7 +181,7 @@ class TestFailures:
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(torch_xla.Launch, "run", fail)
+            patch.setattr(executor.Launch, "run", fail)
             with pytest.raises(RuntimeError, match="a compiled program failed(?s:.*)out of memory"):
                 loop.step(x, y)
                 ltc.wait_device_ops()

@@ -39,13 +39,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: set[int] = set()  # descriptors of the locks this process holds
 
 
-def _after_fork_in_child() -> None:
+def after_fork_in_child() -> None:
     """The locks are the parent's, and would outlive it in our copies of their descriptors."""
     while _held:
         os.close(_held.pop())
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Artifacts:

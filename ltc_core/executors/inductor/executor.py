@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from ltc_core.executors.allocator import give_back, keep_memory
 from ltc_core.executors.base import CPU, Program
+from ltc_core.executors.host_memory import give_back, keep_memory
 from ltc_core.executors.inductor.tiers import TieredProgram, say_once
 from ltc_core.executors.reference import ReferenceExecutor
-from ltc_core.graph import Graph
+from ltc_core.graph.ir import Graph
 
 __all__ = ["InductorExecutor"]
 

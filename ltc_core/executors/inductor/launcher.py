@@ -14,8 +14,8 @@ from typing import Any, final
 
 import torch
 
-from ltc_core.extension import Extension
-from ltc_core.graph import TensorMeta
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.native_extension import Extension
 
 __all__ = ["Mismatch", "Model", "extension", "load"]
 

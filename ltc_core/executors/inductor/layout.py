@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ltc_core.executors.stages import Kind, Stage
-from ltc_core.graph import Graph, Node, TensorMeta, references
+from ltc_core.compile.schedule import Kind, Stage
+from ltc_core.graph.ir import Graph, Node, TensorMeta, references
 
 __all__ = ["keep_channels_last"]
 

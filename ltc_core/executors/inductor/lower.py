@@ -18,15 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ltc_core.compile.decompositions import WHERE_IT_PAYS
+from ltc_core.compile.retrace import Refused, Replay
+from ltc_core.compile.scalar_inputs import vector_metas
+from ltc_core.compile.subgraph import Part
 from ltc_core.executors.inductor.exact import exact_decompositions
 from ltc_core.executors.inductor.gemm import use_onednn
-from ltc_core.executors.number_rules import vector_metas
-from ltc_core.executors.part import Part
-from ltc_core.executors.replay import Refused, Replay
-from ltc_core.executors.spelled_out import WHERE_IT_PAYS
-from ltc_core.graph import Graph, Node, TensorMeta
-from ltc_core.passes import plan
-from ltc_core.schema import is_view_op
+from ltc_core.graph.ir import Graph, Node, TensorMeta
+from ltc_core.graph.op_schema import is_view_op
+from ltc_core.graph.passes import plan
 
 __all__ = ["Lowered", "lower"]
 

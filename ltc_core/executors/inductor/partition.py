@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from ltc_core import collective
-from ltc_core.executors.first_values import without_operands
-from ltc_core.executors.inductor.indices import find_bounds
+from ltc_core.compile.initial_state import without_operands
+from ltc_core.compile.scalar_inputs import base_name
+from ltc_core.compile.schedule import stages
+from ltc_core.compile.subgraph import Part, parts_of
+from ltc_core.executors.inductor.index_checks import find_bounds
 from ltc_core.executors.inductor.layout import keep_channels_last
-from ltc_core.executors.inductor.spread import spread
-from ltc_core.executors.number_rules import base_name
-from ltc_core.executors.part import Part, parts_of
-from ltc_core.executors.stages import stages
-from ltc_core.graph import Graph, Lens, Node, Scalar, TensorMeta, Write
-from ltc_core.views import open_lens
+from ltc_core.executors.inductor.overlap import spread
+from ltc_core.graph import collective
+from ltc_core.graph.ir import Graph, Lens, Node, Scalar, TensorMeta, Write
+from ltc_core.graph.lens import open_lens
 
 __all__ = ["partition"]
 

@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.part import Part
-from ltc_core.executors.replay import Refused
-from ltc_core.graph import TensorMeta
+from ltc_core.compile.retrace import Refused
+from ltc_core.compile.subgraph import Part
+from ltc_core.graph.ir import TensorMeta
 
 __all__ = ["Request", "compiler_variables", "decode", "encode", "is_decisive", "key"]
 
 
 _PACKAGE = Path(__file__).parents[2]
 # What decides what is made of a part is in these folders: the graph and its passes, the executors.
-_FOLDERS = ("*.py", "executors/**/*.py")
+_FOLDERS = ("graph/*.py", "compile/*.py", "executors/**/*.py")
 # Variables that PyTorch's compiler reads, and those of them that only say where and how fast it works.
 _READ = ("TORCHINDUCTOR_", "TORCH_COMPILE_", "AOT_INDUCTOR_", "AOTINDUCTOR_", "ATEN_CPU_CAPABILITY")
 _WHERE = (

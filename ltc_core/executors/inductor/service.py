@@ -8,7 +8,6 @@ the outcome. `tiers` is the caller.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import os
@@ -372,17 +371,13 @@ def service() -> CompileService:
         return _service
 
 
-def _at_exit() -> None:
+def at_exit() -> None:
     if _service is not None:
         _service.shutdown()
 
 
-def _after_fork_in_child() -> None:
+def after_fork_in_child() -> None:
     global _lock
     _lock = threading.Lock()
     if _service is not None:
         _service.after_fork()
-
-
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_after_fork_in_child)

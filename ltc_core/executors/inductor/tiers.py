@@ -20,18 +20,18 @@ from typing import Any
 import torch
 
 from ltc_core import metrics
+from ltc_core.compile.scalar_inputs import vector_metas
+from ltc_core.compile.subgraph import Part
 from ltc_core.errors import listed
 from ltc_core.executors.base import Program, Remains, run_to_end
-from ltc_core.executors.chain import Chain
-from ltc_core.executors.inductor.chain import compiled_chain
+from ltc_core.executors.inductor.compiled_part import compiled_chain
 from ltc_core.executors.inductor.launcher import Model, load
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.request import Request, encode, key
 from ltc_core.executors.inductor.service import CompileService, Outcome, service
-from ltc_core.executors.number_rules import vector_metas
-from ltc_core.executors.part import Part
+from ltc_core.executors.partitioned_program import Chain
 from ltc_core.executors.reference import ReferenceProgram
-from ltc_core.graph import Graph, TensorMeta
+from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.settings import settings
 
 __all__ = ["TieredProgram", "say_once"]

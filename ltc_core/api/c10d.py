@@ -1,0 +1,292 @@
+"""torch.distributed on tensors of the device: `init_process_group()`, `dist.all_reduce(t)`, DTensor, DDP.
+
+For scripts that speak torch.distributed. Each call waits for its tensors, gloo works on copies of them on the CPU, and
+what it wrote is copied to the device: a cut of the graph a call. `ltc_dist.optimizer_step` records the same in the
+graph instead. Ops of c10d do not say in their schema what they write: without a rule from here they would write copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ltc_core import errors, source
+from ltc_core.api.verbs import is_lazy_tensor, to_cpu
+from ltc_core.ops.composites import RULE_MAKERS
+from ltc_core.runtime.collective_tokens import hand_over
+from ltc_core.runtime.devices import upload_all
+from ltc_core.settings import settings
+
+__all__ = ["hand_over_before_calls", "register"]
+
+dist: Any = torch.distributed  # its stubs lack what is used here
+_c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # some builds are without
+
+Rule = Callable[..., Any]
+
+# Ops of c10d that write their first argument.
+_WRITE_THEIR_FIRST = frozenset(
+    {
+        "_allgather_base_",
+        "_reduce_scatter_base_",
+        "allgather_",
+        "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_",
+        "allreduce_",
+        "allreduce_coalesced_",
+        "alltoall_",
+        "alltoall_base_",
+        "broadcast_",
+        "gather_",
+        "reduce_",
+        "reduce_scatter_",
+        "reduce_scatter_tensor_coalesced_",
+        "scatter_",
+    }
+)
+_WRITE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
+_RECEIVE = frozenset({"recv_", "recv_any_source_"})
+# Functional ops that are complete, and may have written their operands, when `wait_tensor` is called on their results.
+_ONE_TO_ONE = frozenset({"batch_p2p_ops", "irecv", "isend"})
+
+
+def register() -> None:
+    """Let groups made from now on take tensors of the device, and their ops run."""
+    if not dist.is_available():
+        return
+    name = settings.device_name
+    dist.Backend.default_device_backend_map.setdefault(name, "gloo")
+    devices = dist.Backend.backend_capability["gloo"]
+    if name not in devices:
+        devices.append(name)
+    RULE_MAKERS["c10d"] = _rule
+    RULE_MAKERS["_c10d_functional"] = RULE_MAKERS["_dtensor"] = _functional_rule
+
+
+# Methods of a process group that wait for other processes: those of the ops of c10d, under their names in Python.
+_CALLS = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("all_gather_single", "all_gather_single_coalesced", "allreduce", "allreduce_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single", "barrier", "broadcast", "gather"),
+    *("monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter"),
+    *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("reduce_scatter_tensor_coalesced", "scatter", "send"),
+)
+
+
+@functools.cache
+def hand_over_before_calls() -> None:
+    """Hand over the graph's collectives before each call of torch.distributed from now on, on tensors of the CPU too.
+
+    The others may wait for them, and not come to the barrier or to the exchange of objects before.
+    """
+    for name in _CALLS:
+        method = getattr(dist.ProcessGroup, name, None)
+        if method is not None:  # not all are in every torch
+            setattr(dist.ProcessGroup, name, _after_handing_over(method))
+
+
+def _after_handing_over(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        hand_over()
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _rule(op: Any) -> Rule:
+    """What runs an op of c10d."""
+    name = op._opname
+    names = [argument.name for argument in op._schema.arguments]
+    if name in _RECEIVE:
+        finish: Callable[..., Any] = _receiving
+    elif name == "send":
+        finish = _sending
+    elif name in _WRITE_THEIR_FIRST or name in _WRITE_NOTHING:
+        finish = _waiting
+    else:
+        return _refusal(op)
+    group = names.index("process_group")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _serve_cpu(dist.ProcessGroup.unbox(args[group]))
+        hand_over()
+        copies = _copies(args)
+        return finish(op(*copies, **kwargs), args[0], copies[0], name in _WRITE_THEIR_FIRST)
+
+    return call
+
+
+def _copies(args: Any) -> Any:
+    """Copies on the CPU, as gloo wants them: contiguous."""
+    return pytree.tree_map(
+        lambda t: t.contiguous() if isinstance(t, torch.Tensor) else t, to_cpu(args)
+    )
+
+
+# -- what comes after an op of c10d: its result, its first argument, the copy of that, whether the op wrote it ---------
+
+
+def _waiting(result: Any, first: Any, copy: Any, is_written: bool) -> Any:
+    """Wait, copy what was written; the same result with finished work, whose tensors are those of the caller."""
+    work = result[-1] if isinstance(result, tuple) else result
+    if work is None:  # monitored_barrier
+        return None
+    dist.Work.unbox(work).wait()
+    if is_written:
+        _bring_back(first, copy)
+    done: Any = torch.futures.Future()
+    done.set_result(pytree.tree_leaves(first))
+    work = _c10d._create_work_from_future(done).boxed()
+    return (first, work) if isinstance(result, tuple) else work
+
+
+def _sending(work: Any, first: Any, copy: Any, is_written: bool) -> Any:
+    return work  # it holds the copies
+
+
+def _receiving(work: Any, first: Any, copy: Any, is_written: bool) -> Any:
+    return _Receiving(dist.Work.unbox(work), first, copy).boxed()
+
+
+class _Receiving(getattr(dist, "Work", object)):  # type: ignore[misc]
+    """A message that comes: a process may send before it waits for what it receives."""
+
+    # c10d looks for the methods of an object that must still be there.
+    _not_waited_for: set[_Receiving] = set()
+
+    def __init__(self, work: Any, first: Any, copy: Any) -> None:
+        super().__init__()
+        self._work = work
+        self._first = first
+        self._copy = copy
+        self._is_done = False
+        self._not_waited_for.add(self)
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._is_done:  # waiting again would wait for the next message
+            self._work.wait(*(() if timeout is None else (timeout,)))
+            self._is_done = True
+            _bring_back(self._first, self._copy)
+            self._first = self._copy = None
+            self._not_waited_for.discard(self)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_done or (self._work.is_completed() and self.wait())
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())
+
+    source_rank = _source_rank
+
+
+def _serve_cpu(group: Any) -> None:
+    """Let a group that was made for the device alone take tensors of the CPU too."""
+    cpu, device = torch.device("cpu"), torch.device(settings.device_name)
+    if cpu in group._device_types:
+        return
+    if device not in group._device_types:
+        raise errors.CollectiveError(
+            f"the process group {group.group_name} has no backend for tensors of {device.type}",
+            got=f"backends for {errors.listed(sorted(d.type for d in group._device_types))}",
+            where=source.user_line(),
+            next=f"init_process_group('cpu:gloo,{device.type}:gloo'), or without a backend",
+        )
+    group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, group._get_backend(device))
+
+
+def _bring_back(there: Any, here: Any) -> None:
+    if isinstance(there, torch.Tensor):
+        if is_lazy_tensor(there):
+            there.detach().copy_(here)
+        return
+    for one, other in zip(there, here, strict=True):
+        _bring_back(one, other)
+
+
+# -- functional collectives ----------------------------------------------------------------------
+
+
+# What has not been waited for -> the copy on the CPU that is sent or received.
+_under_way: Any = WeakTensorKeyDictionary()
+
+
+def _functional_rule(op: Any) -> Rule:
+    """What runs a functional collective: an op that names its group and returns tensors."""
+    name = op._opname
+    if name == "wait_tensor":
+        return _wait_tensor
+    if name == "_wrap_tensor_autograd":
+        # Its module takes 50 ms to import, and has been where the op is known.
+        return sys.modules["torch.distributed._functional_collectives"].AsyncCollectiveTensor  # type: ignore[no-any-return]
+    names = [argument.name for argument in op._schema.arguments]
+    if "group_name" not in names:
+        return _refusal(op)
+    group = names.index("group_name")
+    writes = [
+        a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _serve_cpu(_group_named(args[group]))
+        hand_over()
+        copies, named = _copies(args), _copies(kwargs)
+        result = op(*copies, **named)
+        if name in _ONE_TO_ONE:
+            given = pytree.tree_leaves(args)
+            for original, copy in zip(given, pytree.tree_leaves(copies), strict=True):
+                if is_lazy_tensor(original):
+                    _under_way[original] = copy
+            return args[names.index("tensors" if "tensors" in names else "tensor")]
+        result = pytree.tree_map(torch.ops._c10d_functional.wait_tensor, result)
+        if writes:
+            written = kwargs["out"] if "out" in writes else args[0]
+            _bring_back(written, result)
+            return written
+        return _uploaded(result, args)
+
+    return call
+
+
+def _uploaded(result: Any, args: Any) -> Any:
+    index = next(t.device.index for t in pytree.tree_leaves(args) if is_lazy_tensor(t))
+    return (
+        upload_all([result], index)[0]
+        if isinstance(result, torch.Tensor)
+        else upload_all(result, index)
+    )
+
+
+def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    copy = _under_way.pop(tensor, None)
+    if copy is not None:
+        torch.ops._c10d_functional.wait_tensor(copy)
+        _bring_back(tensor, copy)
+    return tensor
+
+
+def _group_named(name: Any) -> Any:
+    if isinstance(name, str):
+        return dist.distributed_c10d._resolve_process_group(name)
+    return name if isinstance(name, dist.ProcessGroup) else dist.ProcessGroup.unbox(name)
+
+
+def _refusal(op: Any) -> Rule:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise errors.UnsupportedOpError(
+            f"{op} has no rule on device {settings.device_name}",
+            got=str(op._schema)[:200],
+            where=source.user_line(),
+            next="call it on a copy on the CPU: t.cpu()",
+        )
+
+    return refuse

@@ -1,0 +1,39 @@
+"""Eager mode: each op runs where it is called, so that one that fails does so there. LTC_EAGER=1 starts with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ltc_core.ops.dispatch import choose_anew
+from ltc_core.settings import settings
+
+__all__ = ["eager_mode", "eager_mode_context", "is_eager_mode"]
+
+
+def is_eager_mode() -> bool:
+    """Tell whether each op runs where it is called."""
+    return settings.eager
+
+
+def eager_mode(enable: bool) -> None:
+    """Run each op where it is called from now on, in all threads; or record again.
+
+    Cost: every op is a graph of its own, run and waited for. What was recorded before runs with the first of them.
+
+    Source: `torch_xla.experimental.eager_mode`.
+    """
+    if enable != settings.eager:
+        settings.eager = bool(enable)
+        choose_anew()
+
+
+@contextlib.contextmanager
+def eager_mode_context(enable: bool) -> Iterator[bool]:
+    """Switch eager mode for the length of a `with` block; gives what it was."""
+    before = settings.eager
+    eager_mode(enable)
+    try:
+        yield before
+    finally:
+        eager_mode(before)

@@ -1,0 +1,1 @@
+"""What compiled executors share: schedule, subgraphs, retracing, decompositions, scalar inputs, random numbers."""

@@ -1,0 +1,103 @@
+"""Draws by key: a graph in which each draw is given a key, made of the state of its stream.
+
+The state is PyTorch's, 5 KB that only the host can go on from. So the host makes a key of it for each draw, and the
+next state: the op `next_key`. The device makes the numbers of the key (`draws`). States stay on the host. Used by
+`torch_xla`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ltc_core.compile import threefry
+from ltc_core.compile.random_draws import DRAWS
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, Write
+
+__all__ = ["NEXT_KEY", "is_draw", "of_host", "with_keys"]
+
+_library: Any = torch.library.Library("ltc_random", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("next_key(Tensor(a!) state) -> Tensor")
+NEXT_KEY = torch.ops.ltc_random.next_key.default
+_KEY = TensorMeta.packed((2,), torch.int32)
+
+
+def _next_key(state: torch.Tensor) -> torch.Tensor:
+    key, after = threefry.next_key(state)
+    state.copy_(after)
+    return key
+
+
+_library.impl("next_key", _next_key, "CPU")
+
+
+def is_draw(node: Node) -> bool:
+    """Tell whether a node draws from a stream."""
+    return isinstance(node.kwargs.get("generator"), Write)
+
+
+def with_keys(graph: Graph, refused: frozenset[str]) -> Graph:
+    """Let draws take keys, where there is a rule for them.
+
+    Args:
+        refused: names of ops that draw from the stream itself, on the host.
+    """
+    chosen = [
+        is_draw(node) and node.op in DRAWS and str(node.op) not in refused for node in graph.nodes
+    ]
+    if not any(chosen):
+        return graph
+    metas = graph.metas()
+    fresh = itertools.count(max(metas) + 1)
+    now: dict[int, int] = {}  # number of a state as recorded -> as it is here
+    nodes = []
+    for node, takes_key in zip(graph.nodes, chosen, strict=True):
+        node = _renumbered(node, now)
+        if not takes_key:
+            nodes.append(node)
+            continue
+        *writes, state = node.writes
+        *outs, meta = node.outs
+        key, after = next(fresh), next(fresh)
+        args = (Write(0, ()),)
+        nodes.append(
+            Node(NEXT_KEY, args, {}, key, (_KEY, meta), (state,), result=0, line=node.line)
+        )
+        now[node.first + len(outs)] = after
+        kwargs = {**node.kwargs, "generator": Ref(key)}
+        nodes.append(replace(node, kwargs=kwargs, outs=tuple(outs), writes=tuple(writes)))
+    outputs = tuple(now.get(i, i) for i in graph.outputs)
+    return replace(graph, nodes=tuple(nodes), outputs=outputs)
+
+
+def of_host(graph: Graph) -> frozenset[int]:
+    """Give the values that stay on the host: states of streams, and keys until a program takes them."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.op is NEXT_KEY:
+            found.add(node.first)
+        if node.op is NEXT_KEY or is_draw(node):
+            found.update((node.writes[-1], node.first + len(node.outs) - 1))
+    return frozenset(found)
+
+
+def _renumbered(node: Node, now: dict[int, int]) -> Node:
+    if not now:
+        return node
+    return replace(
+        node,
+        args=tuple(_item(a, now) for a in node.args),
+        kwargs={k: _item(a, now) for k, a in node.kwargs.items()},
+        writes=tuple(now.get(w, w) for w in node.writes),
+    )
+
+
+def _item(item: Any, now: dict[int, int]) -> Any:
+    if type(item) is Ref:
+        return Ref(now.get(item, item))
+    if type(item) in (list, tuple):
+        return type(item)(_item(i, now) for i in item)
+    return item

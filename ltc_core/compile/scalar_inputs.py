@@ -1,0 +1,228 @@
+"""Which numbers of a run are inputs of a compiled program, and how ops take them as tensors.
+
+A learning rate, Adam's bias correction or a loss scale changes from step to step and must not cause a compile. ATen
+takes such numbers as Python scalars; a compiled program gets them as elements of one vector. So each op that may be
+given a changing number has a rule here: the same arithmetic with tensors of no dimension in the numbers' places.
+Numbers of other ops (an exponent, an epsilon) are constants of the program, which is compiled anew if they change.
+Comes from `part`, used by `lower`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._decomp.decompositions import native_batch_norm_helper
+
+from ltc_core.compile.fused_optimizers import FUSED_OPTIMIZERS
+from ltc_core.graph.ir import TensorMeta
+
+__all__ = [
+    "NUMBER_DTYPES",
+    "WHOLE_RULES",
+    "base_name",
+    "kinds",
+    "rule_for",
+    "takes_number",
+    "vector_metas",
+]
+
+NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
+
+Tensor = torch.Tensor
+Number = Any  # a Python number or a tensor of no dimension
+
+
+def base_name(op: torch._ops.OpOverload) -> str:
+    """`_foreach_add_` and `add_` are both "add"."""
+    return op._opname.removeprefix("_foreach_").rstrip("_")
+
+
+def takes_number(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
+    """Tell whether a number of an op is an input of its program.
+
+    Floats of arithmetic always are. What mostly is structure (the 2 of `x * 2`, the -inf of a mask, a batch norm's
+    momentum) is a constant until it was seen to change.
+    """
+    if type(value) not in NUMBER_DTYPES:
+        return False
+    if rule_for(op) is None and op._opname not in WHOLE_RULES:
+        return False
+    changes = base_name(op) in _CHANGING or op._opname in FUSED_OPTIMIZERS
+    return varied or (type(value) is float and changes)
+
+
+def kinds(types: Sequence[type]) -> list[type]:
+    """Which vectors of numbers a program has, in order."""
+    return [kind for kind in NUMBER_DTYPES if kind in types]
+
+
+def rule_for(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    if op.namespace != "aten" or op._overloadname in _NOT_ARITHMETIC.get(base_name(op), ()):
+        return None
+    return RULES.get(base_name(op))
+
+
+def vector_metas(types: Sequence[type]) -> list[TensorMeta]:
+    """Describe the vectors in which a program gets its numbers, after its tensors."""
+    return [TensorMeta.packed((types.count(kind),), NUMBER_DTYPES[kind]) for kind in kinds(types)]
+
+
+def add(x: Tensor, y: Any, alpha: Number = 1) -> Any:
+    return x + _scaled(y, alpha)
+
+
+def sub(x: Tensor, y: Any, alpha: Number = 1) -> Any:
+    return x - _scaled(y, alpha)
+
+
+def rsub(x: Tensor, y: Any, alpha: Number = 1) -> Any:
+    return y - _scaled(x, alpha)
+
+
+def _scaled(y: Any, alpha: Number) -> Any:
+    return y if type(alpha) is int and alpha == 1 else y * alpha
+
+
+def mul(x: Tensor, y: Any) -> Any:
+    return x * y
+
+
+def div(x: Tensor, y: Any) -> Any:
+    return x / y
+
+
+def addcmul(x: Tensor, a: Tensor, b: Tensor, value: Number = 1) -> Any:
+    return x + _scaled(a, value) * b  # in this order, as in ATen: a product in another may overflow
+
+
+def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: Number = 1) -> Any:
+    return x + _scaled(a, value) / b
+
+
+def lerp(x: Tensor, end: Tensor, weight: Any) -> Any:
+    """Interpolate from the nearer end, as ATen does: exact at both."""
+    if not isinstance(weight, Tensor):
+        return x + weight * (end - x) if abs(weight) < 0.5 else end - (end - x) * (1 - weight)
+    step = end - x
+    return torch.where(weight.abs() < 0.5, x + weight * step, end - step * (1 - weight))
+
+
+def fill(x: Tensor, value: Any) -> Any:
+    return torch.zeros_like(x) + value
+
+
+def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Any:
+    return torch.where(mask, torch.zeros_like(x) + value, x)
+
+
+def sqrt(x: Tensor) -> Any:
+    return x.sqrt()
+
+
+def neg(x: Tensor) -> Any:
+    return -x
+
+
+def reciprocal(x: Tensor) -> Any:
+    return x.reciprocal()
+
+
+def absolute(x: Tensor) -> Any:
+    return x.abs()
+
+
+def zero(x: Tensor) -> Any:
+    return torch.zeros_like(x)
+
+
+def copy(x: Tensor, y: Tensor, non_blocking: bool = False) -> Any:
+    return y.expand_as(x)
+
+
+def clamp_min(x: Tensor, low: Any) -> Any:
+    return torch.maximum(x, _as_tensor(low, x))
+
+
+def clamp_max(x: Tensor, high: Any) -> Any:
+    return torch.minimum(x, _as_tensor(high, x))
+
+
+def clamp(x: Tensor, low: Any = None, high: Any = None) -> Any:
+    if low is not None:
+        x = clamp_min(x, low)
+    return x if high is None else clamp_max(x, high)
+
+
+def _as_tensor(value: Any, like: Tensor) -> Tensor:
+    return (
+        value
+        if isinstance(value, Tensor)
+        else torch.full((), value, dtype=like.dtype, device=like.device)
+    )
+
+
+def power(x: Any, exponent: Any) -> Any:
+    return torch.pow(x, exponent)
+
+
+def leaky_relu(x: Tensor, slope: Number = 0.01) -> Any:
+    return torch.where(x > 0, x, x * slope)
+
+
+def leaky_relu_backward(grad: Tensor, x: Tensor, slope: Number, is_result: bool) -> Any:
+    return torch.where(x > 0, grad, grad * slope)
+
+
+# Ops whose floats are learning rates, decays, scales, by base name; those of the fused optimizers are, too.
+_CHANGING = frozenset({"add", "addcdiv", "addcmul", "div", "lerp", "mul", "rsub", "sub"})
+
+# Base name of an op -> its arithmetic, elementwise, on tensors of the dtype ATen computes in.
+RULES: dict[str, Callable[..., Any]] = {
+    "abs": absolute,
+    "add": add,
+    "addcdiv": addcdiv,
+    "addcmul": addcmul,
+    "clamp": clamp,
+    "clamp_max": clamp_max,
+    "clamp_min": clamp_min,
+    "copy": copy,
+    "div": div,
+    "fill": fill,
+    "leaky_relu": leaky_relu,
+    "leaky_relu_backward": leaky_relu_backward,
+    "lerp": lerp,
+    "masked_fill": masked_fill,
+    "maximum": clamp_min,
+    "minimum": clamp_max,
+    "mul": mul,
+    "neg": neg,
+    "reciprocal": reciprocal,
+    "rsub": rsub,
+    "sqrt": sqrt,
+    "sub": sub,
+    "zero": zero,
+}
+# Overloads that are something else under the same name.
+_NOT_ARITHMETIC: dict[str, Sequence[str]] = {"div": ("Tensor_mode", "Scalar_mode")}
+
+
+def native_batch_norm(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Tensor,
+    var: Tensor,
+    training: bool,
+    momentum: Number,
+    eps: Number,
+) -> tuple[Any, ...]:
+    return native_batch_norm_helper(x, weight, bias, mean, var, training, momentum, eps, True)
+
+
+# Name of an op -> what it gives as a list: its results, then what it writes.
+WHOLE_RULES: dict[str, Callable[..., Sequence[Any]]] = {
+    "native_batch_norm": native_batch_norm,
+    **FUSED_OPTIMIZERS,
+}

@@ -1,0 +1,121 @@
+"""The parts of a program that PyTorch's compiler made: libraries, launched through `launcher`.
+
+Parts that are not compiled, and parts whose indices would read out of range, run on the reference executor. Made by
+`tiers` when all its libraries are there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, kinds
+from ltc_core.compile.subgraph import Part
+from ltc_core.executors.base import Stopped
+from ltc_core.executors.inductor.index_checks import find_bounds, hold
+from ltc_core.executors.inductor.launcher import Mismatch, Model
+from ltc_core.executors.partitioned_program import Chain, EagerLink, Link
+from ltc_core.graph.ir import Graph
+from ltc_core.graph.passes import plan
+
+__all__ = ["compiled_chain"]
+
+_log = logging.getLogger("ltc")
+
+
+def compiled_chain(
+    graph: Graph,
+    parts: Sequence[Part],
+    models: Mapping[int, tuple[Model, Sequence[int]]],
+    hardware: torch.device,
+) -> Chain:
+    """Make the chain of a graph's parts.
+
+    Args:
+        graph: the whole graph.
+        parts: its parts, in order.
+        models: the libraries of the compiled ones, by position, and which of a part's outputs each returns.
+        hardware: PyTorch's device that has the data.
+    """
+    links = [
+        _Compiled(part, hardware, *models[k]) if part.compiled else EagerLink(part, hardware)
+        for k, part in enumerate(parts)
+    ]
+    return Chain(graph, links, hardware=hardware)
+
+
+class _Compiled(Link):
+    """A part as a library."""
+
+    def __init__(
+        self, part: Part, hardware: torch.device, model: Model, returned: Sequence[int]
+    ) -> None:
+        super().__init__(part)
+        self._hardware = hardware
+        self._model = model
+        self._metas = list(part.graph.inputs.values())
+        # A GPU looks at indices itself, as it does in eager; looking at them here would wait for it.
+        self._bounds = find_bounds(part.graph)[0] if hardware.type == "cpu" else []
+        self._reference: EagerLink | None = None
+        self._is_told = False
+        reuses = plan(part.graph).reuses
+        names = dict(zip(part.graph.outputs, part.outputs, strict=True))
+        sources = dict(zip(part.graph.inputs, part.inputs, strict=True))
+        self._written = [(names[o], sources[i]) for o, i in reuses.items() if o not in returned]
+        self._returned = [names[o] for o in returned]
+        typed = list(zip(part.numbers, part.types, strict=True))
+        self._vectors = [
+            (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind]) for kind in kinds(part.types)
+        ]
+
+    def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        tensors = [values[i] for i in self.part.inputs]
+        if not hold(self._bounds, tensors):
+            self._run_by_reference(values, scalars)
+            return
+        for dtype, positions in self._vectors:
+            tensors.append(
+                torch.tensor([scalars[k] for k in positions], dtype=dtype, device=self._hardware)
+            )
+        try:
+            results = self._launch(tensors, values)
+        except Mismatch:
+            raise
+        except Exception as error:
+            if self._written:  # maybe half of it is: lost, as nobody can tell
+                lost = {source for _, source in self._written}
+                named = zip(self.part.graph.inputs, self.part.inputs, tensors, strict=False)
+                there = {number: t for number, value, t in named if value not in lost}
+                raise Stopped(None, there) from error
+            self._run_by_reference(values, scalars)  # which op failed, and what the others give
+            if not self._is_told:
+                self._is_told = True
+                _log.warning(
+                    "a compiled program failed, and its ops ran one by one: %r; report this", error
+                )
+            return
+        values.update(zip(self._returned, results, strict=True))
+        for output, source in self._written:
+            values[output] = values[source]
+
+    def _launch(
+        self, tensors: list[torch.Tensor], values: dict[int, Any]
+    ) -> Sequence[torch.Tensor]:
+        """Run the library. Operands with other strides than recorded, which ops run one by one may give, are copied."""
+        while True:
+            try:
+                return self._model.run(tensors)
+            except Mismatch as mismatch:
+                at = mismatch.position
+                expected = self._metas[at] if at < len(self._metas) else None
+                if not (expected and mismatch.is_of_strides(expected)):
+                    raise
+                tensors[at] = values[self.part.inputs[at]] = expected.laid_out(tensors[at])
+
+    def _run_by_reference(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        if self._reference is None:
+            self._reference = EagerLink(self.part, self._hardware)
+        self._reference.run(values, scalars)

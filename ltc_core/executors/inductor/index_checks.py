@@ -1,0 +1,206 @@
+"""Indices a compiled program would read with: they are looked at before it is launched.
+
+Compiled loops on the CPU check indices inside their threads, where an exception ends the process; eager raises
+IndexError. So operands used as indices are traced back to the inputs of a graph. `hold` compares these with what the
+ops allow; where they do not hold, the part runs op by op and the op at fault raises its own error. An op whose
+indices are computed within the graph, other than by ops that keep them in range, is left to the reference executor.
+Used by `part` and `program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ltc_core.graph.ir import Graph, Node, TensorMeta, Write, references
+from ltc_core.graph.lens import apply_lens
+
+__all__ = ["Bound", "find_bounds", "hold"]
+
+aten = torch.ops.aten
+
+
+class Bound(NamedTuple):
+    """Values `low` to `high`, and `besides`, are legal in the input with this number."""
+
+    value: int
+    low: int
+    high: int
+    besides: int | None = None
+
+
+Metas = dict[int, TensorMeta]
+# For the arguments of an op: which of them are indices, and their legal values.
+Find = Callable[[Sequence[Any], Metas], Iterator[tuple[Any, int, int, int | None]]]
+
+
+def _rows(table: int, index: int) -> Find:
+    """The operand `index` counts the first dim of the operand `table`."""
+
+    def find(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
+        yield args[index], 0, _size(args[table], metas)[0] - 1, None
+
+    return find
+
+
+def _given(index: int, count: int) -> Find:
+    """The operand `index` counts to the number in `count`."""
+
+    def find(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
+        yield args[index], 0, args[count] - 1, None
+
+    return find
+
+
+def _along(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
+    """(self, dim, index, ...)"""
+    size = _size(args[0], metas)
+    yield args[2], 0, (size[args[1]] if size else 1) - 1, None
+
+
+def _fancy(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
+    """(self, indices, ...), an index or None for each dim; a mask counts for as many dims as it has, maybe none."""
+    size = _size(args[0], metas)
+    dim = 0
+    for index in args[1]:
+        if index is not None and metas[index].dtype in (torch.bool, torch.uint8):
+            dim += len(metas[index].size)
+            continue
+        if index is not None:
+            yield index, -size[dim], size[dim] - 1, None
+        dim += 1
+
+
+def _flat(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
+    """(self, index, ...) into all elements."""
+    n = _size(args[0], metas).numel()
+    yield args[1], -n, n - 1, None
+
+
+def _classes(scores: int, target: int, ignored: int) -> Find:
+    """The operand `target` counts dim 1 (dim 0 of a vector) of `scores`; the number in `ignored` is legal too."""
+
+    def find(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
+        size = _size(args[scores], metas)
+        yield args[target], 0, size[1 if len(size) > 1 else 0] - 1, args[ignored]
+
+    return find
+
+
+def _size(operand: Any, metas: Metas) -> torch.Size:
+    return operand.size if type(operand) is _Part else metas[operand].size
+
+
+class _Part(int):
+    """A value that an op sees through a lens, as a tensor of `size`."""
+
+    size: torch.Size
+
+
+_INDEXED: dict[str, Find] = {
+    "embedding": _rows(0, 1),
+    "embedding_dense_backward": _given(1, 2),
+    "gather": _along,
+    "index": _fancy,
+    "index_add": _along,
+    "index_copy": _along,
+    "index_fill": _along,
+    "index_put": _fancy,
+    "index_reduce": _along,
+    "index_select": _along,
+    "nll_loss2d_backward": _classes(1, 2, 5),
+    "nll_loss2d_forward": _classes(0, 1, 4),
+    "nll_loss_backward": _classes(1, 2, 5),
+    "nll_loss_forward": _classes(0, 1, 4),
+    "put": _flat,
+    "scatter": _along,
+    "scatter_add": _along,
+    "scatter_reduce": _along,
+    "take": _flat,
+    "_index_put_impl": _fancy,
+    "_unsafe_index": _fancy,
+    "_unsafe_index_put": _fancy,
+}
+_SAME_VALUES = frozenset({"_to_copy", "alias", "clone", "lift_fresh", "_unsafe_view"})
+# Their indices count a dim of their first operand.
+_COUNT_A_DIM = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk"})
+
+
+def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
+    """Give what inputs must obey, and the positions of the nodes whose indices cannot be told from inputs."""
+    metas = graph.metas()
+    maker = {node.first + i: node for node in graph.nodes for i in range(len(node.outs))}
+    bounds: dict[Bound, None] = {}
+    unknown = set()
+    for at, node in enumerate(graph.nodes):
+        find = _INDEXED.get(node.op._opname.rstrip("_"))
+        if find is None:
+            continue
+        args = [_read(node, a, metas) for a in node.args]
+        for index, low, high, besides in find(args, metas):
+            if metas[index].dtype is torch.bool:
+                continue
+            source = _source(index, maker, metas, high)
+            if source is None:
+                unknown.add(at)
+            elif source >= 0:
+                bounds[Bound(source, low, high, besides)] = None
+    return list(bounds), unknown
+
+
+def _read(node: Node, item: Any, metas: Metas) -> Any:
+    """The value an op reads where it writes, with the size of the part that it sees."""
+    if type(item) is not Write:
+        return item
+    value = _Part(node.writes[item.base])
+    whole = metas[value]
+    value.size = apply_lens(whole.meta_tensor(), item.lens).shape if item.lens else whole.size
+    return value
+
+
+def _source(value: int, maker: dict[int, Node], metas: Metas, high: int) -> int | None:
+    """Find the input an index comes from; -1 if it is in range by itself, None if that cannot be told."""
+    while value in maker:
+        node = maker[value]
+        name = node.op._opname
+        if "generator" in node.kwargs:
+            return value  # drawn op by op, and so an input of the part that reads it
+        if node.view or name in _SAME_VALUES:
+            value = next(references(node))
+        elif name == "arange":
+            return -1 if _arange_fits(node, high) else None
+        elif name in _COUNT_A_DIM:
+            operand = metas[next(references(node))]
+            return -1 if max(operand.size, default=1) <= high + 1 else None
+        else:
+            return None
+    return value
+
+
+def _arange_fits(node: Node, high: int) -> bool:
+    meta = node.outs[0]
+    assert meta is not None
+    if not all(type(a) is int for a in node.args):
+        return False
+    start = node.args[0] if len(node.args) > 1 else 0
+    step = node.args[2] if len(node.args) > 2 else 1
+    ends = (start, start + (meta.numel - 1) * step)
+    return min(ends) >= 0 and max(ends) <= high
+
+
+def hold(bounds: Sequence[Bound], inputs: Sequence[torch.Tensor]) -> bool:
+    """Tell whether all indices are legal. Cost: one pass over each; 10 us for a batch of labels."""
+    return all(_holds(bound, inputs[bound.value]) for bound in bounds)
+
+
+def _holds(bound: Bound, t: torch.Tensor) -> bool:
+    if not t.numel():
+        return True
+    least, greatest = (v.item() for v in t.aminmax())  # of floats, before .long(): may be nan
+    if least >= bound.low and greatest <= bound.high:
+        return True
+    if bound.besides is None:
+        return False
+    return bool(((t == bound.besides) | ((t >= bound.low) & (t <= bound.high))).all())

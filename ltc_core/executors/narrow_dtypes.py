@@ -1,0 +1,164 @@
+"""Storage types: float32 and float64 kept and computed as something narrower, as LTC_USE_BF16 or the hardware asks.
+
+Tensors still report their PyTorch dtype; only executors know. `StorageTypes` maps the dtypes, rewrites the dtypes
+that nodes name, and runs an op that has no narrow kernel in the wide type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ltc_core.graph.ir import Graph, Node, TensorMeta
+from ltc_core.settings import settings
+
+__all__ = ["StorageTypes"]
+
+_BITS = torch.ops.aten.view.dtype
+
+
+class StorageTypes:
+    """Which dtype a tensor of each dtype is stored as.
+
+    Source: the documents of torch_xla on XLA_USE_BF16 (float32, float64 -> bfloat16) and XLA_DOWNCAST_BF16
+    (float32 -> bfloat16, float64 -> float32).
+    """
+
+    def __init__(self, stored: dict[torch.dtype, torch.dtype]) -> None:
+        self.stored = stored
+
+    @classmethod
+    def from_settings(cls) -> StorageTypes | None:
+        """Give the mapping the settings ask for; None if tensors are stored as what they report."""
+        if settings.use_bf16:
+            return cls({torch.float32: torch.bfloat16, torch.float64: torch.bfloat16})
+        if settings.downcast_bf16:
+            return cls({torch.float32: torch.bfloat16, torch.float64: torch.float32})
+        return None
+
+    @classmethod
+    def for_xla(cls) -> StorageTypes:
+        """Give the mapping of a TPU, which has no float64: it is float32 unless the settings ask for less.
+
+        XLA has one type of complex numbers on all devices.
+        """
+        asked = cls.from_settings()
+        stored = {
+            torch.float64: torch.float32,
+            torch.complex128: torch.complex64,
+            torch.complex32: torch.complex64,
+        }
+        return cls({**stored, **(asked.stored if asked is not None else {})})
+
+    def of(self, dtype: torch.dtype) -> torch.dtype:
+        return self.stored.get(dtype, dtype)
+
+    def rewrite_all(self, graph: Graph) -> Graph:
+        """Name stored dtypes everywhere, for an executor that has kernels for all of them."""
+        graph = self.rewrite(graph)
+        nodes = (
+            dataclasses.replace(node, outs=tuple(map(self._meta, node.outs)))
+            for node in graph.nodes
+        )
+        inputs = {i: self.stored_meta(meta) for i, meta in graph.inputs.items()}
+        return dataclasses.replace(graph, nodes=tuple(nodes), inputs=inputs)
+
+    def stored_meta(self, meta: TensorMeta) -> TensorMeta:
+        dtype = self.of(meta.dtype)
+        if dtype is meta.dtype:
+            return meta
+        return TensorMeta.of(meta.size, meta.stride, meta.offset, dtype)
+
+    def _meta(self, meta: TensorMeta | None) -> TensorMeta | None:
+        return None if meta is None else self.stored_meta(meta)
+
+    def rewrite(self, graph: Graph) -> Graph:
+        """Name stored dtypes where the nodes name reported ones."""
+        return dataclasses.replace(graph, nodes=tuple(self._rewrite(node) for node in graph.nodes))
+
+    def _rewrite(self, node: Node) -> Node:
+        if node.op is _BITS:
+            return node
+        return dataclasses.replace(
+            node,
+            args=tuple(self._map(a) for a in node.args),
+            kwargs={k: self._map(v) for k, v in node.kwargs.items()},
+        )
+
+    def _map(self, item: Any) -> Any:
+        return self.stored.get(item, item) if type(item) is torch.dtype else item
+
+    def call(self, node: Node, op: Callable[..., Any]) -> Callable[..., Any]:
+        """Give `op` so that it runs in float32 where it has no kernel for the stored type."""
+        if node.op is _BITS:
+            return self.view_bits(op)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return op(*args, **kwargs)
+            except (RuntimeError, NotImplementedError):
+                wide = _Wide()
+                if not any(wide.is_narrow(a) for a in (*args, *kwargs.values())):
+                    raise
+                result = op(
+                    *[wide.widen(a) for a in args], **{k: wide.widen(v) for k, v in kwargs.items()}
+                )
+                return wide.narrow(result)
+
+        return run
+
+    def view_bits(self, op: Callable[..., Any]) -> Callable[..., Any]:
+        """See the bits of the reported type, which is not the one stored."""
+        reported = {stored: dtype for dtype, stored in reversed(self.stored.items())}
+
+        def run(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            bits = op(t.to(reported.get(t.dtype, t.dtype)), dtype)
+            return bits.to(self.of(dtype))  # type: ignore[no-any-return]
+
+        return run
+
+
+class _Wide:
+    """One call in float32: widened copies, and what was written brought back."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def is_narrow(self, item: Any) -> bool:
+        if isinstance(item, list | tuple):
+            return any(self.is_narrow(i) for i in item)
+        return isinstance(item, torch.Tensor) and item.dtype is torch.bfloat16
+
+    def widen(self, item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return [self.widen(i) for i in item]
+        if item is torch.bfloat16:
+            return torch.float32
+        if not self.is_narrow(item):
+            return item
+        for narrow, wide in self._copies:
+            if narrow is item:
+                return wide
+        wide = item.float()
+        self._copies.append((item, wide))
+        return wide
+
+    def narrow(self, result: Any) -> Any:
+        for narrow, wide in self._copies:
+            if wide.dtype is torch.float32 and wide._version:
+                narrow.copy_(wide)
+        return self._narrowed(result)
+
+    def _narrowed(self, item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            items = [self._narrowed(i) for i in item]
+            return items if isinstance(item, list) else tuple(items)
+        if isinstance(item, torch.Tensor):
+            for narrow, wide in self._copies:
+                if wide is item:
+                    return narrow
+            return item.bfloat16() if item.dtype is torch.float32 else item
+        return item

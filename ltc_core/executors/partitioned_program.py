@@ -1,0 +1,187 @@
+"""A compiled program: the parts of a graph, one after the other, on the data of a run.
+
+How a part runs is its `Link`. Parts that are not compiled run on the reference executor: `EagerLink`. What compiled
+ones do is the executor's own; `inductor.chain` and `torch_xla` have a link each.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.compile.subgraph import Part
+from ltc_core.executors.base import NodeFailure, Remains, Stopped
+from ltc_core.executors.reference import ReferenceProgram, rest_runner
+from ltc_core.executors.remains import remains
+from ltc_core.graph import collective
+from ltc_core.graph.ir import Graph, Node
+from ltc_core.graph.passes import origins, plan
+
+__all__ = ["Chain", "EagerLink", "Link", "storage_of"]
+
+
+class Link(abc.ABC):
+    """How a part runs.
+
+    Attributes:
+        part: the part.
+        waits: whether it waits for other processes.
+    """
+
+    waits = False
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+    @abc.abstractmethod
+    def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        """Run on the values of the whole graph, and add to them what it makes.
+
+        Raises:
+            Stopped: in the part's own numbers.
+        """
+
+    def whole_node(self, node: Node | None) -> Node | None:
+        """Give a node of the part as it is in the whole graph."""
+        return None if node is None else self.part.nodes[self.part.graph.nodes.index(node)]
+
+    def whole_numbers(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Name values by their numbers in the whole graph."""
+        names = dict(zip(self.part.graph.inputs, self.part.inputs, strict=True))
+        for own, whole in zip(self.part.graph.nodes, self.part.nodes, strict=True):
+            names.update((own.first + i, whole.first + i) for i in range(len(own.outs)))
+        return {names[i]: data for i, data in values.items()}
+
+
+def storage_of(data: torch.Tensor) -> int:
+    """Give what tensors that share memory have in common."""
+    return int(data.untyped_storage()._cdata)
+
+
+class Chain:
+    """Runs parts.
+
+    Args:
+        graph: the whole graph.
+        links: how its parts run, in order.
+        memory_of: gives what data that share memory have in common.
+        hardware: PyTorch's device that has the data; None if nodes cannot be run on the data one by one.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        links: Sequence[Link],
+        memory_of: Callable[[Any], int] = storage_of,
+        hardware: torch.device | None = None,
+    ) -> None:
+        self._inputs = tuple(graph.inputs)
+        self._outputs = graph.outputs
+        self._origins = origins(graph.nodes, graph.outputs)
+        self._donated = graph.donated
+        self._links = links
+        self._memory_of = memory_of
+        self._hardware = hardware
+        parts = [link.part for link in links]
+        self._constants = {k: v for part in parts for k, v in part.constants.items()}
+        self._frees = _frees(graph, parts)
+
+    def fits(self, scalars: Sequence[Any]) -> bool:
+        """Tell whether this run has the numbers that the program was compiled for."""
+        return all(_same(scalars[k], v) for k, v in self._constants.items())
+
+    def run_in_steps(
+        self, inputs: Sequence[Any], scalars: Sequence[Any]
+    ) -> Generator[None, None, list[Any]]:
+        """Run; yield before each part that waits for other processes."""
+        values = dict(zip(self._inputs, inputs, strict=True))
+        for at, (link, frees) in enumerate(zip(self._links, self._frees, strict=True)):
+            if link.waits:
+                yield
+            try:
+                link.run(values, scalars)
+            except Stopped as stopped:
+                self._note_stop(link, stopped, values)
+                node = link.whole_node(stopped.node)
+                failed = [node] if node is not None else link.part.nodes
+                found = self._remains(values, self._rest(at, node), failed, scalars)
+                raise NodeFailure(
+                    node, found.data, found.older, found.causes
+                ) from stopped.__cause__
+            for value in frees:
+                del values[value]
+        return [values[i] for i in self._outputs]
+
+    @staticmethod
+    def _note_stop(link: Link, stopped: Stopped, values: dict[int, Any]) -> None:
+        """Put the values that a link left among those of the graph; drop those that it has overwritten."""
+        there = link.whole_numbers(stopped.values)
+        for number, value in zip(link.part.graph.inputs, link.part.inputs, strict=True):
+            if number in link.part.graph.donated and value not in there:
+                values.pop(value, None)
+        values.update(there)
+
+    def _rest(self, at: int, node: Node | None) -> list[Node]:
+        """The nodes that have not run: those of the link at this position from `node` on, and all after it."""
+        nodes = list(self._links[at].part.nodes)
+        if node is not None:
+            nodes = nodes[nodes.index(node) :]
+        return nodes + [n for link in self._links[at + 1 :] for n in link.part.nodes]
+
+    def _remains(
+        self,
+        values: dict[int, Any],
+        rest: list[Node],
+        failed: Sequence[Node],
+        scalars: Sequence[Any],
+    ) -> Remains:
+        taken = {self._memory_of(values[i]) for i in self._inputs if i not in self._donated}
+        if self._hardware is None:
+            found = remains(self._origins, self._inputs, values, (), (), _never)
+        else:
+            run = rest_runner(scalars, None, self._hardware)
+            firsts = [node.first for node in failed]
+            found = remains(self._origins, self._inputs, values, rest, firsts, run)
+        for output, data in found.data.items():
+            memory = self._memory_of(data)
+            found.data[output] = data.clone() if memory in taken else data
+            taken.add(memory)
+        return found
+
+
+def _never(node: Node, values: dict[int, Any]) -> None:
+    raise AssertionError(node)
+
+
+def _frees(graph: Graph, parts: Sequence[Part]) -> list[list[int]]:
+    """List, for each part, what nobody reads after it."""
+    kept = {*graph.inputs, *graph.outputs}
+    frees: list[list[int]] = []
+    for part in reversed(parts):
+        gone = [v for v in dict.fromkeys((*part.inputs, *part.outputs)) if v not in kept]
+        kept.update(gone)
+        frees.append(gone)
+    return frees[::-1]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+class EagerLink(Link):
+    """A part on the reference executor."""
+
+    def __init__(self, part: Part, hardware: torch.device) -> None:
+        super().__init__(part)
+        self.waits = any(node.op in collective.FINISHES for node in part.nodes)
+        self._program = ReferenceProgram(part.graph, plan(part.graph), None, hardware)
+
+    def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        part = self.part
+        results = self._program.run_or_stop(
+            [values[i] for i in part.inputs], [scalars[k] for k in part.numbers]
+        )
+        values.update(zip(part.outputs, results, strict=True))

@@ -1,0 +1,1 @@
+"""Graphs compiled by XLA and run by PJRT, through torch_xla's native library."""

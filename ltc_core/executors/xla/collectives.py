@@ -1,0 +1,190 @@
+"""Collectives as ops of an XLA program, where the processes or threads of a group are all the replicas there are.
+
+PJRT knows the replicas: the chips of a slice, each with its process, or the devices of one process. A group of others
+reduces on the host, between two programs, as every `Transport` can. `reduces_in_graph` tells which; the rules call
+torch_xla's ops while a part is traced. Before a program with collectives is launched its members agree on them, for
+XLA waits for ever for one that does not come. Used by `torch_xla`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.graph import collective
+from ltc_core.graph.collective import Replicated, ops, plan_text, reduction_plan
+from ltc_core.graph.ir import Node
+
+__all__ = ["Collectives", "plan_of"]
+
+Tensor = torch.Tensor
+
+
+class Collectives:
+    """The collectives of one device.
+
+    Args:
+        library: torch_xla's.
+        device: its name there.
+    """
+
+    def __init__(self, library: Any, device: str) -> None:
+        self._library = library
+        self._device = device
+        self._own = int(library._xla_get_device_ordinal(device))
+        self._count = int(library._xla_num_global_devices())
+
+    def reduces_in_graph(self, node: Node) -> bool:
+        """Tell whether a node's collective can be an op of a program."""
+        replicas = self._replicas(node)
+        if replicas is None:
+            return False
+        if node.op in (ops.all_reduce.default, ops.all_reduce_.default):
+            metas = [meta for meta in node.outs[:-1] if meta is not None]
+            return _scale(node) == 1.0 or all(meta.dtype.is_floating_point for meta in metas)
+        # The results of the others are in the order of the replicas.
+        return node.op in _RULES and list(replicas) == sorted(replicas)
+
+    def call(self, node: Node, args: Sequence[Any]) -> Any:
+        """Trace a collective."""
+        replicas = self._replicas(node)
+        assert replicas is not None
+        result = _RULES[node.op](self, replicas, *args)
+        # The token, which is always an output, is made of what came: XLA leaves out what no output needs.
+        came = args[0] if result is None else result
+        first = came if isinstance(came, Tensor) else came[0]
+        if first.numel():
+            args[1].copy_(first.reshape(-1)[:1].to(torch.uint8))
+        return result
+
+    def launch(self, plans: Mapping[str, str], start: Callable[[], Any]) -> Any:
+        """Start a program when all members of its groups are about to: group -> plan of its collectives there."""
+        transports = [(_replicated(group), plan) for group, plan in plans.items()]
+        for transport, plan in transports:
+            transport.agree(plan)
+        result = start()
+        for transport, plan in transports:
+            transport.launched(plan)
+        return result
+
+    def begin(self) -> None:
+        """Begin or end a trace: its collectives are ordered among themselves."""
+        self._library._set_all_reduce_token(self._device, None)
+
+    def _replicas(self, node: Node) -> Sequence[int] | None:
+        transport = collective.TRANSPORTS.get(node.args[-1])
+        if not isinstance(transport, Replicated):
+            return None
+        return transport.replicas(self._own, self._count)
+
+    # -- rules: their op's arguments, less token and group -------------------------------------
+
+    def all_reduce(
+        self,
+        replicas: Sequence[int],
+        value: Tensor,
+        token: Any,
+        kind: str,
+        scale: float,
+        *rest: Any,
+    ) -> Tensor:
+        return self._library._xla_all_reduce(kind, value, scale, [], True)  # type: ignore[no-any-return]
+
+    def all_reduce_(
+        self,
+        replicas: Sequence[int],
+        values: list[Tensor],
+        token: Any,
+        kind: str,
+        scale: float,
+        *rest: Any,
+    ) -> None:
+        reduced = [value.clone() for value in values]
+        self._library._xla_all_reduce_inplace(kind, reduced, scale, [], True)  # as one op
+        for value, result in zip(values, reduced, strict=True):
+            value.copy_(result)
+
+    def broadcast(
+        self, replicas: Sequence[int], values: list[Tensor], token: Any, root: int, group: str
+    ) -> list[Tensor]:
+        # Not a constant: all replicas run the same program.
+        is_root = torch.tensor([self._own == replicas[root]])
+        [chosen] = self._library._xla_tensors_from_aten([is_root], [self._device])
+        return [
+            self.all_reduce(replicas, torch.where(chosen, _as_number(v), 0), token, "sum", 1.0).to(
+                v.dtype
+            )
+            for v in values
+        ]
+
+    def all_gather(
+        self, replicas: Sequence[int], value: Tensor, token: Any, dim: int, count: int, group: str
+    ) -> Tensor:
+        found = self._library._xla_all_gather(
+            _as_number(value), dim, count, [list(replicas)], True, None, None
+        )
+        return found.to(value.dtype)  # type: ignore[no-any-return]
+
+    def reduce_scatter(
+        self, replicas: Sequence[int], value: Tensor, token: Any, kind: str, scale: float, dim: int, count: int,
+        group: str,
+    ) -> Tensor:  # fmt: skip
+        found, _ = self._library._xla_reduce_scatter(
+            kind, value, self._token(), scale, dim, count, [list(replicas)], True, None, None
+        )
+        return found  # type: ignore[no-any-return]
+
+    def all_to_all(
+        self, replicas: Sequence[int], value: Tensor, token: Any, split_dim: int, concat_dim: int, count: int,
+        group: str,
+    ) -> Tensor:  # fmt: skip
+        found, _ = self._library._xla_all_to_all(
+            value, self._token(), split_dim, concat_dim, count, [list(replicas)], True
+        )
+        return found  # type: ignore[no-any-return]
+
+    def permute(
+        self, replicas: Sequence[int], value: Tensor, token: Any, pairs: list[int], group: str
+    ) -> Tensor:
+        routes = [list(route) for route in zip(pairs[::2], pairs[1::2], strict=True)]
+        found, _ = self._library._xla_collective_permute(value, self._token(), routes)
+        return found  # type: ignore[no-any-return]
+
+    def _token(self) -> Any:
+        return self._library._get_all_reduce_token(self._device)
+
+
+def _replicated(group: str) -> Replicated:
+    transport = collective.TRANSPORTS[group]
+    assert isinstance(transport, Replicated)
+    return transport
+
+
+def _as_number(value: Tensor) -> Tensor:
+    return value.to(torch.uint8) if value.dtype is torch.bool else value
+
+
+def _scale(node: Node) -> float:
+    return float(node.args[3])
+
+
+def plan_of(node: Node, seen: Sequence[Tensor]) -> str:
+    """Say what a collective does and on what: in all members the same."""
+    if node.op in (ops.all_reduce.default, ops.all_reduce_.default):
+        return reduction_plan(node.args[2], node.args[4], seen)
+    return plan_text(
+        f"{node.op._opname} {[a for a in node.args if type(a) in (int, float, str)][:-1]} of", seen
+    )
+
+
+_RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    ops.all_reduce.default: Collectives.all_reduce,
+    ops.all_reduce_.default: Collectives.all_reduce_,
+    ops.broadcast.default: Collectives.broadcast,
+    ops.all_gather.default: Collectives.all_gather,
+    ops.reduce_scatter.default: Collectives.reduce_scatter,
+    ops.all_to_all.default: Collectives.all_to_all,
+    ops.permute.default: Collectives.permute,
+}

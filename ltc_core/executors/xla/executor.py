@@ -1,0 +1,328 @@
+"""The XLA executor: whole graphs on a TPU, or on whatever else PJRT runs, through torch_xla's library.
+
+A graph is cut into parts: most often one, that is traced at its first run and launched as a compiled program from then
+on (`xla_launch`). Numbers and the keys of draws are inputs, sent in one transfer. Ops that torch_xla does not lower,
+and collectives between processes, run on the host between compiled parts. States of random streams stay on the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+
+from ltc_core import metrics
+from ltc_core.compile import random_keys
+from ltc_core.compile.initial_state import first_values, without_operands
+from ltc_core.compile.retrace import Refused
+from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, kinds
+from ltc_core.compile.schedule import stages
+from ltc_core.compile.subgraph import Part, parts_of
+from ltc_core.errors import CollectiveError
+from ltc_core.executors.base import (
+    CPU,
+    Executor,
+    NodeFailure,
+    Program,
+    Remains,
+    Stopped,
+    run_to_end,
+)
+from ltc_core.executors.narrow_dtypes import StorageTypes
+from ltc_core.executors.partitioned_program import Chain, Link
+from ltc_core.executors.reference import ReferenceProgram
+from ltc_core.executors.xla.device import XlaDevice
+from ltc_core.executors.xla.launch import Launch
+from ltc_core.executors.xla.lowering import LOWERING
+from ltc_core.graph import collective
+from ltc_core.graph.ir import Graph, Node, TensorMeta
+from ltc_core.graph.passes import origins, plan
+from ltc_core.settings import settings
+
+__all__ = ["XlaExecutor"]
+
+Tensor = torch.Tensor
+
+# Programs kept of one graph: one for each set of numbers that are constants of it.
+_MAX_CHAINS = 16
+# Runs of a graph in which state that it makes, such as an optimizer's zeros, comes from the host.
+_FIRST_RUNS = 3
+
+# Traced parts, by device and digest of their text: those that are equal share a program.
+_launches: weakref.WeakValueDictionary[tuple[str, str], Launch] = weakref.WeakValueDictionary()
+
+
+class XlaExecutor(Executor):
+    """One device of PJRT.
+
+    Args:
+        index: which of this process's.
+
+    Raises:
+        DeviceError: torch_xla cannot be loaded, or has no such device.
+    """
+
+    name = "torch_xla"
+
+    def __init__(self, index: int) -> None:
+        self.xla = XlaDevice(index)
+        super().__init__(torch.device("xla", index))
+
+    def place(self, tensor: Tensor) -> Any:
+        return self.place_all([tensor])[0]
+
+    def place_all(self, tensors: Sequence[Tensor]) -> list[Any]:
+        # Copies: the transfer may still read while the caller writes.
+        stored = self.xla.stored
+        return self.xla.send([t.detach().to(stored(t.dtype), copy=True) for t in tensors])
+
+    def copy(self, data: Any) -> Any:
+        return self.xla.copy(data)
+
+    def view(self, data: Any, meta: TensorMeta) -> Tensor:
+        return self.xla.fetch([data])[0].to(meta.dtype)
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        return self.xla.types.stored_meta(meta).nbytes
+
+    def compile(self, graph: Graph) -> Program:
+        for node in graph.nodes:
+            for meta in node.outs:
+                if meta is not None:
+                    self.xla.stored(meta.dtype, node.line)
+        return XlaProgram(without_operands(self.xla.types.rewrite_all(graph)), self.xla)
+
+    def synchronize(self) -> None:
+        self.xla.synchronize()
+
+    def memory_info(self) -> tuple[int, int]:
+        try:
+            found = self.xla.library._xla_memory_info(self.xla.name)
+        except RuntimeError:  # PJRT's CPU client does not say
+            return super().memory_info()
+        return found["bytes_limit"] - found["bytes_used"], found["bytes_limit"]
+
+    @property
+    def kind(self) -> str:
+        return str(self.xla.library._xla_device_kind(self.xla.name))
+
+
+class XlaProgram(Program):
+    """A graph, compiled when it first runs: only then are its numbers known, and which of them are constants."""
+
+    def __init__(self, graph: Graph, device: XlaDevice) -> None:
+        memory = plan(graph)
+        self.peak_bytes = memory.peak_bytes
+        self.reuses = memory.reuses
+        self._graph = graph
+        self._device = device
+        self._chains: list[Chain] = []
+        self._numbers: list[Any] | None = None
+        self._varied: set[int] = set()
+        self._firsts = first_values(graph)
+        self._runs = 0
+
+    def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        self._runs += 1
+        if self._runs > _FIRST_RUNS and self._firsts:
+            self._firsts.clear()  # it makes them in each run
+            self._chains.clear()
+        chain = next((chain for chain in self._chains if chain.fits(scalars)), None)
+        if chain is None:
+            chain = self._make(scalars)
+        return run_to_end(chain.run_in_steps(inputs, scalars))
+
+    def _make(self, scalars: Sequence[Any]) -> Chain:
+        """Make the chain for these numbers; those seen to change are inputs of it where ops allow that."""
+        if self._numbers is None:
+            self._numbers = list(scalars)
+        pairs = zip(self._numbers, scalars, strict=True)
+        self._varied.update(k for k, (a, b) in enumerate(pairs) if a != b)
+        if len(self._chains) == _MAX_CHAINS:
+            del self._chains[0]
+        varied = frozenset(self._varied)
+        chain = _chain(self._graph, scalars, varied, self._device, self._firsts)
+        self._chains.append(chain)
+        return chain
+
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
+        given = dict(zip(self._graph.inputs, inputs, strict=True))
+        chains = origins(self._graph.nodes, self._graph.outputs)
+        kept = {}
+        for output, versions in chains.items():
+            data = given.get((output, *versions)[-1])
+            if data is not None:
+                kept[output] = self._device.copy(data)
+        return Remains(kept, frozenset(output for output in kept if chains[output]), {})
+
+
+def _chain(
+    graph: Graph,
+    scalars: Sequence[Any],
+    varied: frozenset[int],
+    device: XlaDevice,
+    firsts: Set[int] = frozenset(),
+) -> Chain:
+    """Make the chain of a graph.
+
+    Args:
+        firsts: positions of nodes that run on the host, so that the rest is the graph of the steps to come.
+    """
+    first_ones = {graph.nodes[at].first for at in firsts}
+    if settings.random == "device":
+        graph = random_keys.with_keys(graph, LOWERING.refused_ops)
+    metas = graph.metas()
+    refused = {at for at, node in enumerate(graph.nodes) if LOWERING.refuses(node, metas)}
+    others = {at for at, node in enumerate(graph.nodes) if _runs_on_host(node, device)}
+    others |= {at for at, node in enumerate(graph.nodes) if node.first in first_ones}
+    parts = parts_of(graph, stages(graph, refused | others), scalars, varied, refused)
+    of_host = random_keys.of_host(graph)
+    links = [
+        _Compiled(part, device) if part.compiled else _Host(part, device, of_host) for part in parts
+    ]
+    return Chain(graph, links, memory_of=id)
+
+
+def _runs_on_host(node: Node, device: XlaDevice) -> bool:
+    if node.op in collective.OPS:
+        return not device.collectives.reduces_in_graph(node)
+    return node.op is random_keys.NEXT_KEY or random_keys.is_draw(node)
+
+
+class _Host(Link):
+    """A part on the host, op by op. What is `of_host` stays there, other results go to the device."""
+
+    def __init__(self, part: Part, device: XlaDevice, of_host: frozenset[int]) -> None:
+        super().__init__(part)
+        self._device = device
+        # The graph names stored dtypes already; this is for ops without a narrow kernel.
+        self._program = ReferenceProgram(part.graph, plan(part.graph), StorageTypes({}), CPU)
+        self._sent = [k for k, value in enumerate(part.outputs) if value not in of_host]
+        metas = part.graph.metas()
+        self._fallbacks = [
+            f"aten::{node.op._opname}" for node in part.graph.nodes if LOWERING.refuses(node, metas)
+        ]
+
+    def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        part = self.part
+        for name in self._fallbacks:
+            metrics.count(name)
+        given = [values[i] for i in part.inputs]
+        try:
+            results = self._program.run_or_stop(
+                self._device.fetch(given), [scalars[k] for k in part.numbers]
+            )
+        except Stopped as stopped:  # what it was given is still on the device
+            stopped.values.update(zip(part.graph.inputs, given, strict=True))
+            raise
+        if self._sent:
+            sent = self._device.send([results[k] for k in self._sent])
+            for k, data in zip(self._sent, sent, strict=True):
+                results[k] = data
+        values.update(zip(part.outputs, results, strict=True))
+
+
+class _Compiled(Link):
+    """A part as one program of XLA; as a chain of its own once an op of it turned out not to be lowered."""
+
+    def __init__(self, part: Part, device: XlaDevice) -> None:
+        super().__init__(part)
+        self._device = device
+        self._launch: Launch | None = None
+        self._chain: Chain | None = None
+        typed = list(zip(part.numbers, part.types, strict=True))
+        self._vectors = [
+            (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind]) for kind in kinds(part.types)
+        ]
+        self._numbers: list[tuple[Any, ...]] = []  # of the last run, and as they were sent
+        self._vectors_sent: list[Tensor] = []
+
+    def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        part = self.part
+        given = [values[i] for i in part.inputs]
+        if self._chain is None:
+            inputs = self._on_device(given, scalars)
+            try:
+                results = self._launched(inputs)
+            except Stopped as stopped:
+                is_written = self._launch is not None and not isinstance(
+                    stopped.__cause__, CollectiveError
+                )
+                stopped.values.update(self._kept(given, is_written))
+                raise
+            except Refused:  # LOWERING knows by now
+                numbers = [scalars[k] for k in part.numbers]
+                varied = frozenset(range(len(numbers)))
+                self._chain = _chain(part.graph, numbers, varied, self._device)
+        if self._chain is not None:
+            numbers = [scalars[k] for k in part.numbers]
+            try:
+                results = run_to_end(self._chain.run_in_steps(given, numbers))
+            except NodeFailure as failure:
+                raise self._stopped(failure, given) from failure.__cause__
+        values.update(zip(part.outputs, results, strict=True))
+
+    def _kept(self, given: Sequence[Any], is_written: bool) -> dict[int, Any]:
+        """The inputs, without those that a failed launch was given to write if it may have written them."""
+        graph = self.part.graph
+        return {
+            number: data
+            for number, data in zip(graph.inputs, given, strict=True)
+            if not (is_written and number in graph.donated)
+        }
+
+    def _stopped(self, failure: NodeFailure, given: Sequence[Any]) -> Stopped:
+        """A failure of the chain as one of the part. Earlier versions of outputs stand for the inputs they were."""
+        graph = self.part.graph
+        chains = origins(graph.nodes, graph.outputs)
+        left = {
+            (chains[output][-1] if output in failure.older else output): data
+            for output, data in failure.salvaged.items()
+        }
+        node = failure.node if failure.node in graph.nodes else None
+        return Stopped(node, {**self._kept(given, is_written=True), **left})
+
+    def _on_device(self, given: Sequence[Any], scalars: Sequence[Any]) -> list[Tensor]:
+        """Give the inputs with the vectors of numbers; what is on the host is sent in one transfer."""
+        numbers = [tuple(scalars[k] for k in positions) for _, positions in self._vectors]
+        are_new = numbers != self._numbers
+        vectors = self._vectors_sent
+        if are_new:
+            vectors = [
+                torch.tensor(row, dtype=dtype)
+                for row, (dtype, _) in zip(numbers, self._vectors, strict=True)
+            ]
+        inputs = [*given, *vectors]
+        here = [k for k, data in enumerate(inputs) if data.device.type == "cpu"]
+        if here:
+            for k, data in zip(here, self._device.send([inputs[k] for k in here]), strict=True):
+                inputs[k] = data
+        self._numbers, self._vectors_sent = numbers, inputs[len(given) :]
+        return inputs
+
+    def _launched(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Run the program; make it first.
+
+        Raises:
+            Refused: an op is not lowered; nothing has run.
+            Stopped: XLA could not compile it, or it failed.
+        """
+        try:
+            if self._launch is None:
+                self._launch = self._traced(inputs)
+            return self._launch.run(inputs)
+        except Refused:
+            raise
+        except RuntimeError as error:
+            raise Stopped(None, {}) from error
+
+    def _traced(self, inputs: list[Tensor]) -> Launch:
+        text = hashlib.sha256(self.part.text().encode()).hexdigest()
+        found = _launches.get((self._device.name, text))
+        if found is None:
+            found = _launches[self._device.name, text] = Launch(self.part, self._device, inputs)
+            metrics.count("CompiledProgram")
+        return found

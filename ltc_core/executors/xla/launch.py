@@ -1,0 +1,288 @@
+"""A part as one program of XLA: traced once on the tensors of a run, then launched on those of each run.
+
+Tracing replays the part on torch_xla's tensors. What the program takes and gives is found out from the trace: inputs in
+the order of the library, constants, outputs that are inputs as they are, outputs that are one value. Donated inputs
+give their memory to outputs. Used by `torch_xla`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.compile.decompositions import EVERYWHERE
+from ltc_core.compile.random_draws import DRAWS
+from ltc_core.compile.retrace import Refused, Replay
+from ltc_core.compile.subgraph import Part
+from ltc_core.executors.xla.collectives import plan_of
+from ltc_core.executors.xla.device import TRACING, XlaDevice
+from ltc_core.executors.xla.lowering import LOWERING
+from ltc_core.graph import collective
+from ltc_core.graph.ir import Graph, Node, TensorMeta
+from ltc_core.graph.passes import plan
+
+__all__ = ["Launch"]
+
+Tensor = torch.Tensor
+_BITS = torch.ops.aten.view.dtype
+
+
+class _From(enum.Enum):
+    """Where an output comes from."""
+
+    INPUT = enum.auto()
+    RESULT = enum.auto()
+    CONSTANT = enum.auto()
+
+
+class Launch:
+    """A traced part and how to launch it: which tensors its program takes, which outputs it gives.
+
+    Args:
+        part: the part.
+        inputs: what it is traced on: data of this run, on the device.
+    """
+
+    def __init__(self, part: Part, device: XlaDevice, inputs: Sequence[Tensor]) -> None:
+        self._device = device
+        library = self._library = device.library
+        with TRACING, torch.no_grad():
+            device.synchronize()  # what is still being computed has no handle yet
+            library._xla_set_default_device(device.name)
+            try:
+                self._make(part, inputs)
+            finally:
+                device.collectives.begin()
+                library._clear_pending_irs(device.name)
+
+    def _make(self, part: Part, inputs: Sequence[Tensor]) -> None:
+        """Trace and compile."""
+        replay, outputs = _trace(part, self._device, inputs)
+        # Not before: an op that ran on the host while it was traced may have given its operands others.
+        handles = self._library._get_tensors_handle(list(inputs))
+        assert len(set(handles)) == len(handles), "two inputs share one buffer"
+        # Replicas run one program, or wait for each other for ever.
+        shape = _shape_of(part.graph)
+        program = "x".join(map(str, shape[1:]))
+        self._plans = {g: f"{plan}; program {program}" for g, plan in replay.plans.items()}
+        try:
+            self._finish(part.graph, inputs, outputs, handles, shape)
+        except RuntimeError:
+            replay.refuse_what_is_not_lowered()
+            raise
+
+    def _finish(
+        self,
+        graph: Graph,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        handles: list[int],
+        shape: tuple[int, ...],
+    ) -> None:
+        """Compile what computes the outputs; `shape` is the graph's own."""
+        library = self._library
+        index = {handle: k for k, handle in enumerate(handles)}
+        sources = {
+            library._unique_id_for_ir_and_data(t): (_From.INPUT, k) for k, t in enumerate(inputs)
+        }
+        computed: list[Tensor] = []
+        self._constants: list[Tensor] = []
+        self._sources: list[tuple[_From, int]] = []  # of each output
+        for t in outputs:
+            identity = library._unique_id_for_ir_and_data(t)
+            if identity not in sources:
+                if library._check_tensor_need_materialization([t])[0]:
+                    sources[identity] = _From.RESULT, len(computed)
+                    computed.append(t)
+                else:
+                    sources[identity] = self._known(t, index)
+            self._sources.append(sources[identity])
+        passing = {k for kind, k in self._sources if kind is _From.INPUT}
+        for k, value in enumerate(graph.inputs):
+            donated = value in graph.donated and k not in passing
+            library._set_buffer_donation(inputs[k], donated)
+        self._donated = {k for k, value in enumerate(graph.inputs) if value in graph.donated}
+        self._hash = None
+        self._takes: list[int | Tensor] = []
+        if not computed:
+            return
+        # The library's hash of a graph does not tell inputs of one shape apart: (x * y, -x) and (x * y, -y) would be
+        # one program. So each part has a result of no elements, whose shape is its own.
+        computed.append(torch.zeros(shape, device=self._device.name))
+        _, leaves = library._get_tensors_xla_device_data_node(computed)
+        for leaf, handle in zip(leaves, library._get_tensors_handle(leaves), strict=True):
+            self._takes.append(index.get(handle, leaf))  # a leaf of its own is a constant
+        self._hash = library._get_graph_hash(computed)
+        library._xla_warm_up_cache(computed, [])
+
+    def _known(self, t: Tensor, index: Mapping[int, int]) -> tuple[_From, int]:
+        """Find where an output comes from that a program would not compute: a copy of an input, or a filled tensor."""
+        _, (leaf,) = self._library._get_tensors_xla_device_data_node([t])
+        (handle,) = self._library._get_tensors_handle([leaf])
+        if handle in index:
+            return _From.INPUT, index[handle]
+        self._constants.append(leaf)
+        return _From.CONSTANT, len(self._constants) - 1
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        results: list[Tensor] = []
+        if self._hash is not None:
+            self._device.prepare_launch()
+            taken = [inputs[k] if type(k) is int else k for k in self._takes]
+            start = functools.partial(self._library._run_cached_graph, self._hash, taken)
+            if self._plans:
+                results = self._device.collectives.launch(self._plans, start)
+            else:
+                results = start()
+        there = {_From.INPUT: inputs, _From.RESULT: results, _From.CONSTANT: self._constants}
+        found, used = [], set()
+        for source in self._sources:
+            kind, k = source
+            data = there[kind][k]
+            is_free = kind is _From.RESULT or (kind is _From.INPUT and k in self._donated)
+            if not is_free or source in used:
+                data = self._device.copy(data)
+            used.add(source)
+            found.append(data)
+        return found
+
+
+def _shape_of(graph: Graph) -> tuple[int, ...]:
+    """Give the shape of no elements that stands for a graph: 60 bits of its digest.
+
+    Replicas run one program, but each may call its group by another name.
+    """
+    nodes = tuple(
+        dataclasses.replace(node, args=node.args[:-1]) if node.op in collective.OPS else node
+        for node in graph.nodes
+    )
+    text = dataclasses.replace(graph, nodes=nodes).text(lines=False)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return (0, *((digest >> shift & 0x7FFF) + 1 for shift in (0, 15, 30, 45)))
+
+
+def _trace(
+    part: Part, device: XlaDevice, inputs: Sequence[Tensor]
+) -> tuple[_Replay, tuple[Tensor, ...]]:
+    """Give the outputs, and what made them."""
+    while True:
+        device.collectives.begin()
+        replay = _Replay(part, device)
+        try:
+            return replay, replay.run(*inputs)
+        except _Again:
+            device.library._clear_pending_irs(device.name)
+
+
+class _Again(BaseException):
+    """An op is to be traced as what it consists of."""
+
+
+class _Replay(Replay):
+    spelled_out = EVERYWHERE
+    all_by_rule = True
+
+    def __init__(self, part: Part, device: XlaDevice) -> None:
+        super().__init__(part, plan(part.graph).copied, device.name)
+        self._types = device.types
+        self._library = device.library
+        self._collectives = device.collectives
+        self.plans: dict[str, str] = {}
+        self._on_host = self._ran_on_host()
+
+    def call_node(self, node: Node) -> None:
+        try:
+            super().call_node(node)
+        except Exception as error:
+            LOWERING.refuse_call(node, self._metas)
+            raise Refused(str(node.op), f"{type(error).__name__}: {error}") from error
+        before, self._on_host = self._on_host, self._ran_on_host()
+        on_host = {name for name, _ in self._on_host ^ before}
+        if not on_host:
+            self._check(node)
+        elif LOWERING.learn(node, self._metas, on_host):
+            raise _Again
+        else:
+            raise Refused(str(node.op), "torch_xla does not lower it")
+
+    def _check(self, node: Node) -> None:
+        """See that a node's results are what was recorded; give them its dtypes."""
+        for i, meta in enumerate(node.outs):
+            if meta is None:
+                continue
+            t = self._values.get(node.first + i)
+            if t is None or t.shape != meta.size:
+                LOWERING.refuse_call(node, self._metas)
+                found = None if t is None else list(t.shape)
+                raise Refused(str(node.op), f"a result of it is {found}, not {meta}")
+            self._values[node.first + i] = self.laid_out(t, meta)
+
+    def refuse_what_is_not_lowered(self) -> None:
+        """Find the first node that cannot be lowered after all.
+
+        Raises:
+            Refused: there is one.
+        """
+        nodes = self._part.graph.nodes
+        good, bad = 0, len(nodes)
+        if self._is_lowered(nodes):
+            return
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if self._is_lowered(nodes[:middle]) else (good, middle)
+        LOWERING.refuse_call(nodes[good], self._metas)
+        raise Refused(str(nodes[good].op), "torch_xla cannot lower it with these operands")
+
+    def _is_lowered(self, nodes: Sequence[Node]) -> bool:
+        made = [self._values.get(n.first + i) for n in nodes for i in range(len(n.outs))]
+        try:
+            self._library._get_xla_tensors_hlo([t for t in made if t is not None])
+        except RuntimeError:
+            return False
+        return True
+
+    def call(self, node: Node, op: Callable[..., Any], args: list[Any], kwargs: Any) -> Any:
+        if "generator" in kwargs:
+            return self._draw(node, args, kwargs)
+        if node.op in collective.OPS:
+            seen = [args[0]] if isinstance(args[0], Tensor) else args[0]
+            before = self.plans.get(args[-1])
+            plan = plan_of(node, seen)
+            self.plans[args[-1]] = plan if before is None else f"{before}; {plan}"
+            return self._collectives.call(node, args)
+        if node.op is _BITS:
+            op = self._types.view_bits(op)
+        rule = LOWERING.rule(node, self._metas)
+        return (op if rule is None else rule)(*args, **kwargs)
+
+    def _draw(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a draw's numbers, and write those that the op writes."""
+        key = kwargs.pop("generator")
+        drawn = DRAWS[node.op](key, *args, **kwargs)
+        results = list(drawn) if isinstance(drawn, tuple) else [drawn]
+        written = [args[i] for i in _written(node.op) if i < len(args)]
+        # Operands that are not returned come last.
+        first = 0 if node.op._opname.endswith("_") else len(results) - len(written)
+        for target, numbers in zip(written, results[first:], strict=True):
+            target.copy_(numbers)
+        return written[0] if first == 0 and written else results[0]
+
+    def laid_out(self, t: Tensor, meta: TensorMeta) -> Tensor:
+        return t if t.dtype is meta.dtype else t.to(meta.dtype)
+
+    def _ran_on_host(self) -> set[tuple[str, int]]:
+        """Give the names of the ops that torch_xla ran on the host so far, and how often it did."""
+        names = [name for name in self._library._xla_counter_names() if name.startswith("aten::")]
+        return {(name, self._library._xla_counter_value(name)) for name in names}
+
+
+def _written(op: torch._ops.OpOverload) -> list[int]:
+    """Give the positions of the operands that an op writes."""
+    infos = [a.alias_info for a in op._schema.arguments]
+    return [i for i, info in enumerate(infos) if info is not None and info.is_write]

@@ -1,0 +1,132 @@
+"""What torch_xla lowers, and what it does not, or wrongly.
+
+Most of it is learned while parts are traced: ops without a lowering, calls whose result has another shape than the
+recorded one, calls that XLA refuses. What gives wrong numbers has a rule in `xla_rules`. An op without a lowering is
+traced as what it consists of, where PyTorch knows that; else it runs on the host. Used by `torch_xla`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+from ltc_core.executors.xla.rules import RULES
+from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
+
+__all__ = ["LOWERING"]
+
+aten = torch.ops.aten
+_Op = torch._ops.OpOverload
+_Metas = Mapping[int, TensorMeta]
+
+# Views that are copies when they are traced: what is written through them would be lost, or go to the wrong place.
+_COPIES = frozenset(
+    {
+        aten._conj.default,
+        aten._neg_view.default,
+        aten.as_strided.default,
+        aten.diagonal.default,
+        aten.unfold.default,
+        aten.view.dtype,
+        aten.view_as_complex.default,
+    }
+)
+
+
+class _Noted:
+    """Ops, and calls of ops: those of the same shapes, dtypes and arguments are one call."""
+
+    def __init__(self) -> None:
+        self.ops: set[_Op] = set()
+        self._calls: set[tuple[Any, ...]] = set()
+        self._ops_of_calls: set[_Op] = set()
+
+    def note_call(self, node: Node, metas: _Metas) -> None:
+        self._calls.add(_call(node, metas))
+        self._ops_of_calls.add(node.op)
+
+    def has(self, node: Node, metas: _Metas) -> bool:
+        if node.op in self.ops:
+            return True
+        return node.op in self._ops_of_calls and _call(node, metas) in self._calls
+
+
+class _Lowering:
+    """What is known so far; one for the process, as torch_xla is."""
+
+    def __init__(self) -> None:
+        self._refused = _Noted()  # run on the host
+        self._spelled = _Noted()  # traced as what they consist of
+
+    @property
+    def refused_ops(self) -> frozenset[str]:
+        """Names of the ops that always run on the host."""
+        return frozenset(map(str, self._refused.ops))
+
+    def refuses(self, node: Node, metas: _Metas) -> bool:
+        """Tell whether a node has to run on the host."""
+        if node.writes and _writes_through_copy(node):
+            return True
+        return self._refused.has(node, metas)
+
+    def rule(self, node: Node, metas: _Metas) -> Callable[..., Any] | None:
+        """Give what a node is traced as; None: its op."""
+        if self._spelled.has(node, metas):
+            return decomposition_table[node.op]
+        return RULES.get(node.op)
+
+    def refuse_call(self, node: Node, metas: _Metas) -> None:
+        """Let calls like this one run on the host."""
+        self._refused.note_call(node, metas)
+
+    def learn(self, node: Node, metas: _Metas, on_host: Set[str]) -> bool:
+        """Learn from a node for which torch_xla ran ops on the host; tell whether it can be traced otherwise.
+
+        An op without a kernel never is lowered; with one, the next call may be.
+        """
+        is_lowered = node.op.has_kernel_for_dispatch_key(torch._C.DispatchKey.XLA)
+        never = not is_lowered and f"aten::{node.op._opname}" in on_host
+        is_known = node.op in RULES or self._spelled.has(node, metas)
+        can_be_spelled = node.op in decomposition_table and not is_known
+        noted = self._spelled if can_be_spelled else self._refused
+        if never:
+            noted.ops.add(node.op)
+        else:
+            noted.note_call(node, metas)
+        return can_be_spelled
+
+
+def _writes_through_copy(node: Node) -> bool:
+    stack: list[Any] = [*node.args, *node.kwargs.values()]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Write):
+            if any(step.op in _COPIES for step in item.lens):
+                return True
+        elif type(item) in (list, tuple):
+            stack.extend(item)
+    return False
+
+
+def _call(node: Node, metas: _Metas) -> tuple[Any, ...]:
+    """Describe a call without the numbers of its operands."""
+
+    def described(item: Any) -> Any:
+        if isinstance(item, Ref):
+            return metas.get(item)
+        if isinstance(item, Write):
+            return metas.get(node.writes[item.base]), str(item.lens)
+        if isinstance(item, Scalar):
+            return Scalar
+        if isinstance(item, list | tuple):
+            return tuple(map(described, item))
+        return repr(item)
+
+    named = tuple((name, described(item)) for name, item in node.kwargs.items())
+    return node.op, described(node.args), named
+
+
+LOWERING = _Lowering()

@@ -1,0 +1,316 @@
+"""Collectives as ops of the graph: what they take and give, and that they run in the order they were recorded.
+
+Each takes a token of its group and writes it. So one waits for the one before, on whatever tier the graph runs, and
+none is dropped because nobody looks at its result: the other processes wait for it. Which processes a group has, and
+how they are reached, is handed in as a `Transport`. Recorded by `ltc_dist.collectives`, run by the executors op by op.
+
+A reduction of many tensors goes round in a few long vectors. Where the transport is `Overlapping`, an executor may
+write it as ops of its own, `all_reduce.start` for each vector and one `all_reduce.finish`, and compute between them.
+What goes over the wire is the same: one process may compute op by op while another runs compiled code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ltc_core.graph.buckets import deal_backwards
+from ltc_core.graph.ir import Node
+from ltc_core.settings import settings
+
+__all__ = [
+    "COMBINE",
+    "FINISHES",
+    "OPS",
+    "STARTS",
+    "TRANSPORTS",
+    "Overlapping",
+    "Replicated",
+    "Transport",
+    "all_reduce_in_vectors",
+    "groups_of",
+    "ops",
+    "packed",
+    "plan_text",
+    "reduction_plan",
+    "rows_to_ints",
+    "scaled",
+    "unpacked",
+]
+
+# kind of reduction -> what makes one tensor of two
+COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mul": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+}
+
+
+class Transport(Protocol):
+    """The processes of one group. Tensors are plain ones, of the hardware."""
+
+    def all_reduce(
+        self, values: list[torch.Tensor], kind: str, scale: float, label: str
+    ) -> list[torch.Tensor]: ...
+
+    def all_gather(self, value: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+    def reduce_scatter(
+        self, value: torch.Tensor, kind: str, scale: float, dim: int
+    ) -> torch.Tensor: ...
+
+    def all_to_all(self, value: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor: ...
+
+    def permute(self, value: torch.Tensor, pairs: list[int]) -> torch.Tensor: ...
+
+    def broadcast(self, values: list[torch.Tensor], root: int) -> list[torch.Tensor]: ...
+
+
+@runtime_checkable
+class Overlapping(Transport, Protocol):
+    """A transport whose reductions go on while the process computes."""
+
+    def start_all_reduce(self, flat: torch.Tensor, kind: str, plan: str) -> None:
+        """Start to reduce a vector in place. All members start the same ones in the same order.
+
+        Args:
+            plan: says what it is part of, in all members the same.
+        """
+
+    def finish_all_reduce(self, flat: torch.Tensor) -> None:
+        """Wait for a vector that was started."""
+
+
+@runtime_checkable
+class Replicated(Transport, Protocol):
+    """A transport whose members may be the replicas of one program, which then reduces by itself."""
+
+    def replicas(self, own: int, count: int) -> Sequence[int] | None:
+        """Give the replica that each member is, if they are all there are.
+
+        Args:
+            own: the replica that this member is.
+            count: the replicas there are.
+        """
+
+    def agree(self, plan: str) -> None:
+        """Wait until all members are about to run the collectives of this plan.
+
+        Raises:
+            CollectiveError: one has another plan, or has ended.
+        """
+
+    def launched(self, plan: str) -> None:
+        """Wait until all members have launched it, where one that waits for it could keep others from that."""
+
+
+def plan_text(what: str, values: Sequence[torch.Tensor]) -> str:
+    """Say what an op does and on what: in all members of a group the same."""
+    return f"{what} {', '.join(f'{str(v.dtype)[6:]}{list(v.shape)}' for v in values)}"
+
+
+def reduction_plan(kind: str, label: str, values: Sequence[torch.Tensor]) -> str:
+    """Say what a reduction is of, and how it is dealt out to vectors."""
+    text = plan_text(f"all_reduce {kind} of {label}:", values)
+    return f"{text}; LTC_BUCKET_MB={settings.bucket_mb:g}"
+
+
+def all_reduce_in_vectors(
+    to: Overlapping, values: list[torch.Tensor], kind: str, scale: float, label: str
+) -> list[torch.Tensor]:
+    """Reduce tensors: one vector is filled while others are under way."""
+    plan = reduction_plan(kind, label, values)
+    buckets = list(deal_backwards(values, settings.bucket_mb))
+    flats = []
+    for chosen in buckets:
+        flats.append(packed(values, chosen))
+        to.start_all_reduce(flats[-1], kind, plan)
+    return _finished(to, flats, buckets, [v.shape for v in values], scale)
+
+
+def _finished(
+    to: Overlapping,
+    flats: Sequence[torch.Tensor],
+    buckets: Iterable[Sequence[int]],
+    shapes: Sequence[Sequence[int]],
+    scale: float,
+) -> list[torch.Tensor]:
+    """Wait for the vectors, scale them, and give the tensors in them."""
+    results = []
+    for flat in flats:
+        to.finish_all_reduce(flat)
+        results.append(scaled(flat, scale))
+    return unpacked(results, buckets, shapes)
+
+
+def packed(values: Sequence[torch.Tensor], chosen: Sequence[int]) -> torch.Tensor:
+    """Make a vector of some of the tensors."""
+    return torch.cat([values[k].reshape(-1) for k in chosen])
+
+
+def unpacked(
+    flats: Sequence[torch.Tensor],
+    buckets: Iterable[Sequence[int]],
+    shapes: Sequence[Sequence[int]],
+) -> list[torch.Tensor]:
+    """Give the tensors that lie in vectors, as views of them."""
+    results = [flats[0]] * len(shapes)
+    for flat, chosen in zip(flats, buckets, strict=True):
+        parts = flat.split_with_sizes([math.prod(shapes[k]) for k in chosen])
+        for k, part in zip(chosen, parts, strict=True):
+            results[k] = part.view(shapes[k])
+    return results
+
+
+def scaled(value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Multiply a tensor, of whole numbers too; its memory may be reused."""
+    if scale == 1.0:
+        return value
+    return value.mul_(scale) if value.is_floating_point() else (value * scale).to(value.dtype)
+
+
+def rows_to_ints(rows: Iterable[Sequence[int]]) -> list[int]:
+    """Write rows of whole numbers as an op takes them: of each its length, then its items."""
+    return [n for row in rows for n in (len(row), *row)]
+
+
+def _rows(ints: Sequence[int]) -> Iterator[Sequence[int]]:
+    at = 0
+    while at < len(ints):
+        yield ints[at + 1 : at + 1 + ints[at]]
+        at += 1 + ints[at]
+
+
+# name of a group -> how it is reached. Ops name the group.
+TRANSPORTS: dict[str, Transport] = {}
+
+ops = torch.ops.ltc_collective
+_library: Any = torch.library.Library("ltc_collective", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _define(schema: str, meta: Callable[..., Any] | None, call: Callable[..., Any]) -> None:
+    """Define an op; `call` is its transport's method for it, given all but token and group."""
+    name = schema.partition("(")[0]
+
+    def run(value: Any, token: torch.Tensor, *more: Any) -> Any:
+        *rest, group = more
+        return call(TRANSPORTS[group], value, *rest)
+
+    _library.define(schema)
+    if meta is not None:
+        _library.impl(name, meta, "Meta")
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    # torch 2.9 has no fallback there.
+    _library.impl(name, torch.library.fallthrough_kernel, "AutogradPrivateUse1")
+
+
+def _all_like(values: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(v, memory_format=torch.contiguous_format) for v in values]
+
+
+def _like(value: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _resized(
+    value: torch.Tensor, changes: Sequence[tuple[int, Callable[[int], int]]]
+) -> torch.Tensor:
+    size = list(value.shape)
+    for dim, change in changes:
+        size[dim] = change(size[dim])
+    return value.new_empty(size)
+
+
+def _reduce_one(
+    to: Transport, value: torch.Tensor, kind: str, scale: float, label: str
+) -> torch.Tensor:
+    return to.all_reduce([value], kind, scale, label)[0]
+
+
+def _reduce_all(
+    to: Transport, values: list[torch.Tensor], kind: str, scale: float, label: str
+) -> None:
+    for value, result in zip(values, to.all_reduce(values, kind, scale, label), strict=True):
+        value.copy_(result)
+
+
+_define(
+    "all_reduce(Tensor value, Tensor(a!) token, str kind, float scale, str label, str group) -> Tensor",
+    _like,
+    _reduce_one,
+)
+_define(
+    "all_reduce_(Tensor(a!)[] values, Tensor(b!) token, str kind, float scale, str label, str group) -> ()",
+    lambda *args: None,
+    _reduce_all,
+)
+# These two are written by executors, never recorded.
+_define(
+    "all_reduce.start(Tensor(a!) flat, Tensor(b!) token, str kind, str plan, str group) -> ()",
+    None,
+    lambda to, flat, kind, plan: to.start_all_reduce(flat, kind, plan),
+)
+_define(
+    "all_reduce.finish(Tensor[] flats, Tensor(a!) token, int[] buckets, int[] shapes, float scale, str group)"
+    " -> Tensor[]",
+    None,
+    lambda to, flats, buckets, shapes, scale: _finished(
+        to, flats, _rows(buckets), list(_rows(shapes)), scale
+    ),
+)
+_define(
+    "all_gather(Tensor value, Tensor(a!) token, int dim, int count, str group) -> Tensor",
+    lambda value, token, dim, count, group: _resized(value, [(dim, lambda n: n * count)]),
+    lambda to, value, dim, count: to.all_gather(value, dim),
+)
+_define(
+    "reduce_scatter(Tensor value, Tensor(a!) token, str kind, float scale, int dim, int count, str group) -> Tensor",
+    lambda value, token, kind, scale, dim, count, group: _resized(
+        value, [(dim, lambda n: n // count)]
+    ),
+    lambda to, value, kind, scale, dim, count: to.reduce_scatter(value, kind, scale, dim),
+)
+_define(
+    "all_to_all(Tensor value, Tensor(a!) token, int split_dim, int concat_dim, int count, str group) -> Tensor",
+    lambda value, token, split_dim, concat_dim, count, group: _resized(
+        value, [(split_dim, lambda n: n // count), (concat_dim, lambda n: n * count)]
+    ),
+    lambda to, value, split_dim, concat_dim, count: to.all_to_all(value, split_dim, concat_dim),
+)
+_define(
+    "permute(Tensor value, Tensor(a!) token, int[] pairs, str group) -> Tensor",
+    _like,
+    lambda to, value, pairs: to.permute(value, pairs),
+)
+_define(
+    "broadcast(Tensor[] values, Tensor(a!) token, int root, str group) -> Tensor[]",
+    _all_like,
+    lambda to, values, root: to.broadcast(values, root),
+)
+
+STARTS = frozenset({ops.all_reduce.start})
+FINISHES = frozenset({ops.all_reduce.finish})
+OPS = frozenset(
+    getattr(ops, name).default
+    for name in (
+        "all_reduce",
+        "all_reduce_",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "permute",
+        "broadcast",
+    )
+).union(STARTS, FINISHES)
+
+
+def groups_of(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """Names of the groups whose collectives are among the nodes."""
+    return tuple({node.args[-1]: None for node in nodes if node.op in OPS})

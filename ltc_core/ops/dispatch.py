@@ -1,0 +1,234 @@
+"""From an ATen call to its handler: the table of everything the device does.
+
+Most ops are recorded as they are (`recorder`). A row of `_SPECIAL` replaces that for ops that are free, that
+move data, or that change what a tensor is; `rules` holds ops made of other ops. A call that cannot be recorded
+goes through PyTorch's decompositions, then to `fallback`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ltc_core import errors, source
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.ops.composites import RULE_MAKERS, RULES
+from ltc_core.ops.fallback import run_real
+from ltc_core.ops.special import SPECIAL, on_other_device, share
+from ltc_core.record.fast_path import follow_op, turn
+from ltc_core.record.make_node import OutResized
+from ltc_core.record.recorder import recorder
+from ltc_core.record.signature import NotRecordable, find_trace
+from ltc_core.runtime.devices import contexts, upload
+from ltc_core.settings import settings
+from ltc_core.shapes.shape_inference import Unknown
+from ltc_core.tensor.handles import base_of
+from ltc_core.tensor.lazy_tensor import HANDLERS, LazyTensor
+
+__all__ = ["handler_of"]
+
+Handler = Callable[[Any, Any], Any]
+
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+
+# Their results are quantized, which meta kernels do not say; the device cannot hold them.
+_QUANTIZED = ("quantize_per_", "_empty_affine", "_empty_per_channel", "_make_per_")
+
+# Special only on the way to another device, for a format that is the tensor's own, for whole numbers or mixed dtypes.
+_RECORDED_AS_THEY_ARE = frozenset(
+    {
+        torch.ops.aten.clone.default,
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.copy_.default,
+        torch.ops.aten.histc.default,
+        torch.ops.aten.huber_loss.default,
+    }
+)
+
+# Operands, by position, that may live on the CPU as on every other device: indices, lengths.
+_INDICES = frozenset({1})
+_MAY_BE_ON_CPU: dict[str, frozenset[int]] = {
+    **dict.fromkeys(
+        ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"), _INDICES
+    ),
+    "_ctc_loss": frozenset({1, 2, 3}),
+    "_ctc_loss_backward": frozenset({2, 3, 4}),
+}
+
+
+def handler_of(op: torch._ops.OpOverload) -> Handler:
+    """Make the handler of an overload, once."""
+    schema = OpSchema.of(op)
+    handler = _choose(op, schema)
+    if not settings.eager:
+        return handler
+    turn(False)
+    return _run_at_once(handler)
+
+
+def choose_anew() -> None:
+    """Choose every op's handler again at its next use: a setting that decides about it has changed."""
+    turn(not settings.eager and not settings.force_fallback)
+    HANDLERS.clear()
+
+
+def _run_at_once(handler: Handler) -> Handler:
+    """Cut after each op and wait, so that an op that fails does so where it is called (LTC_EAGER)."""
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        result = handler(args, kwargs)
+        for ctx in contexts():
+            if ctx.trace:
+                ctx.cut("Eager")
+                ctx.worker.drain()
+                ctx.raise_failure()
+        return result
+
+    return handle
+
+
+def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
+    special = SPECIAL.get(op)
+    if special is not None:
+        if special is share or op in _RECORDED_AS_THEY_ARE:
+            follow_op(op, schema, shares=special is share)
+        return _with_rescue(schema, special)
+    if schema.counter in settings.force_fallback and not schema.view:
+        return _on_real_values(schema)
+    rule = RULES.get(op)
+    if rule is None and op.namespace in RULE_MAKERS:
+        rule = RULE_MAKERS[op.namespace](op)
+    if rule is not None:  # before composites: `_pad_packed_sequence` is one
+        return lambda args, kwargs: rule(*args, **(kwargs or {}))
+    if schema.composite:
+        return _decomposed(schema)
+    if schema.name.startswith(_QUANTIZED):
+        return _on_real_values(schema)
+    if not schema.yields_tensors or not (schema.returns or schema.writes):
+        # Its answer, or its refusal (as of a singular matrix), is in the values.
+        return _on_real_values(schema)
+    follow_op(op, schema)
+    return _with_rescue(schema, recorder(schema))
+
+
+def _on_real_values(schema: OpSchema) -> Handler:
+    return lambda args, kwargs: run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
+
+
+def _with_rescue(schema: OpSchema, record: Handler) -> Handler:
+    def handle(args: Any, kwargs: Any) -> Any:
+        try:
+            return record(args, kwargs)
+        except (NotRecordable, Unknown) as reason:
+            return _rescue(schema, handle, args, kwargs or {}, reason)
+
+    return handle
+
+
+def _rescue(
+    schema: OpSchema, handle: Handler, args: Any, kwargs: dict[str, Any], reason: Exception
+) -> Any:
+    """Do what it takes to make a call that could not be recorded."""
+    if isinstance(reason, OutResized):
+        if not _are_new_outs(reason, args, kwargs):
+            return run_real(schema, args, kwargs, find_trace(args, kwargs))
+        for tensor, meta in reason.resized:
+            SPECIAL[torch.ops.aten.resize_.default]((tensor, meta.size), None)
+        return handle(args, kwargs)
+    device = kwargs.get("device")
+    if device is not None and _is_elsewhere(device, args, kwargs):
+        return on_other_device(schema, args, kwargs)
+    trace = find_trace(args, kwargs)
+    moved = _Mover(schema, trace.device)
+    new_args = [moved.argument(a, position) for position, a in enumerate(args)]
+    new_kwargs = {k: moved.argument(v, -1) for k, v in kwargs.items()}
+    if moved.count:
+        return handle(new_args, new_kwargs)
+    if isinstance(reason.__cause__, NotImplementedError) and not schema.view:
+        decomposition = torch._decomp.decomposition_table.get(schema.op)
+        if decomposition is not None and not schema.writes:
+            return decomposition(*args, **kwargs)
+    return run_real(schema, args, kwargs, trace)
+
+
+def _are_new_outs(reason: OutResized, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether all tensors to be resized are of `out=`, and none of them shares memory with an operand.
+
+    What an op in place writes is never resized, and an operand of another size is another call.
+    """
+    outs = {id(item) for item in kwargs.values()}
+    bases = {base_of(t._h) for t in tree_leaves(args) if type(t) is LazyTensor}
+    return all(id(t) in outs and base_of(t._h) not in bases for t, _ in reason.resized)
+
+
+def _is_elsewhere(device: Any, args: Any, kwargs: Any) -> bool:
+    wanted = torch.device(device)
+    if wanted.type != settings.device_name:
+        return True
+    return wanted.index is not None and wanted.index != find_trace(args, kwargs).device.index
+
+
+# As scripts for each device know the error.
+_A_TENSOR = "an XLA tensor" if settings.device_name == "xla" else "a lazy tensor"
+
+
+class _Mover:
+    """Uploads the CPU tensors a call may bring: 0-dim ones anywhere, others in the places of `_MAY_BE_ON_CPU`."""
+
+    def __init__(self, schema: OpSchema, device: torch.device) -> None:
+        self._schema = schema
+        self._device = device
+        self.count = 0
+
+    def argument(self, item: Any, position: int) -> Any:
+        if isinstance(item, list | tuple):
+            return [self.argument(i, position) for i in item]
+        if not isinstance(item, torch.Tensor) or type(item) is LazyTensor:
+            return item
+        may_be = position in _MAY_BE_ON_CPU.get(self._schema.name, ())
+        if item.device.type != "cpu" or (item.dim() > 0 and not may_be):
+            raise errors.DeviceMismatchError(
+                f"Input tensor is not {_A_TENSOR}: {_type_name(item)}",
+                got=f"{list(item.shape)} on {item.device} among the operands of {self._schema.op} on {self._device}",
+                where=source.user_line(),
+                next=f"move it first: t.to('{self._device.type}') (a module: module.to(...))",
+            )
+        self.count += 1
+        return upload(item, self._device.index)
+
+
+def _type_name(t: torch.Tensor) -> str:
+    return t.type() if t.device.type == "cpu" else f"{t.dtype} on {t.device}"
+
+
+def _decomposed(schema: OpSchema) -> Handler:
+    """Give the handler of an op that consists of others.
+
+    Outside of inference mode autograd has decomposed it, and its part for views is told of each of those ops. In it
+    the op comes here as a whole, below autograd. A few ops have a kernel of their own there.
+    """
+    overload = schema.op._overloadname
+    has_own = torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"{schema.counter}.{overload}" if overload != "default" else schema.counter, _VIEWS.name
+    )
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        is_lost = torch.is_inference_mode_enabled() and not has_own
+        with _with_views() if is_lost else contextlib.nullcontext():
+            result = schema.op.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
+            return run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
+        return result
+
+    return handle
+
+
+def _with_views() -> torch._C._ForceDispatchKeyGuard:
+    """Let autograd's part for views see calls from within a handler."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded.remove(_VIEWS))

@@ -1,0 +1,235 @@
+"""Running an op on real values, where it cannot be recorded.
+
+The step is cut, the operands are fetched, ATen runs the op on the CPU and tracing goes on with the results. So
+control flow and results whose shape depends on values are safe, an op without a rule still works, and a wrong
+call raises what eager PyTorch raises, where the user made it. Counted as `aten::name`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from ltc_core import errors, metrics, source
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.lens import Pending, close_lens, open_lens
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.record import random_state
+from ltc_core.record.signature import two_devices
+from ltc_core.runtime.devices import Context, context, real
+from ltc_core.settings import settings
+from ltc_core.tensor.buffer import Buffer
+from ltc_core.tensor.handles import Cell, Value, base_of, lens_of
+from ltc_core.tensor.lazy_tensor import LazyTensor, sizes_of, wrap
+from ltc_core.thread_state import in_own_state
+
+__all__ = ["run_real"]
+
+_warned: set[str] = set()
+_open_lens = in_own_state(open_lens)
+
+
+class _RealCall:
+    """One call on real values: turns lazy tensors into CPU tensors and brings results back."""
+
+    def __init__(self, schema: OpSchema, ctx: Context) -> None:
+        self.schema = schema
+        self.ctx = ctx
+        self.written: dict[int, tuple[Cell, torch.Tensor]] = {}  # whole memory, by its cell
+        self.opened: dict[int, tuple[torch.Tensor, list[Pending]]] = {}  # by the tensor of the call
+        self.outs: list[tuple[LazyTensor, torch.Tensor]] = []
+        self.pending: list[Pending] = []
+        self.operands: list[torch.Tensor] = []
+
+    def argument(self, name: str, item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return (
+                type(item)(self.argument(name, i) for i in item)
+                if type(item) is tuple
+                else [self.argument(name, i) for i in item]
+            )
+        if type(item) is not LazyTensor:
+            if isinstance(item, torch.Tensor) and item.dim() > 0:
+                raise self._elsewhere(item)
+            return item
+        if item._h.trace is not self.ctx.trace:
+            raise self._elsewhere(item)
+        if name in self.schema.writes:
+            return self._written(item)
+        if id(base_of(item._h)) in self.written:
+            operand, _ = self._opened(item)
+        else:
+            operand = real(item._h, self.schema.name)
+        self.operands.append(operand)
+        return operand
+
+    def _elsewhere(self, item: torch.Tensor) -> errors.DeviceMismatchError:
+        return two_devices(self.ctx.device, item.device, f"{item.dtype}{list(item.shape)}")
+
+    @in_own_state
+    def open_written(self, item: Any) -> None:
+        """Fetch the memory of what the call writes, before any argument is made that may share it."""
+        if isinstance(item, list | tuple):
+            for i in item:
+                self.open_written(i)
+        elif type(item) is LazyTensor and item._h.trace is self.ctx.trace:
+            base = base_of(item._h)
+            if id(base) not in self.written:
+                self.written[id(base)] = (base, real(base, self.schema.name).clone())
+
+    def _written(self, item: LazyTensor) -> torch.Tensor:
+        part, copies = self._opened(item)
+        self.pending += copies
+        self.outs.append((item, part))
+        return part
+
+    def _opened(self, item: LazyTensor) -> tuple[torch.Tensor, list[Pending]]:
+        """Open a tensor in memory that is written: one that is read and written is one tensor, as for eager."""
+        found = self.opened.get(id(item))
+        if found is None:
+            _, whole = self.written[id(base_of(item._h))]
+            found = self.opened[id(item)] = _open_lens(whole, lens_of(item._h))
+        return found
+
+    @in_own_state
+    def finish(self) -> None:
+        """Give the written operands their new values, and their new shapes where the op resized them."""
+        close_lens(self.pending)
+        for base, whole in self.written.values():
+            if whole.shape == base.meta.size:
+                base.rebind(_value(self.ctx, whole, base.meta))
+        for item, part in self.outs:
+            if part.shape != item.shape:
+                with torch.inference_mode(item.is_inference()):
+                    item.resize_(part.shape).copy_(part)
+
+    def result(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            for original, part in self.outs:
+                if item is part:
+                    return original
+            if item.layout is not torch.strided or item.is_quantized or item.is_nested:
+                raise errors.UnsupportedOpError(
+                    f"{self.schema.op} gives a {_kind(item)} tensor, which {self.ctx.device} cannot hold",
+                    where=source.user_line(),
+                    next="run it on the CPU: t.cpu()"
+                    + (", or pad: enable_nested_tensor=False" if item.is_nested else ""),
+                )
+            return wrap(self._new_cell(item))
+        if isinstance(item, list | tuple):
+            items = [self.result(i) for i in item]
+            return tuple(items) if isinstance(item, tuple) else items
+        return item
+
+    @in_own_state
+    def _new_cell(self, data: torch.Tensor) -> Cell:
+        """New memory of the device with this tensor's values, packed where it has gaps or overlaps."""
+        meta = TensorMeta.of(data.size(), data.stride(), 0, data.dtype)
+        if not meta.dense:
+            meta = TensorMeta.packed(data.size(), data.dtype)
+        return Cell(self.ctx.trace, _value(self.ctx, data, meta), meta)
+
+
+def _kind(item: torch.Tensor) -> str:
+    if item.is_nested:
+        return "nested"
+    return "quantized" if item.is_quantized else str(item.layout).removeprefix("torch.")
+
+
+def _value(ctx: Context, data: torch.Tensor, meta: TensorMeta) -> Value:
+    placed = ctx.executor.place(meta.laid_out(data))
+    return Value.of(Buffer.ready(ctx.memory, placed, meta.nbytes))
+
+
+def run_real(schema: OpSchema, args: Any, kwargs: dict[str, Any], trace: Any) -> Any:
+    """Run an op on the CPU on real values. Cost: syncs, two copies an operand.
+
+    Raises:
+        The exception eager PyTorch raises for this call, as an `LtcError` too, with the user's line.
+        UnsupportedOpError: under LTC_FALLBACK=error.
+    """
+    ctx = context(trace.device.index)
+    metrics.count(schema.counter)
+    call = _RealCall(schema, ctx)
+    for name, a in (*zip(schema.names, args, strict=False), *kwargs.items()):
+        if name in schema.writes:
+            call.open_written(a)
+    real_args = [call.argument(n, a) for n, a in zip(schema.names, args, strict=False)]
+    real_kwargs = {k: call.argument(k, v) for k, v in kwargs.items()}
+    if real_kwargs.get("device") is not None:
+        real_kwargs["device"] = torch.device("cpu")
+    real_kwargs.pop("pin_memory", None)
+    result = _call(schema, args, real_args, real_kwargs, trace)
+    if not _needs_values(schema.op):
+        _report(schema)
+    call.finish()
+    return call.result(result)
+
+
+@in_own_state
+def _call(
+    schema: OpSchema, args: Any, real_args: Any, real_kwargs: dict[str, Any], trace: Any
+) -> Any:
+    cell = None
+    if schema.draws:
+        position = schema.position("generator")
+        given = real_args[position] if position < len(real_args) else real_kwargs.get("generator")
+        real_args = real_args[:position]
+        cell = random_state.stream(trace, given)
+        state = real(cell, schema.name)
+        generator = torch.Generator()
+        generator.set_state(state)
+        real_kwargs["generator"] = generator
+    try:
+        result = schema.op(*real_args, **real_kwargs)
+    except Exception as error:
+        raise errors.op_error(
+            error,
+            what=str(schema.op),
+            got=sizes_of(args) or ", ".join(map(repr, args)),
+            where=source.user_line(),
+            next=_advice(error),
+        ) from None
+    if cell is not None:
+        cell.rebind(_value(context(trace.device.index), generator.get_state(), cell.meta))
+    return result
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, NotImplementedError):
+        return "eager PyTorch cannot do this on the CPU either"
+    if "allocate memory" in str(error):
+        return "use smaller tensors or a smaller batch; get_memory_info() tells what is held"
+    return "the call is wrong for eager PyTorch too: check the shapes, dtypes and indices above"
+
+
+def _needs_values(op: torch._ops.OpOverload) -> bool:
+    """Tell whether the op can only be answered with values, by its nature."""
+    tags = op.tags
+    return (
+        torch.Tag.dynamic_output_shape in tags
+        or torch.Tag.data_dependent_output in tags
+        or op._opname in ("_linalg_check_errors", "equal", "is_nonzero", "_local_scalar_dense")
+    )
+
+
+def _report(schema: OpSchema) -> None:
+    if settings.fallback == "allow" or schema.counter in settings.force_fallback:
+        return
+    line = source.user_line()
+    if settings.fallback == "error":
+        raise errors.UnsupportedOpError(
+            f"{schema.counter} has no rule on device {settings.device_name}",
+            got=str(schema.op._schema)[:200],
+            where=line,
+            next="LTC_FALLBACK=warn runs it on the CPU (a sync and two copies a call)",
+        )
+    if schema.counter not in _warned:
+        _warned.add(schema.counter)
+        warnings.warn(
+            f"{schema.counter} has no rule on device {settings.device_name} (recorded at {line}): it cuts the step and "
+            "runs on the CPU. Next: replace it, or silence this with LTC_FALLBACK=allow.",
+            stacklevel=3,
+        )

@@ -1,0 +1,422 @@
+"""Ops with a handler of their own: what is free, what moves data, what changes what a tensor is.
+
+Free ops share the operand's memory or its value (values are immutable, so `clone` copies nothing until one of
+the two is written). Moves go to and from the CPU and between devices. Shape changers (`resize_`, `set_`, `t_`)
+give a tensor another handle. Each row takes (args, kwargs) of the op.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ltc_core import errors, metrics, source
+from ltc_core.graph.ir import TensorMeta, ViewStep, contiguous_stride
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.ops.backward import note_crossing
+from ltc_core.ops.set_data import set_data
+from ltc_core.ops.torch_load import HostStorage
+from ltc_core.ops.uninitialized import check_possible
+from ltc_core.record.recorder import recorder
+from ltc_core.record.signature import NotRecordable
+from ltc_core.record.view_recorder import make_operand, record_view_step
+from ltc_core.runtime.devices import checked, context, fetch, real, upload
+from ltc_core.settings import settings
+from ltc_core.shapes.shape_inference import infer
+from ltc_core.tensor.handles import Cell, View, base_of
+from ltc_core.tensor.lazy_tensor import LazyTensor, set_handle, wrap
+from ltc_core.thread_state import in_own_state
+
+__all__ = ["SPECIAL", "on_other_device", "share"]
+
+aten = torch.ops.aten
+Handler = Callable[[Any, Any], Any]
+
+
+# -- free ----------------------------------------------------------------------------------------
+
+
+def share(args: Any, kwargs: Any) -> Any:
+    handle = args[0]._h
+    is_inference = args[0].is_inference()
+    if is_inference != torch.is_inference_mode_enabled():
+        with torch.inference_mode(is_inference):  # as every view
+            return wrap(handle)
+    return wrap(handle)
+
+
+_record_clone = recorder(OpSchema.of(aten.clone.default))
+_packing = (None, torch.preserve_format, torch.contiguous_format)
+
+
+def _clone(args: Any, kwargs: Any) -> Any:
+    handle = args[0]._h
+    memory_format = kwargs.get("memory_format") if kwargs else None
+    if type(handle) is Cell and handle.meta.contiguous and memory_format in _packing:
+        with handle.trace.lock:
+            return wrap(Cell(handle.trace, handle.value, handle.meta))
+    return _record_clone(args, kwargs)
+
+
+def _uninitialised(op: torch._ops.OpOverload) -> Handler:
+    """Give the handler of `empty_like` and its kin: no op is recorded for memory nobody has written."""
+    schema = OpSchema.of(op)
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.pop("device", None)
+        handle = args[0]._h
+        trace = handle.trace
+        if device is not None:
+            wanted = torch.device(device)
+            if wanted.type != trace.device.type:
+                return op(_stand_in(args[0]), *args[1:], device=device, **kwargs)
+            if wanted.index not in (None, trace.device.index):
+                trace = context(checked(wanted.index)).trace
+        like = infer(schema, args, kwargs)
+        return wrap(trace.empty(TensorMeta.of(like.size, like.stride, 0, like.dtype)))
+
+    return handle
+
+
+def _stand_in(t: torch.Tensor) -> torch.Tensor:
+    """Make a tensor on the device `meta` like `t`, for calls that ask only for its size and dtype."""
+    meta = TensorMeta.like(t) if type(t) is not LazyTensor else t._h.meta
+    return meta.meta_tensor()
+
+
+def on_other_device(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Make a call whose result is to be on another device, such as `zeros_like(t, device='cpu')`."""
+    device = torch.device(kwargs["device"])
+    if device.type == settings.device_name:
+        like = [
+            wrap(context(checked(device.index or 0)).trace.empty(a._h.meta))
+            if type(a) is LazyTensor
+            else a
+            for a in args
+        ]
+        return schema.op(*like, **{k: v for k, v in kwargs.items() if k != "device"})
+    like = [_stand_in(a) if type(a) is LazyTensor else a for a in args]
+    return schema.op(*like, **kwargs)
+
+
+# -- moving data ---------------------------------------------------------------------------------
+
+_record_to_copy = recorder(OpSchema.of(aten._to_copy.default))
+_record_copy = recorder(OpSchema.of(aten.copy_.default))
+
+
+def _to_copy(args: Any, kwargs: Any) -> Any:
+    (t,) = args
+    kwargs = dict(kwargs or {})
+    device = kwargs.pop("device", None)
+    kwargs.pop("non_blocking", None)
+    wanted = t.device if device is None else torch.device(device)
+    if wanted.type == t.device.type:
+        if wanted.index in (None, t.device.index):
+            return _record_to_copy(args, kwargs)
+        return aten._to_copy.default(_across(t, wanted.index), **kwargs)
+    if t.requires_grad:
+        note_crossing()
+    if wanted.type == "meta":
+        return aten._to_copy.default(_stand_in(t), **kwargs)
+    plain = kwargs.get("dtype") in (None, t.dtype) and kwargs.get("memory_format") in _packing
+    if wanted.type == "cpu" and plain:
+        return fetch(t._h, "ToCpu")
+    return aten._to_copy.default(real(t._h, "ToCpu"), device=wanted, **kwargs)
+
+
+def _across(t: LazyTensor, index: int) -> LazyTensor:
+    """Copy a tensor to another device of this process. Cost: syncs the source."""
+    metrics.count("CrossDeviceCopy")
+    return upload(real(t._h, "CrossDeviceCopy"), checked(index), t._h.meta)
+
+
+def _copy(args: Any, kwargs: Any) -> Any:
+    destination, origin = args[0], args[1]
+    if type(destination) is not LazyTensor:
+        if origin.requires_grad:
+            note_crossing()
+        return destination.copy_(fetch(origin._h, "ToCpu"))
+    handle = destination._h
+    if type(origin) is not LazyTensor:
+        return _copy_in(destination, origin)
+    if origin._h.trace is not handle.trace:
+        return _copy_in(destination, real(origin._h, "CrossDeviceCopy"))
+    return _record_copy(args[:2], None)
+
+
+def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
+    """Copy values from the CPU; where they fill whole memory, no op is recorded for it."""
+    if is_lazy(host):  # a parameter without a shape: there are no values
+        check_possible()
+        return destination
+    handle = destination._h
+    ctx = context(handle.trace.device.index)
+    meta = handle.meta
+    if type(handle) is Cell and host.shape == meta.size and not meta.overlaps:
+        value = ctx.place(host, meta)
+        with handle.trace.lock:
+            handle.rebind(value)
+        return destination
+    _record_copy((destination, upload(host, handle.trace.device.index)), None)
+    return destination
+
+
+_number = in_own_state(torch.Tensor.item)
+
+
+def _item(args: Any, kwargs: Any) -> Any:
+    metrics.count("aten::_local_scalar_dense")
+    shared = real(args[0]._h, "Item")
+    with metrics.timer("TransferFromDeviceTime"):
+        number = _number(shared)
+    metrics.observe("InboundData", shared.itemsize)
+    return number
+
+
+# -- histograms ------------------------------------------------------------------------------------
+
+_record_histc = recorder(OpSchema.of(aten.histc.default))
+
+
+def _histc(args: Any, kwargs: Any) -> Any:
+    """Count whole numbers, too, as CUDA does in their own arithmetic; eager has no kernel for them on the CPU."""
+    named = kwargs or {}
+    given: list[Any] = [*args, *(100, 0, 0)[len(args) - 1 :]]
+    x, bins, low, high = given
+    bins, low, high = named.get("bins", bins), named.get("min", low), named.get("max", high)
+    dtype = x.dtype
+    if (
+        dtype.is_floating_point
+        or dtype.is_complex
+        or dtype is torch.bool
+        or bins <= 0
+        or low > high
+    ):
+        return _record_histc(args, kwargs)
+    x = x.reshape(-1).to(torch.int64)
+    first: Any = int(low)
+    last: Any = int(high)
+    if first == last and x.numel():
+        first, last = x.min(), x.max()
+    are_equal = torch.as_tensor(first == last, device=x.device).to(torch.int64)
+    first, last = first - are_equal, last + are_equal
+    is_counted = (x >= first) & (x <= last)
+    place = ((x - first) * bins // (last - first)).clamp(0, bins - 1)
+    counts = torch.zeros(bins, dtype=torch.int64, device=x.device)
+    return counts.scatter_add_(0, place, is_counted.to(torch.int64)).to(dtype)
+
+
+# -- losses of two dtypes ------------------------------------------------------------------------
+
+_record_huber_loss = recorder(OpSchema.of(aten.huber_loss.default))
+
+
+def _huber_loss(args: Any, kwargs: Any) -> Any:
+    """The loss in the dtype of the input, as eager's; ATen's kernel for the device `meta` promotes it."""
+    named = kwargs or {}
+    given: list[Any] = [*args, *(None, None, 1, 1.0)[len(args) :]]
+    x, target = named.get("self", given[0]), named.get("target", given[1])
+    reduction, delta = named.get("reduction", given[2]), named.get("delta", given[3])
+    if x.dtype is target.dtype:
+        return _record_huber_loss(args, kwargs)
+    wide = torch.promote_types(x.dtype, target.dtype)
+    loss = aten.huber_loss.default(x.to(wide), target.to(wide), 0, delta).to(x.dtype)
+    return loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
+
+
+# -- changing what a tensor is -------------------------------------------------------------------
+
+
+def _strided_view(t: LazyTensor, size: Any, stride: Any, offset: int | None) -> View:
+    """See the memory of `t` with other strides: relative to the whole memory, in the order it is stored."""
+    handle = t._h
+    trace, base = handle.trace, base_of(handle)
+    meta = base.meta
+    order = sorted(range(len(meta.size)), key=lambda d: (-meta.stride[d], -meta.size[d]))
+    lens: tuple[ViewStep, ...] = ()
+    if order != list(range(len(order))):
+        lens += (ViewStep(aten.permute.default, (tuple(order),)),)
+    if len(order) != 1:
+        lens += (ViewStep(aten.view.default, ((-1,),)),)
+    if handle.meta.dtype is not meta.dtype:
+        lens += (ViewStep(aten.view.dtype, (handle.meta.dtype,)),)
+    where = handle.meta.offset if offset is None else offset
+    lens += (ViewStep(aten.as_strided.default, (tuple(size), tuple(stride), where)),)
+    with trace.lock:
+        try:
+            make_operand(base)
+            value, value_meta = base.value, base.meta
+            for step in lens:
+                value, value_meta = record_view_step(trace, value, value_meta, step)
+            return View(base, lens, value_meta, value)
+        except BaseException:
+            trace.settle()
+            raise
+
+
+def _as_strided(args: Any, kwargs: Any) -> Any:
+    t, size, stride, *rest = args
+    offset = rest[0] if rest else (kwargs or {}).get("storage_offset")
+    with torch.inference_mode(t.is_inference()):
+        return wrap(_strided_view(t, size, stride, offset))
+
+
+def _as_strided_in_place(args: Any, kwargs: Any) -> Any:
+    t, size, stride, *rest = args
+    offset = rest[0] if rest else (kwargs or {}).get("storage_offset")
+    set_handle(t, _strided_view(t, size, stride, offset))
+    return t
+
+
+def _in_place_view(op: torch._ops.OpOverload) -> Handler:
+    """Give the handler of `t_`, `squeeze_`, ...: the tensor becomes a view of its own memory."""
+    schema = OpSchema.of(op)
+    record = recorder(schema)
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        set_handle(args[0], record(args, kwargs)._h)
+        return args[0]
+
+    return handle
+
+
+def _resize(args: Any, kwargs: Any) -> Any:
+    t, size = args[0], tuple(args[1])
+    if (kwargs or {}).get("memory_format") not in (
+        None,
+        torch.contiguous_format,
+        torch.preserve_format,
+    ):
+        raise NotRecordable
+    handle = t._h
+    if size == tuple(handle.meta.size):
+        return t
+    wanted = TensorMeta.packed(size, handle.meta.dtype)
+    held = base_of(handle).meta.numel - handle.meta.offset
+    if wanted.numel <= held:
+        set_handle(t, _strided_view(t, size, contiguous_stride(size), handle.meta.offset))
+        return t
+    if base_of(handle).meta.numel and _is_held_by_another(base_of(handle), t):
+        raise errors.UnsupportedOpError(
+            "resize_ would grow memory that other tensors share",
+            got=f"{list(handle.meta.size)} -> {list(size)}; {held} elements from its first one on",
+            where=source.user_line(),
+            next="give the result memory of its own: without out=, or resize_ a clone()",
+        )
+    grown = wrap(handle.trace.empty(wanted))
+    if handle.meta.numel > 0:
+        flat = _strided_view(t, (held,), (1,), handle.meta.offset)
+        aten.copy_.default(
+            aten.slice.Tensor(aten.view.default(grown, [-1]), 0, 0, held), wrap(flat)
+        )
+    set_handle(t, grown._h)
+    return t
+
+
+def _is_held_by_another(base: Cell, t: LazyTensor) -> bool:
+    """Tell whether a tensor other than `t` lies in this memory. Cost: looks at every object of the process."""
+    return any(
+        type(other) is LazyTensor and other is not t and _is_in(other, base)
+        for other in gc.get_objects()
+    )
+
+
+def _is_in(t: LazyTensor, base: Cell) -> bool:
+    handle = getattr(t, "_h", None)  # none yet, where another thread is making it
+    return handle is not None and base_of(handle) is base
+
+
+def _set_tensor(args: Any, kwargs: Any) -> Any:
+    t, origin = args
+    set_handle(t, origin._h)
+    return t
+
+
+def _set_strided(args: Any, kwargs: Any) -> Any:
+    t, origin, offset, size, *stride = args
+    strides = stride[0] if stride and stride[0] else contiguous_stride(size)
+    set_handle(t, _strided_view(origin, size, strides, offset))
+    return t
+
+
+def _set_empty(args: Any, kwargs: Any) -> Any:
+    t = args[0]
+    set_handle(t, t._h.trace.empty(TensorMeta.packed((0,), t._h.meta.dtype)))
+    return t
+
+
+def _set_storage(args: Any, kwargs: Any) -> Any:
+    """Set a tensor on a storage that `torch.load` brings; there are no other storages of the device."""
+    t, storage, *geometry = args
+    if not isinstance(storage, HostStorage):
+        raise errors.UnsupportedOpError(
+            "set_ from a storage: lazy tensors have no storage",
+            where=source.user_line(),
+            next="set_ from a tensor, or assign `t.data = other`",
+        )
+    dtype = t._h.meta.dtype
+    count = storage.host.nbytes() // dtype.itemsize
+    offset, size, stride = (
+        (*geometry, ()) if len(geometry) == 2 else geometry or (0, (count,), (1,))
+    )
+    meta = TensorMeta.of(size, stride, 0, dtype)
+    whole = storage.whole.get(dtype)
+    if whole is None:
+        fills = offset == 0 and meta.dense and meta.numel == count
+        shape = meta if fills else TensorMeta.packed((count,), dtype)
+        host = torch.empty(0, dtype=dtype).set_(storage.host, 0, shape.size, shape.stride)
+        ctx = context(storage.device.index)
+        whole = storage.whole[dtype] = wrap(Cell(ctx.trace, ctx.place(host, shape), shape))
+    if offset == 0 and whole._h.meta is meta:
+        set_handle(t, whole._h)
+    else:
+        set_handle(t, _strided_view(whole, size, stride, offset))
+    return t
+
+
+def _nothing(args: Any, kwargs: Any) -> None:
+    """Do nothing: there is one stream."""
+
+
+def _false(args: Any, kwargs: Any) -> bool:
+    return False
+
+
+SPECIAL: dict[torch._ops.OpOverload, Handler] = {
+    aten.detach.default: share,
+    aten.alias.default: share,
+    aten.lift_fresh.default: share,
+    aten.lift.default: share,
+    aten.clone.default: _clone,
+    aten.empty_like.default: _uninitialised(aten.empty_like.default),
+    aten.new_empty.default: _uninitialised(aten.new_empty.default),
+    aten.new_empty_strided.default: _uninitialised(aten.new_empty_strided.default),
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+    aten._local_scalar_dense.default: _item,
+    aten.histc.default: _histc,
+    aten.huber_loss.default: _huber_loss,
+    aten.as_strided.default: _as_strided,
+    aten.as_strided_.default: _as_strided_in_place,
+    aten.t_.default: _in_place_view(aten.t.default),
+    aten.transpose_.default: _in_place_view(aten.transpose.int),
+    aten.squeeze_.default: _in_place_view(aten.squeeze.default),
+    aten.squeeze_.dim: _in_place_view(aten.squeeze.dim),
+    aten.squeeze_.dims: _in_place_view(aten.squeeze.dims),
+    aten.unsqueeze_.default: _in_place_view(aten.unsqueeze.default),
+    aten.resize_.default: _resize,
+    aten.set_.source_Tensor: _set_tensor,
+    aten.set_.source_Tensor_storage_offset: _set_strided,
+    aten.set_.default: _set_empty,
+    aten.set_.source_Storage: _set_storage,
+    aten.set_.source_Storage_storage_offset: _set_storage,
+    aten._has_compatible_shallow_copy_type.default: lambda args, kwargs: set_data(*args),
+    aten.record_stream.default: _nothing,
+    aten.is_pinned.default: _false,
+}

@@ -1,0 +1,215 @@
+"""New branches of the trace: making the node of an op that was not recorded here before.
+
+`grow` and `grow_view` infer the results' metadata and write the call down with its operands by number. They raise
+`infer.Unknown` or `NotRecordable` for a call that cannot be recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ltc_core import errors, source
+from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
+from ltc_core.graph.lens import open_lens
+from ltc_core.graph.op_schema import Arg, OpSchema
+from ltc_core.record.signature import DROPPED, NotRecordable, shared_reads
+from ltc_core.record.trace import Trace
+from ltc_core.settings import settings
+from ltc_core.shapes.shape_inference import Unknown, infer
+from ltc_core.tensor.handles import Cell, base_of, lens_of
+from ltc_core.tensor.lazy_tensor import LazyTensor
+
+__all__ = ["InOrder", "OutResized", "grow", "grow_view"]
+
+_NONE: dict[str, Any] = {}  # shared by all nodes without keyword arguments
+
+
+class OutResized(NotRecordable):
+    """`out=` tensors must get other shapes first."""
+
+    def __init__(self, resized: list[tuple[LazyTensor, TensorMeta]]) -> None:
+        super().__init__()
+        self.resized = resized
+
+
+class InOrder(NotRecordable):
+    """One tensor of a list must be written before the next is read: they share memory."""
+
+
+def grow_view(
+    schema: OpSchema, trace: Trace, operand: Ref, meta: TensorMeta, static: tuple[Any, ...]
+) -> Node:
+    try:
+        result = infer(schema, (meta, *static), {})
+    except Unknown:
+        result = _view_of_any_strides(schema, meta, static)
+    many = isinstance(result, list | tuple)
+    outs = tuple(result) if many else (result,)
+    return Node(
+        schema.op, (operand, *static), _NONE, trace.count, outs, view=True,
+        result=list(range(len(outs))) if many else 0, line=source.user_line(),
+    )  # fmt: skip
+
+
+def _view_of_any_strides(schema: OpSchema, meta: TensorMeta, static: tuple[Any, ...]) -> TensorMeta:
+    """Let `x.t().view(-1)` work: lazy tensors appear to be contiguous, so any shape that fits is a view."""
+    if schema.op is torch.ops.aten.view.default:
+        packed = TensorMeta.packed(meta.size, meta.dtype)
+        return infer(schema, (packed, *static), {})  # type: ignore[no-any-return]
+    return infer(schema, (meta, *static), {})  # type: ignore[no-any-return]
+
+
+class _Template:
+    """Turns an op's arguments into a node's: operands into `Ref`, numbers into `Scalar`, written ones into
+    `Write`. Walks in the order the signature was built in, so that numbers keep their positions."""
+
+    def __init__(self, trace: Trace, bases: list[Cell], written: set[int]) -> None:
+        self._next = len(trace.scalars)
+        self._bases = {id(cell): k for k, cell in enumerate(bases)}
+        self._written = written
+
+    def make(self, a: Any, code: Arg) -> Any:
+        if type(a) is LazyTensor:
+            if id(a) in self._written:
+                return Write(self._bases[id(base_of(a._h))], lens_of(a._h))
+            return Ref(a._h.value.index)
+        if code in (Arg.STATIC, Arg.STATIC_NUMBER):
+            return tuple(a) if type(a) is list else a
+        if isinstance(a, list | tuple):
+            return [self.make(i, Arg.TENSOR) for i in a]
+        if isinstance(a, bool | int | float | complex):
+            self._next += 1
+            return Scalar(self._next - 1)
+        return None if code == Arg.GENERATOR else a
+
+
+def grow(
+    schema: OpSchema, trace: Trace, args: Any, kwargs: dict[str, Any], bases: list[Cell]
+) -> Node:
+    """Make the node of a new branch."""
+    written = _written_tensors(schema, args, kwargs)
+    if any(t._h.meta.overlaps for t in written):
+        raise NotRecordable  # eager refuses most such writes; let it say so where the op is called
+    if settings.use_bf16 or settings.downcast_bf16:
+        _refuse_writes_to_bits(written)
+    if bases and schema.args[0] == Arg.TENSORS:
+        _refuse_order(schema, args, kwargs, written, bases)
+    result = _infer(schema, args, kwargs)
+    outs, spec = _flatten_result(schema, result)
+    _check_out_sizes(schema, result, args, kwargs)
+    template = _Template(trace, bases, {id(t) for t in written})
+    node_args = tuple(template.make(a, c) for a, c in zip(args, schema.args, strict=False))
+    node_kwargs = {
+        k: template.make(v, schema.named[k]) for k, v in kwargs.items() if k not in DROPPED
+    } or _NONE
+    if schema.draws:
+        node_kwargs = {**node_kwargs, "generator": Write(len(bases) - 1, ())}
+    return Node(
+        schema.op, node_args, node_kwargs, trace.count, (*outs, *(c.meta for c in bases)),
+        tuple(cell.value.index for cell in bases), result=spec, line=source.user_line(),
+        follows_default=_follows_default(outs, args, kwargs),
+    )  # fmt: skip
+
+
+def _refuse_order(
+    schema: OpSchema, args: Any, kwargs: Any, written: list[LazyTensor], bases: list[Cell]
+) -> None:
+    """An op on lists is one op of the graph only if it does not matter which tensor is written first."""
+    position = {id(cell): k for k, cell in enumerate(bases)}
+    cells = [position[id(base_of(t._h))] for t in written]
+    for read in shared_reads(schema, args, kwargs, {id(cell): cell for cell in bases}):
+        if any(cell == read.cell and item != read.item for item, cell in enumerate(cells)):
+            raise InOrder
+    if len(set(cells)) < len(cells):
+        for t in written:
+            _, copies = open_lens(base_of(t._h).meta.meta_tensor(), lens_of(t._h))
+            if (
+                copies
+            ):  # the copy of the whole that is brought back last would hide the others' writes
+                raise InOrder
+
+
+def _refuse_writes_to_bits(written: list[LazyTensor]) -> None:
+    """What is stored under LTC_USE_BF16 has other bits than the tensor reports."""
+    if any(step.op is torch.ops.aten.view.dtype for t in written for step in lens_of(t._h)):
+        raise errors.UnsupportedOpError(
+            "a write through view(dtype): floats are stored as something narrower",
+            where=source.user_line(),
+            next="unset LTC_USE_BF16 / LTC_DOWNCAST_BF16, or write the tensor itself",
+        )
+
+
+def _infer(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    try:
+        return infer(schema, args, kwargs)
+    except Unknown as unknown:
+        # An op that only writes has no results to infer; some fused optimizers have no meta kernel.
+        if schema.returns or not isinstance(unknown.__cause__, NotImplementedError):
+            raise
+        return None
+
+
+def _follows_default(outs: list[TensorMeta | None], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether a result's dtype may be torch's default dtype: a float that comes from no float."""
+    if not any(_is_float(meta.dtype) for meta in outs if meta is not None):
+        return False
+    stack = [*args, *kwargs.values()]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list | tuple):
+            stack.extend(item)
+        elif type(item) is LazyTensor and _is_float(item._h.meta.dtype):
+            return False
+    return True
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _written_tensors(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> list[LazyTensor]:
+    found: list[LazyTensor] = []
+    for name in schema.writes:
+        position = schema.position(name)
+        item = args[position] if position < len(args) else kwargs.get(name)
+        found += [item] if type(item) is LazyTensor else (item or [])
+    return found
+
+
+def _flatten_result(schema: OpSchema, result: Any) -> tuple[list[TensorMeta | None], Any]:
+    """List the new values among an op's results, and say what the op returns: a position in that list, the
+    name of a written argument, or a list or tuple of these."""
+    outs: list[TensorMeta | None] = []
+
+    def place(item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return [place(i) for i in item]
+        if item is not None and not isinstance(item, TensorMeta):
+            raise Unknown(f"a result of type {type(item).__name__}")
+        outs.append(item)
+        return len(outs) - 1
+
+    returns = schema.returns
+    if not returns:
+        return outs, None
+    items = (result,) if len(returns) == 1 else result
+    spec = tuple(
+        place(item) if name is None else name for name, item in zip(returns, items, strict=True)
+    )
+    return outs, spec[0] if len(spec) == 1 else spec
+
+
+def _check_out_sizes(schema: OpSchema, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    items = (result,) if len(schema.returns) == 1 else result
+    resized = []
+    for name, item in zip(schema.returns, items or (), strict=False):
+        if name is None or not isinstance(item, TensorMeta):
+            continue
+        position = schema.position(name)
+        written = args[position] if position < len(args) else kwargs[name]
+        if item.size != written._h.meta.size:
+            resized.append((written, TensorMeta.packed(item.size, item.dtype)))
+    if resized:
+        raise OutResized(resized)

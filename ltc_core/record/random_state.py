@@ -1,0 +1,174 @@
+"""Random streams: the state of a generator is a value of the graph.
+
+Each device has a default stream, each `torch.Generator` of the device another. A stream's state is a cell of
+bytes in the format of PyTorch's CPU generator; a random op reads it and writes it as it would any operand.
+So the same seed gives the numbers eager PyTorch draws on the CPU, in the order they are recorded, whatever
+executor runs them (XLA's makes others of the same state, unless LTC_RANDOM=host), and saving or restoring a state
+records nothing and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from ltc_core.errors import DeviceError
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.tensor.buffer import Buffer
+from ltc_core.tensor.handles import Cell, Value
+from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
+from ltc_core.thread_state import in_own_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ltc_core.record.trace import Trace
+
+__all__ = ["STATE_META", "Stream", "Streams", "stream"]
+
+STATE_META = TensorMeta.packed(torch.Generator().get_state().shape, torch.uint8)
+
+
+class Stream:
+    """One random stream. Seeded on first use with PyTorch's own seed if nobody seeded it before."""
+
+    def __init__(self, device: int, trace_of: Callable[[int], Trace]) -> None:
+        self._device = device
+        self._trace_of = trace_of
+        self._seed: int | None = None
+        self._seeded: weakref.ref[Value] | None = None
+        self._cell: Cell | None = None
+
+    @property
+    def trace(self) -> Trace:
+        return self._trace_of(self._device)
+
+    @property
+    def cell(self) -> Cell:
+        if self._cell is None:
+            self.manual_seed(torch.initial_seed())
+        assert self._cell is not None
+        return self._cell
+
+    @in_own_state
+    def manual_seed(self, seed: int) -> None:
+        self._set(torch.Generator().manual_seed(seed).get_state())
+        self._seed = seed
+        self._seeded = weakref.ref(
+            self.cell.value
+        )  # weak: who holds a value keeps its memory from the next one
+
+    def initial_seed(self) -> int:
+        if self._seed is None:
+            self.manual_seed(torch.initial_seed())
+        assert self._seed is not None
+        return self._seed
+
+    def seed_of_state(self) -> int | None:
+        """Give the seed that makes the state as it is now; None once numbers were drawn, or a state was set."""
+        seed = self.initial_seed()
+        is_fresh = self._seeded is not None and self._seeded() is self.cell.value
+        return seed if is_fresh else None
+
+    def get_state(self) -> LazyTensor:
+        """Give the state as a uint8 tensor on the device. Cost: none; `.cpu()` of it syncs."""
+        with self.trace.lock:
+            return wrap(Cell(self.trace, self.cell.value, STATE_META))
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Set the state from a tensor on this device (recorded, no sync) or on the CPU."""
+        if state.dtype != torch.uint8 or state.shape != STATE_META.size:
+            raise DeviceError(
+                "this is not the state of a random stream",
+                got=f"{state.dtype}{list(state.shape)}, expected uint8{list(STATE_META.size)}",
+                next="pass what get_rng_state() gave",
+            )
+        if type(state) is LazyTensor and state._h.trace is self.trace and type(state._h) is Cell:
+            with self.trace.lock:
+                self.cell.rebind(state._h.value)
+        else:
+            self._set(state.detach().cpu())
+
+    def copy_from(self, other: Stream) -> None:
+        seed = other.initial_seed()
+        self.set_state(other.get_state())
+        self._seed = seed
+
+    @in_own_state
+    def _set(self, state: torch.Tensor) -> None:
+        try:
+            torch.Generator().set_state(state)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"this is not the state of a random stream: {error}",
+                next="pass what get_rng_state() gave",
+            ) from None
+        value = Value.of(Buffer.ready(self.trace.memory, state.clone(), state.nbytes))
+        with self.trace.lock:
+            if self._cell is None:
+                self._cell = Cell(self.trace, value, STATE_META)
+            else:
+                self._cell.rebind(value)
+
+
+class Streams:
+    """All streams: the default one of each device and one for each generator, by the generator's id."""
+
+    def __init__(self, trace_of: Callable[[int], Trace]) -> None:
+        self._trace_of = trace_of
+        # No lock: each access is one call of a dict, and a signal handler or a finalizer may make one in between.
+        self._defaults: dict[int, Stream] = {}
+        self._by_generator: dict[int, Stream] = {}
+
+    def default(self, device: int) -> Stream:
+        found = self._defaults.get(device)
+        if found is None:
+            found = self._defaults.setdefault(device, Stream(device, self._trace_of))
+        return found
+
+    def add(self, generator: int, device: int, default: bool = False) -> None:
+        new = self.default(device) if default else Stream(device, self._trace_of)
+        self._by_generator[generator] = new
+
+    def remove(self, generator: int) -> None:
+        self._by_generator.pop(generator, None)
+
+    def of(self, generator: int) -> Stream:
+        return self._by_generator[generator]
+
+
+streams: Streams | None = None
+
+
+def install(
+    trace_of: Callable[[int], Trace], generator_id: Callable[[torch.Generator], int] | None
+) -> Streams:
+    """Set up the streams of this process; `generator_id` names the stream of a `torch.Generator`."""
+    global streams, _generator_id
+    streams = Streams(trace_of)
+    _generator_id = generator_id
+    return streams
+
+
+_generator_id: Callable[[torch.Generator], int] | None = None
+
+
+def stream(trace: Trace, generator: torch.Generator | None) -> Cell:
+    """Give the state cell an op on `trace` draws from."""
+    assert streams is not None
+    if generator is None:
+        return streams.default(trace.device.index).cell
+    if generator.device.type != trace.device.type or _generator_id is None:
+        raise DeviceError(
+            f"Expected a '{trace.device.type}' device type for generator but found '{generator.device.type}'",
+            next=f"make it with torch.Generator('{trace.device}')",
+        )
+    found = streams.of(_generator_id(generator))
+    if found.trace is not trace:
+        raise DeviceError(
+            f"an op on {trace.device} was given a generator on {found.trace.device}",
+            next=f"make it with torch.Generator('{trace.device}')",
+        )
+    return found.cell

@@ -1,0 +1,180 @@
+"""Recording one op: from the call ATen makes to a step of the trace.
+
+`recorder(schema)` gives the op's handler. It builds the op's signature, moves the trace's cursor along it and wraps
+the results. A call that repeats what was recorded here before rarely comes this far: `follow` makes it. What cannot be
+recorded raises `NotRecordable` or `Unknown`, and `dispatch` runs it on real values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ltc_core import errors, source
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.record import random_state
+from ltc_core.record.make_node import InOrder, grow
+from ltc_core.record.signature import (
+    DROPPED,
+    Stale,
+    argument,
+    check_device,
+    find_trace,
+    shared_reads,
+    written,
+    written_cell,
+)
+from ltc_core.record.trace import Step, Trace
+from ltc_core.record.view_recorder import make_operand, make_operands, record_view
+from ltc_core.shapes.shape_inference import infer
+from ltc_core.tensor.handles import Cell
+from ltc_core.tensor.lazy_tensor import LazyTensor, sizes_of, wrap
+
+__all__ = ["record_factory", "recorder"]
+
+
+_FOR_EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # where ATen calls an op for each tensor
+
+
+def recorder(schema: OpSchema) -> Callable[[Any, Any], Any]:
+    """Give the handler that records this op."""
+    if schema.view:
+        return lambda args, kwargs: record_view(schema, args, kwargs or {})
+    if schema.name.startswith("_foreach_") and schema.writes:
+        return lambda args, kwargs: _record_writes(schema, args, kwargs or {})
+    return lambda args, kwargs: _record(schema, args, kwargs or {})
+
+
+def _record(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    return _record_on(find_trace(args, kwargs), schema, args, kwargs)
+
+
+def _record_writes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record an op that writes a list of tensors, and count it in each of them.
+
+    Autograd counts writes itself, to find what was changed before backward needs it, but leaves lists to the ops that
+    eager PyTorch calls for each tensor. Those ops are recorded where their order matters.
+    """
+    if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in args[0]):
+        raise errors.op_error(
+            RuntimeError(
+                "Inplace update to inference tensor outside InferenceMode is not allowed."
+            ),
+            what=str(schema.op),
+            got=sizes_of(args),
+            where=source.user_line(),
+            next="write a clone of it, or write it within torch.inference_mode()",
+        )
+    try:
+        result = _record(schema, args, kwargs)
+    except InOrder:
+        result = schema.op._op_dk(_FOR_EACH, *args, **kwargs)
+    increment_version([t for t in args[0] if not t.is_inference()])
+    return result
+
+
+def record_factory(schema: OpSchema, trace: Trace, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record an op without tensor operands."""
+    kwargs = {k: v for k, v in kwargs.items() if k not in DROPPED or k == "generator"}
+    if kwargs.get("dtype") is None:
+        kwargs["dtype"] = infer(schema, args, {**kwargs, "device": "meta"}).dtype
+    return _record_on(trace, schema, args, kwargs)
+
+
+def _record_on(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    with trace.lock:
+        if trace.count >= trace.limit:
+            trace.on_limit()  # type: ignore[misc]
+        try:
+            before = trace.count
+            numbers: list[Any] = []
+            bases: dict[int, Cell] = {}
+            key = _signature(schema, trace, args, kwargs, numbers, bases)
+            cells = list(bases.values())
+            step = trace.advance(
+                key, lambda: grow(schema, trace, args, kwargs, cells), before, len(numbers)
+            )
+            trace.scalars += numbers
+            return _results(trace, step, cells, schema, args, kwargs)
+        except Stale:
+            trace.settle()
+            make_operands(args, kwargs)
+            if schema.draws:
+                make_operand(random_state.stream(trace, kwargs.get("generator")))
+            return _record_on(trace, schema, args, kwargs)
+        except BaseException:
+            trace.settle()
+            raise
+
+
+def _signature(
+    schema: OpSchema,
+    trace: Trace,
+    args: Any,
+    kwargs: dict[str, Any],
+    numbers: list[Any],
+    bases: dict[int, Cell],
+) -> tuple[Any, ...]:
+    """Build the signature of a call. Operands that it writes go in as (number of the whole tensor, lens), those that
+    it reads from the same memory once more, at the end."""
+    writes = schema.writes
+    key: list[Any] = [schema]
+    for a, code, name in zip(args, schema.args, schema.names, strict=False):
+        if name in writes and a is not None:
+            key.append(written(trace, a, bases))
+        else:
+            key.append(argument(trace, a, code, numbers))
+    generator = None
+    for name, a in kwargs.items():
+        if name == "generator":
+            generator = a
+        elif name == "device":
+            check_device(trace, a)
+        elif name not in DROPPED:
+            key.append(name)
+            is_written = name in writes and a is not None
+            key.append(
+                written(trace, a, bases)
+                if is_written
+                else argument(trace, a, schema.named[name], numbers)
+            )
+    if schema.draws:
+        key.append(written_cell(trace, random_state.stream(trace, generator), bases))
+    if writes:
+        key += shared_reads(schema, args, kwargs, bases)
+    return tuple(key)
+
+
+def _results(
+    trace: Trace, step: Step, bases: list[Cell], schema: OpSchema, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Wrap an op's results and give the written operands their new values."""
+    node = step.node
+    assert node is not None
+    made: list[LazyTensor | None] = []
+    for meta in node.outs[: len(node.outs) - len(node.writes)]:
+        if meta is None:
+            trace.skip()
+            made.append(None)
+            continue
+        made.append(wrap(Cell(trace, trace.define(), meta)))
+    for cell in bases:
+        cell.rebind(trace.define())
+    return _arrange(node.result, made, schema, args, kwargs)
+
+
+def _arrange(
+    spec: Any, made: list[LazyTensor | None], schema: OpSchema, args: Any, kwargs: Any
+) -> Any:
+    if type(spec) is int:
+        return made[spec]
+    if spec is None:
+        return None
+    if type(spec) is str:
+        position = schema.position(spec)
+        return args[position] if position < len(args) else kwargs[spec]
+    items = [_arrange(s, made, schema, args, kwargs) for s in spec]
+    return tuple(items) if type(spec) is tuple else items

@@ -1,0 +1,272 @@
+"""The running trace of one device: a cursor in a trie of everything that was recorded before.
+
+A training loop repeats itself. When the next op has the signature (op, operands by number, structure) that
+followed here last time, its results are already known: nothing is inferred or hashed anew. New branches grow
+through `grow`. A cut hands the path, what is alive and the inputs to `runtime`. The trace belongs to the
+device, not to a thread: several threads may record one step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ltc_core.graph.ir import Node, TensorMeta
+from ltc_core.tensor.buffer import MemoryCounter
+from ltc_core.tensor.handles import Cell, Value, View
+
+__all__ = ["Cut", "Step", "Trace"]
+
+_epochs = itertools.count(1)
+
+
+class Step:
+    """One recorded op in the trie.
+
+    `inputs` are the values first read here: (number, meta). `programs` caches what was compiled for cuts that
+    end here.
+    """
+
+    __slots__ = (
+        "children", "end", "expected", "inputs", "lenses", "next", "next_key", "node", "num_scalars", "parent",
+        "programs",
+    )  # fmt: skip
+
+    def __init__(
+        self, parent: Step | None, node: Node | None, inputs: tuple[tuple[int, TensorMeta], ...]
+    ) -> None:
+        self.parent = parent
+        self.node = node
+        self.inputs = inputs
+        self.children: dict[tuple[Any, ...], Step] | None = (
+            None  # beside `next`; most steps have none
+        )
+        self.next_key: tuple[Any, ...] | None = None
+        self.next: Step | None = None
+        self.programs: dict[Any, Any] | None = None
+        self.lenses: tuple[Any, ...] | None = None
+        self.expected: Any = None  # of `csrc/ltc_follow.cpp`
+        self.end = 0  # values of the trace after this step
+        self.num_scalars = 0  # and its scalars
+
+    def child(self, key: tuple[Any, ...]) -> Step | None:
+        """Find the step that followed here with this signature."""
+        if self.next_key == key:
+            return self.next
+        return self.children.get(key) if self.children is not None else None
+
+    def follow(self, key: tuple[Any, ...], step: Step) -> None:
+        """Make `step` the one that is tried first here."""
+        if self.next is not None and self.next is not step and self.next_key is not None:
+            if self.children is None:
+                self.children = {}
+            self.children[self.next_key] = self.next
+        self.next_key = None  # an interrupt here must not leave a key with another step
+        self.next = step
+        self.next_key = key
+
+
+class Cut:
+    """What a cut takes out of a trace: the path's end, inputs, numbers, and the values that are alive."""
+
+    __slots__ = ("alive", "inputs", "path", "scalars")
+
+    def __init__(
+        self,
+        path: Step,
+        inputs: list[tuple[int, weakref.ref[Value], Any]],
+        scalars: list[Any],
+        alive: list[tuple[int, Value]],
+    ) -> None:
+        self.path = path
+        self.inputs = inputs
+        self.scalars = scalars
+        self.alive = alive
+
+
+class Trace:
+    """The recording of one device. Everything here is done with `lock` held.
+
+    Args:
+        device: the device whose ops are recorded.
+        memory: counts the bytes of its buffers.
+
+    Before an op is recorded with `limit` values in the trace, `on_limit` is called.
+    """
+
+    __slots__ = (
+        "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "memory", "on_limit", "refs",
+        "root", "scalars", "steps",
+    )  # fmt: skip
+
+    def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
+        self.device = device
+        self.memory = memory
+        self.lock = threading.RLock()
+        self.on_limit: Callable[[], None] | None = None
+        self.first_limit = 1 << 62
+        self.steps = 0
+        self.root = Step(None, None, ())
+        self._restart()
+
+    epoch: int
+    cursor: Step
+    count: int
+    limit: int
+    refs: list[weakref.ref[Value] | None]
+    inputs: list[tuple[int, weakref.ref[Value], Any, TensorMeta]]
+    scalars: list[Any]
+
+    def _restart(self) -> None:
+        # Called with interrupts held back: the inputs of one trace do not go with the cursor of another.
+        self.epoch = next(_epochs)
+        self.cursor = self.root
+        self.count = 0
+        self.limit = self.first_limit
+        self.refs = []
+        self.inputs = []
+        self.scalars = []
+
+    def after_fork(self) -> None:
+        """Make the lock anew: in a forked child its owner may be a thread that is gone."""
+        self.lock = threading.RLock()
+
+    def __bool__(self) -> bool:
+        """Tell whether anything was recorded since the last cut."""
+        return self.cursor is not self.root
+
+    # -- operands ------------------------------------------------------------------------------
+
+    def bind(self, value: Value, meta: TensorMeta) -> TensorMeta:
+        """Make a value with a buffer an input of the trace; gives what its first use adds to a signature.
+
+        Raises:
+            LtcError: what it held was lost when the op that makes it failed.
+        """
+        buffer = value.buffer
+        if buffer is not None:
+            buffer.check()
+        index = self.count
+        value.epoch = self.epoch
+        value.index = index
+        self.count = index + 1
+        self.refs.append(None)
+        self.inputs.append((index, weakref.ref(value), buffer, meta))
+        return meta
+
+    def settle(self) -> None:
+        """Make the trace agree with its cursor, after an op that was not recorded or only half (Ctrl-C).
+
+        Inputs bound for it are let go. What it would have defined is dead, whatever was numbered of it.
+        """
+        end = self.cursor.end
+        while self.inputs and self.inputs[-1][0] >= end:
+            value = self.inputs.pop()[1]()
+            if value is not None:
+                value.epoch = value.index = -1
+        self.refs[end:] = []
+        self.refs += [None] * (end - len(self.refs))
+        self.count = end
+        missing = self.cursor.num_scalars - len(self.scalars)
+        self.scalars[self.cursor.num_scalars :] = []
+        self.scalars += [0] * missing
+
+    # -- the trie ------------------------------------------------------------------------------
+
+    def advance(
+        self, key: tuple[Any, ...], grow: Callable[[], Node], before: int, numbers: int = 0
+    ) -> Step:
+        """Move the cursor along `key`. `grow` makes the node of a new branch; `before` is the count of
+        values before this op's inputs were bound; `numbers` it has, not yet among the scalars."""
+        cursor = self.cursor
+        step = cursor.child(key)
+        if step is None:
+            default = torch.get_default_dtype()
+            step = cursor.child((*key, default))
+            if step is not None:
+                key = (*key, default)
+        if step is None:
+            node = grow()
+            inputs = tuple((index, meta) for index, _, _, meta in self._inputs_since(before))
+            step = Step(cursor, node, inputs)
+            step.end = node.first + len(node.outs)
+            step.num_scalars = cursor.num_scalars + numbers
+            self.steps += 1
+            if node.follows_default:
+                key = (*key, default)
+        cursor.follow(key, step)
+        self.cursor = step
+        return step
+
+    def _inputs_since(self, before: int) -> list[tuple[int, Any, Any, TensorMeta]]:
+        found = []
+        for item in reversed(self.inputs):
+            if item[0] < before:
+                break
+            found.append(item)
+        return found[::-1]
+
+    def define(self) -> Value:
+        """Number the next value of the trace; whoever holds it keeps it alive over the cut."""
+        index = self.count
+        value = Value(self.epoch, index)
+        self.refs.append(weakref.ref(value))
+        self.count = index + 1
+        return value
+
+    def define_view(self) -> Value:
+        """Number the next value of the trace, one that its base can give again after the cut."""
+        index = self.count
+        self.refs.append(None)
+        self.count = index + 1
+        return Value(self.epoch, index)
+
+    def skip(self) -> None:
+        """Number a result that is undefined."""
+        self.refs.append(None)
+        self.count += 1
+
+    # -- the cut -------------------------------------------------------------------------------
+
+    def cut(self) -> Cut:
+        """End the trace and start the next one at the root of the trie."""
+        alive = []
+        for index, ref in enumerate(self.refs):
+            if ref is not None:
+                value = ref()
+                if value is not None:
+                    alive.append((index, value))
+        cut = Cut(self.cursor, [item[:3] for item in self.inputs], self.scalars, alive)
+        self._restart()
+        return cut
+
+    def forget(self) -> None:
+        """Drop the trie (the programs compiled for it too); the running trace must be empty."""
+        self.root = Step(None, None, ())
+        self.steps = 0
+        self._restart()
+
+    def empty(self, meta: TensorMeta) -> Cell:
+        """Make memory that nobody has written yet; no op is recorded until it is used."""
+        return Cell(self, Value(-1, -1), meta)
+
+    def path(self, end: Step) -> list[Step]:
+        """List the steps from the root to `end`."""
+        steps = []
+        step: Step | None = end
+        while step is not None and step.node is not None:
+            steps.append(step)
+            step = step.parent
+        return steps[::-1]
+
+
+def is_stale(handle: Cell | View, epoch: int) -> bool:
+    """Tell whether a handle's value must be made (again) before an op can read it."""
+    if type(handle) is Cell:
+        return handle.value.epoch != epoch and handle.value.buffer is None
+    return handle.value.epoch != epoch or handle.version != handle.base.version  # type: ignore[union-attr]

@@ -1,0 +1,149 @@
+"""Recording views: a view op on a handle gives another handle on the same memory.
+
+`record_view` is the handler's path, `record_view_step` records one step of a lens on a value, with the signature the
+same op has when the user calls it, so that both are one step of the trace. `make_operands` records what a stale
+operand needs: the view steps of a part whose whole has changed, or the memory nobody wrote yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ltc_core import source
+from ltc_core.graph.ir import Node, Ref, TensorMeta, ViewStep
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.record.make_node import grow_view
+from ltc_core.record.signature import NotRecordable, Stale, operand
+from ltc_core.record.trace import Step, Trace, is_stale
+from ltc_core.tensor.handles import Cell, Value, View, base_of, lens_of
+from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
+
+__all__ = ["make_operand", "make_operands", "record_view", "record_view_step"]
+
+
+def record_view(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record a view op; gives its view, or a list of them."""
+    is_inference = args[0].is_inference()
+    if is_inference != torch.is_inference_mode_enabled():
+        with torch.inference_mode(is_inference):  # a view is as its base
+            return _record_view(schema, args, kwargs)
+    return _record_view(schema, args, kwargs)
+
+
+def _record_view(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    origin = args[0]
+    if type(origin) is not LazyTensor:
+        raise NotRecordable
+    handle = origin._h
+    trace = handle.trace
+    static = tuple([tuple(a) if type(a) is list else a for a in args[1:]])
+    if kwargs:
+        static += tuple(a for name, a in kwargs.items() if name in schema.names)
+    with trace.lock:
+        if trace.count >= trace.limit:
+            trace.on_limit()
+        try:
+            before = trace.count
+            try:
+                key = (schema, operand(trace, handle), *static)
+            except Stale:
+                make_operand(handle)
+                before = trace.count
+                key = (schema, operand(trace, handle), *static)
+            step = trace.advance(
+                key,
+                lambda: grow_view(schema, trace, Ref(handle.value.index), handle.meta, static),
+                before,
+            )
+            return _wrap_views(trace, step, base_of(handle), lens_of(handle))
+        except BaseException:
+            trace.settle()
+            raise
+
+
+def _wrap_views(trace: Trace, step: Step, base: Cell, lens: Any) -> Any:
+    node = step.node
+    assert node is not None
+    tensors = []
+    for meta, view_lens in zip(node.outs, _lenses(step), strict=True):
+        assert meta is not None
+        tensors.append(wrap(View(base, lens + view_lens, meta, trace.define_view())))
+    return tensors[0] if type(node.result) is int else tensors
+
+
+def _lenses(step: Step) -> tuple[tuple[ViewStep], ...]:
+    """Give, for each result of a view op, the one step that leads to it."""
+    if step.lenses is None:
+        node = step.node
+        assert node is not None
+        many = type(node.result) is not int
+        static = node.args[1:]
+        step.lenses = tuple(
+            (ViewStep(node.op, static, i if many else None),) for i in range(len(node.outs))
+        )
+    return step.lenses
+
+
+def record_view_step(
+    trace: Trace, value: Value, meta: TensorMeta, view: ViewStep
+) -> tuple[Value, TensorMeta]:
+    """Record one view op on a value, with the signature it has when the user calls it."""
+    before = trace.count
+    schema = OpSchema.of(view.op)
+    number = value.index if value.epoch == trace.epoch else trace.bind(value, meta)
+    step = trace.advance(
+        (schema, number, *view.args),
+        lambda: grow_view(schema, trace, Ref(value.index), meta, view.args),
+        before,
+    )
+    outs = step.node.outs  # type: ignore[union-attr]
+    values = [trace.define_view() for _ in outs]
+    which = view.which or 0
+    return values[which], outs[which]  # type: ignore[return-value]
+
+
+def make_operands(args: Any, kwargs: Any) -> None:
+    """Record what makes the operands of an op: the view steps of views, memory not yet written."""
+    stack = [*args, *(kwargs.values() if kwargs else ())]
+    for item in stack:
+        if type(item) is LazyTensor:
+            make_operand(item._h)
+        elif isinstance(item, list | tuple):
+            stack.extend(item)
+
+
+def make_operand(handle: Cell | View) -> None:
+    trace = handle.trace
+    base = base_of(handle)
+    if is_stale(base, trace.epoch):
+        _record_empty(trace, base)
+    if type(handle) is not Cell and is_stale(handle, trace.epoch):
+        value, meta = base.value, base.meta
+        for step in lens_of(handle):
+            value, meta = record_view_step(trace, value, meta, step)
+        handle.value = value
+        handle.version = base.version
+
+
+def _record_empty(trace: Trace, cell: Cell) -> None:
+    meta = cell.meta
+    op = torch.ops.aten.empty_strided.default
+    node_args = (tuple(meta.size), meta.stride)
+
+    def grow() -> Node:
+        return Node(
+            op,
+            node_args,
+            {"dtype": meta.dtype},
+            trace.count,
+            (meta,),
+            result=0,
+            line=source.user_line(),
+        )
+
+    trace.advance(
+        (op, meta), grow, trace.count
+    )  # the op itself stands for its schema: never called by users
+    cell.rebind(trace.define())

@@ -1,0 +1,64 @@
+"""The tokens of groups on devices: they order the collectives of a group, and tell which are recorded but not cut.
+
+Each collective of the graph writes the token of its group and device. Comes from `runtime`, goes to `c10d`, and to
+whatever waits for other processes.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from ltc_core.runtime.devices import context, upload
+from ltc_core.tensor.handles import base_of
+from ltc_core.tensor.lazy_tensor import LazyTensor
+
+__all__ = ["hand_over", "token"]
+
+# (name of a group, index of a device) -> the token there
+_tokens: dict[tuple[str, int], LazyTensor] = {}
+# name of a group -> the index of the device that recorded its last collective
+_last: dict[str, int] = {}
+# Reentrant: a signal handler may wait for other processes while this thread holds it.
+_lock = threading.RLock()
+
+
+def renew_lock() -> None:
+    """Give a forked child a lock of its own: another thread may have held it at the fork."""
+    global _lock
+    _lock = threading.RLock()
+
+
+def token(group: str, index: int) -> torch.Tensor:
+    """The token that the next collective of the group on this device writes.
+
+    Collectives that another device recorded before are handed over first: those of a group run in the order in which
+    this process recorded them.
+    """
+    if (group, index) not in _tokens:  # made without the lock, as that may take others
+        made = upload(torch.zeros(1, dtype=torch.uint8), index)
+        _tokens.setdefault((group, index), made)
+    with _lock:
+        found = _tokens[group, index]
+        before, _last[group] = _last.get(group, index), index
+        earlier = None if before == index else _tokens[group, before]
+    if earlier is not None:
+        _cut_if_recorded(earlier, before)
+    return found
+
+
+def hand_over() -> None:
+    """Hand over the collectives that were recorded and not cut: other processes may wait for them.
+
+    Cost: none where no collective is recorded; else a cut of its device's graph.
+    """
+    with _lock:
+        tokens = list(_tokens.items())
+    for (_, index), found in tokens:
+        _cut_if_recorded(found, index)
+
+
+def _cut_if_recorded(found: LazyTensor, index: int) -> None:
+    if base_of(found._h).value.buffer is None:
+        context(index).cut("Collective")

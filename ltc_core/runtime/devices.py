@@ -1,0 +1,259 @@
+"""The devices of this process: their contexts, what goes between them and the CPU, leaving and forking.
+
+`context(i)` gives a device's context, made on first use. `real`, `fetch` and `upload` move values. At exit pending
+work is finished, or dropped with a sentence; a forked child begins with idle devices. Comes from the verbs and the
+handlers, goes to `context`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ltc_core import errors, metrics, source
+from ltc_core.device import register
+from ltc_core.graph.ir import TensorMeta, contiguous_stride
+from ltc_core.graph.lens import apply_lens
+from ltc_core.runtime.device_context import Context, forget_jobs
+from ltc_core.settings import settings
+from ltc_core.tensor.handles import Cell, Handle, base_of, lens_of
+from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
+from ltc_core.thread_state import in_own_state
+
+__all__ = [
+    "Context",
+    "checked",
+    "context",
+    "context_of",
+    "contexts",
+    "fetch",
+    "real",
+    "upload",
+    "upload_all",
+]
+
+# -- the devices of this process -------------------------------------------------------------------
+
+_contexts: dict[int, Context] = {}
+_forking = threading.local()  # the contexts a forking thread holds still
+_contexts_lock = threading.Lock()
+# A fork waits so long for devices that other threads use; the first waits for a lock, which it gives back then.
+_FORK_PATIENCE_S = 60.0
+_FIRST_WAIT_S = 0.05
+metrics.register_gauge(
+    "PeakMemory", lambda: max((c.memory.peak_bytes for c in contexts()), default=0)
+)
+
+
+def checked(index: int) -> int:
+    """Give `index` back if there is such a device."""
+    count = register.device_count()
+    if not 0 <= index < count:
+        name = settings.device_name
+        raise errors.DeviceError(
+            f"there is no device {name}:{index}",
+            got=f"index {index}, this process has {count}: "
+            + errors.listed(f"{name}:{i}" for i in range(count)),
+            where=source.user_line(),
+            next="set LTC_NUM_DEVICES before the first import, or use a smaller index",
+        )
+    return index
+
+
+def context(index: int) -> Context:
+    """Give the context of device `index`, made on first use."""
+    found = _contexts.get(index)
+    if found is None:
+        with _contexts_lock:
+            found = _contexts.get(index)
+            if found is None:
+                settings.check_environment()
+                found = _contexts[index] = Context(index)
+    return found
+
+
+def contexts() -> list[Context]:
+    """List the devices used so far."""
+    return [_contexts[i] for i in sorted(_contexts)]
+
+
+def context_of(handle: Handle) -> Context:
+    index = handle.trace.device.index
+    return _contexts[index]
+
+
+# -- between the device and the CPU ----------------------------------------------------------------
+
+
+def real(handle: Handle, reason: str) -> torch.Tensor:
+    """Give a handle's values as a CPU tensor that may share memory with the device: not to be written.
+
+    Cost: syncs if they are pending.
+    """
+    ctx = context_of(handle)
+    return _view(ctx, ctx.value_data(base_of(handle), reason), handle)
+
+
+@in_own_state
+def _view(ctx: Context, data: Any, handle: Handle) -> torch.Tensor:
+    whole = ctx.executor.view(data, base_of(handle).meta)
+    lens = lens_of(handle)
+    return apply_lens(whole, lens) if lens else whole
+
+
+def fetch(handle: Handle, reason: str = "Fetch") -> torch.Tensor:
+    """Copy a handle's values to a new CPU tensor, with the strides eager's `.cpu()` would give it.
+
+    Cost: syncs if they are pending; one copy.
+    """
+    shared = real(handle, reason)
+    with metrics.timer("TransferFromDeviceTime"):
+        result, nbytes = _copied(shared, handle.meta, torch.is_inference_mode_enabled())
+    metrics.observe("InboundData", nbytes)
+    return result
+
+
+@in_own_state
+def _copied(shared: torch.Tensor, meta: TensorMeta, inference: bool) -> tuple[torch.Tensor, int]:
+    """Return a copy for the user, made in the inference mode that the user's thread is in, and its bytes."""
+    # Real sizes: for a few results (statistics of batch norm in eval) meta kernels promise others.
+    size = shared.size()
+    stride = _stride_of_copy(meta) if size == meta.size else contiguous_stride(size)
+    with torch.inference_mode(inference):
+        result = torch.empty_strided(size, stride, dtype=meta.dtype).copy_(shared)
+    return result, result.nbytes
+
+
+def _stride_of_copy(meta: TensorMeta) -> tuple[int, ...]:
+    """Strides of a copy that preserves the format: its own if it is dense, else the order of its dims, packed."""
+    if meta.contiguous or meta.dense:
+        return meta.stride
+    return torch.empty_like(meta.meta_tensor()).stride()
+
+
+def upload(tensor: torch.Tensor, index: int, like: TensorMeta | None = None) -> LazyTensor:
+    """A lazy tensor with a CPU tensor's values and the strides of a copy of `like`, by default of the tensor."""
+    return _uploaded([tensor], index, [like])[0]
+
+
+def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
+    """Lazy tensors with copies of CPU tensors' values, with the strides that eager's `.to` would give them.
+
+    Cost: one transfer, where the device has such.
+    """
+    return _uploaded(tensors, index, [None] * len(tensors))
+
+
+def _uploaded(
+    tensors: Sequence[torch.Tensor], index: int, like: Sequence[TensorMeta | None]
+) -> list[LazyTensor]:
+    ctx = context(index)
+    metas = _metas_of_copies(tensors, like)
+    values = ctx.place_all(tensors, metas)
+    return [wrap(Cell(ctx.trace, value, meta)) for value, meta in zip(values, metas, strict=True)]
+
+
+@in_own_state
+def _metas_of_copies(
+    tensors: Sequence[torch.Tensor], like: Sequence[TensorMeta | None]
+) -> list[TensorMeta]:
+    found = [meta or _meta_of(t) for t, meta in zip(tensors, like, strict=True)]
+    return [TensorMeta.of(m.size, _stride_of_copy(m), 0, m.dtype) for m in found]
+
+
+def _meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """Its meta without the offset: batches that are parts of one tensor have one meta, not one each."""
+    return TensorMeta.of(tensor.size(), tensor.stride(), 0, tensor.dtype)
+
+
+# -- leaving and forking ---------------------------------------------------------------------------
+
+
+_given_up = False
+
+
+def give_up() -> None:
+    """Let this process end without finishing what was handed over, and without a word about it."""
+    global _given_up
+    _given_up = True
+
+
+def exit_patience_s() -> float:
+    """Give the seconds this process waits for what was handed over, at its end."""
+    return 0.0 if _given_up else settings.exit_timeout_s
+
+
+def at_exit() -> None:
+    """Finish what was handed over; say so if it is dropped."""
+    for ctx in contexts():
+        done = ctx.worker.stop(exit_patience_s())
+        if not done and not _given_up:
+            print(
+                f"ltc: {ctx.device} was still running after {settings.exit_timeout_s:g} s; its pending "
+                "work is dropped. Next: call wait_device_ops() before the end, or set "
+                "LTC_EXIT_TIMEOUT_S.",
+                file=sys.stderr,
+                flush=True,
+            )
+        for failure in () if _given_up else ctx.failures:
+            if not failure.error.seen:
+                print(
+                    f"ltc: an error was not seen before the end: {failure.error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if not done:
+            ctx.worker.park()
+
+
+def before_fork() -> None:
+    """Let no thread be in the middle of recording, and no job be running, while the process is copied."""
+    _forking.held = _held_still(contexts())
+
+
+def _held_still(chosen: Sequence[Context]) -> list[Context]:
+    """Take the locks of idle devices, of all of them or of none; returns those whose lock is held.
+
+    Each wait is bounded: a job that runs, or a thread that records on two devices, may need a lock that is held here.
+    The waits become longer, since a device that other threads keep busy is idle only after its lock was taken.
+    """
+    deadline = time.monotonic() + _FORK_PATIENCE_S
+    wait_s = _FIRST_WAIT_S
+    while True:
+        held = []
+        for ctx in chosen:
+            if not ctx.trace.lock.acquire(timeout=wait_s):
+                break
+            held.append(ctx)
+        if len(held) == len(chosen) and all(ctx.worker.drain(wait_s) for ctx in chosen):
+            return held
+        for ctx in reversed(held):
+            ctx.trace.lock.release()
+        if time.monotonic() > deadline:
+            return []
+        for ctx in chosen:
+            ctx.worker.drain(_FIRST_WAIT_S)
+        wait_s *= 2
+
+
+def after_fork_in_parent() -> None:
+    for ctx in reversed(_forking.held):
+        ctx.trace.lock.release()
+    _forking.held = []
+
+
+def after_fork_in_child() -> None:
+    global _contexts_lock
+    _contexts_lock = threading.Lock()
+    forget_jobs()
+    held, _forking.held = _forking.held, []
+    for ctx in contexts():
+        ctx.after_fork(is_whole=ctx in held)
+    if _contexts:
+        # A forked child must not use the OpenMP threads of its parent: it would wait for them for ever.
+        torch.set_num_threads(1)

@@ -1,0 +1,142 @@
+"""From a cut to a program: the graph of the path, pruned, compiled, and kept where the path ends.
+
+What a cut needs besides its path is what was alive and which inputs were given up; both are part of the cache's
+key. Comes from `runtime`, goes to an executor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any
+
+from ltc_core import metrics
+from ltc_core.debug.explain import Cause, KnownGraphs, explain, on_compile
+from ltc_core.executors import Executor, Program
+from ltc_core.graph import collective
+from ltc_core.graph.ir import Graph, TensorMeta, references
+from ltc_core.graph.passes import count_ops, prune
+from ltc_core.record.trace import Cut, Step, Trace
+from ltc_core.runtime.placement import Pace
+from ltc_core.settings import settings
+from ltc_core.thread_state import in_own_state
+
+__all__ = ["Compiled", "Compiler"]
+
+
+class Compiled:
+    """A program with what the runtime must know to launch it: which inputs, what comes out.
+
+    `recorded` counts all ops of the path, those that turned out dead included. `outputs` are, for each output, its
+    bytes and which of the inputs taken it lives on in (-1: none). `groups` are those of the graph's collectives.
+    """
+
+    __slots__ = (
+        "cause",
+        "graph",
+        "groups",
+        "input_slots",
+        "key",
+        "outputs",
+        "pace",
+        "path",
+        "program",
+        "recorded",
+        "runs",
+    )
+
+    def __init__(
+        self,
+        graph: Graph,
+        program: Program,
+        input_slots: tuple[int, ...],
+        outputs: tuple[tuple[int, int], ...],
+        recorded: dict[str, int],
+    ) -> None:
+        self.graph = graph
+        self.groups = collective.groups_of(graph.nodes)
+        self.program = program
+        self.input_slots = input_slots
+        self.outputs = outputs
+        self.recorded = recorded
+        self.pace = Pace(len(graph.nodes))
+        self.path: Step | None = None
+        self.key: Any = None
+        self.cause: Cause | None = None
+        self.runs = 0
+
+
+class Compiler:
+    """Programs of one device, at most `settings.compilation_cache_size` of them; the longest unused go first."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._known = KnownGraphs()
+        self._recent: OrderedDict[int, Compiled] = OrderedDict()
+
+    def compile(self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str) -> Compiled:
+        """Give the program for a cut, made for `reason`. Cost: compiles if this path was never cut so before."""
+        outputs = tuple(index for index, _ in cut.alive)
+        key = (outputs, donated)
+        if cut.path.programs is None:
+            cut.path.programs = {}
+        found: Compiled | None = cut.path.programs.get(key)
+        if found is None:
+            found = self._build(trace, cut, outputs, donated)
+            found.path, found.key = cut.path, key
+            cut.path.programs[key] = found
+            metrics.count("UncachedCompile")
+            found.cause = explain(found.graph, self._known, reason, cut.path)
+            on_compile(found.cause)
+            self._evict()
+        else:
+            metrics.count("CachedCompile")
+        self._recent[id(found)] = found
+        self._recent.move_to_end(id(found))
+        found.runs += 1
+        return found
+
+    @in_own_state
+    def _build(
+        self, trace: Trace, cut: Cut, outputs: tuple[int, ...], donated: tuple[int, ...]
+    ) -> Compiled:
+        started = time.perf_counter_ns()
+        path = trace.path(cut.path)
+        nodes = [step.node for step in path if step.node is not None]
+        kept = prune(nodes, outputs)
+        metas = {index: meta for step in path for index, meta in step.inputs}
+        read = _inputs_read(kept, metas)
+        inputs = {i: metas[i] for i in metas if i in read}
+        graph = Graph(kept, inputs, outputs, frozenset(donated) & read)
+        slots = tuple(k for k, (index, _, _) in enumerate(cut.inputs) if index in read)
+        program = self.executor.compile(graph)
+        metrics.observe("CompileTime", time.perf_counter_ns() - started)
+        metrics.observe("TensorsGraphSize", len(kept))
+        return Compiled(graph, program, slots, self._outputs(graph, program), count_ops(nodes))
+
+    def _outputs(self, graph: Graph, program: Program) -> tuple[tuple[int, int], ...]:
+        metas = graph.metas()
+        taken = {number: k for k, number in enumerate(graph.inputs)}
+        return tuple(
+            (
+                self.executor.nbytes(metas[i]),
+                taken[program.reuses[i]] if i in program.reuses else -1,
+            )
+            for i in graph.outputs
+        )
+
+    def _evict(self) -> None:
+        while len(self._recent) >= settings.compilation_cache_size:
+            _, oldest = self._recent.popitem(last=False)
+            if oldest.path is not None and oldest.path.programs is not None:
+                oldest.path.programs.pop(oldest.key, None)
+            metrics.count("EvictedCompile")
+
+    def forget(self) -> None:
+        """Drop all programs."""
+        self._recent.clear()
+        self._known.forget()
+
+
+def _inputs_read(nodes: Any, metas: dict[int, TensorMeta]) -> set[int]:
+    return {i for node in nodes for i in references(node) if i in metas}

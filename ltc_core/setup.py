@@ -1,0 +1,99 @@
+"""What `import ltc_core` does to the process, in order, each call with its reason.
+
+No other module of the package registers anything when it is imported. `__init__` calls `set_up` once; `ltc_dist` has
+the same for a job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from ltc_core import metrics, native_extension, profiler
+from ltc_core.api import c10d, closures
+from ltc_core.debug import frequent
+from ltc_core.device import module, register
+from ltc_core.executors import host_memory, openmp
+from ltc_core.executors.inductor import artifacts, service
+from ltc_core.ops import (
+    attention,
+    autocast,
+    backward,
+    dispatch,
+    encoder,
+    factories,
+    sgd_momentum,
+    torch_load,
+)
+from ltc_core.record import fast_path
+from ltc_core.runtime import collective_tokens, device_hooks, devices
+from ltc_core.settings import warn_unknown
+from ltc_core.tensor import lazy_tensor
+
+__all__ = ["set_up"]
+
+
+def set_up() -> None:
+    """Register the device with PyTorch, and what runs at a fork and at the end of the process."""
+    warn_unknown(os.environ)  # first: a setting that is misspelt may be why what follows fails
+    _register_device()
+    _register_fork_handlers()
+    _register_exit_handlers()
+
+
+def _register_device() -> None:
+    # A thread compiles the C++ parts while the rest of the import goes on; the device itself waits for its own part.
+    native_extension.build_ahead(host_memory.extension, fast_path.extension)
+    lazy_tensor.use_handlers(dispatch.handler_of)
+    register.register(device_hooks.install())
+    # From here on the device has its name in PyTorch, by which kernels are registered for it.
+    factories.register_factories()
+    torch_load.register_loading()
+    autocast.register_autocast()
+    attention.register_attention()
+    encoder.register_encoder()
+    # PyTorch decides by the type of a tensor which methods and which foreach implementations it uses.
+    lazy_tensor.name_methods()
+    lazy_tensor.join_foreach()
+    backward.use_calling_thread()
+    sgd_momentum.register_first_momentum()
+    c10d.register()
+    # Last: calls reach C++ before they reach any of the above, once it is loaded.
+    fast_path.install()
+
+
+def _register_fork_handlers() -> None:
+    """Make a forked child able to use the device: its only thread is the one that forked.
+
+    Handlers of a child run in the order in which they are registered here, those before a fork in the opposite order.
+    """
+    # Locks first: what follows takes them.
+    for renew in (
+        native_extension.after_fork_in_child,
+        module.renew_lock,
+        metrics.renew_lock,
+        fast_path.after_fork_in_child,
+        collective_tokens.renew_lock,
+        artifacts.after_fork_in_child,  # file locks of the compile cache are the parent's
+        service.after_fork_in_child,
+        closures.after_fork_in_child,
+    ):
+        os.register_at_fork(after_in_child=renew)
+    # Runs before a fork after the devices' handler: no graph computes any more, so OpenMP's threads can be dismissed.
+    os.register_at_fork(before=openmp.release_team)
+    os.register_at_fork(
+        before=devices.before_fork,
+        after_in_parent=devices.after_fork_in_parent,
+        after_in_child=devices.after_fork_in_child,
+    )
+
+
+def _register_exit_handlers() -> None:
+    """Finish what was handed over, then say what was dropped. The last one that is registered runs first."""
+    atexit.register(closures.at_exit)
+    atexit.register(frequent.at_exit)  # counts what the devices finish
+    atexit.register(service.at_exit)
+    atexit.register(devices.at_exit)
+    atexit.register(
+        profiler.at_exit
+    )  # a trace that is running shall contain what has been handed over

@@ -1,0 +1,296 @@
+"""What eager's kernels refuse and ATen's kernels for the device `meta` let pass.
+
+A wrong call must fail where it is made, not in the background. `is_refused` knows the ops whose meta kernels ask
+less than their CPU kernels; it runs once on a new branch of the trace. A call it refuses is made on real values,
+where eager raises its own error.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.settings import settings
+from ltc_core.tensor.handles import Cell, base_of
+
+__all__ = ["is_overlap_refused", "is_refused"]
+
+_REHEARSAL_ELEMENTS = 1 << 20
+_TRIED_ELEMENTS = 1 << 18
+
+aten = torch.ops.aten
+
+
+def _of_one_dtype(*positions: int) -> Callable[..., bool]:
+    def refused(*args: Any) -> bool:
+        dtypes = {args[p].dtype for p in positions if isinstance(args[p], torch.Tensor)}
+        return len(dtypes) > 1 or torch.bool in dtypes
+
+    return refused
+
+
+def _convolution(
+    x: Any, w: Any, b: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
+) -> bool:
+    odd = any(d <= 0 for d in dilation) or any(p < 0 for p in padding)
+    return odd or _of_one_dtype(0, 1, 2)(x, w, b)
+
+
+def _any_dtype(*dtypes: torch.dtype) -> Callable[..., bool]:
+    def refused(*args: Any) -> bool:
+        return any(isinstance(a, torch.Tensor) and a.dtype in dtypes for a in args)
+
+    return refused
+
+
+def _empty_whole(x: Any, *rest: Any) -> bool:
+    return x.numel() == 0 and not rest
+
+
+def _index_put(x: Any, indices: Any, values: Any, *rest: Any) -> bool:
+    if values.dtype != x.dtype:
+        return True
+    masks = [i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices]
+    if any(masks):  # how many elements a mask selects is in its values
+        return _any_mask_of_other_shape(x, indices, masks)
+    try:
+        picked = aten.index.Tensor(_meta(x), [None if i is None else _meta(i) for i in indices])
+        torch.broadcast_shapes(values.shape, picked.shape)  # type: ignore[no-untyped-call]
+    except (RuntimeError, IndexError):
+        return True
+    return False
+
+
+def _any_mask_of_other_shape(x: Any, indices: Any, masks: list[bool]) -> bool:
+    dim = 0
+    for index, is_mask in zip(indices, masks, strict=True):
+        dims = index.dim() if is_mask else 1
+        if is_mask and index.shape != x.shape[dim : dim + dims]:
+            return True
+        dim += dims
+    return False
+
+
+def _meta(t: Any) -> torch.Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+
+def _random_range(x: Any, low: int = 0, high: int | None = None, *rest: Any) -> bool:
+    return high is not None and low >= high
+
+
+_no_bool = _any_dtype(torch.bool)
+_no_complex = _any_dtype(torch.complex32, torch.complex64, torch.complex128)
+
+_REFUSED: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(
+        ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put
+    ),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _of_one_dtype(0, 1)),
+    **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv"), _of_one_dtype(0, 1, 2)),
+    **dict.fromkeys(("sort", "argmax", "argmin"), _no_complex),
+    "topk": lambda *args: _no_complex(*args) or _no_bool(*args),
+    **dict.fromkeys(("max", "min"), lambda *args: _no_complex(*args) or _empty_whole(*args)),
+    "masked_scatter": lambda x, mask, *rest: mask.dtype is not torch.bool,
+    "masked_scatter_": lambda x, mask, *rest: mask.dtype is not torch.bool,
+    "convolution": _convolution,
+    "random_": _random_range,
+}
+
+# Ops that are tried on a stand-in of the operands' shapes: floats are ones, integers (indices) zeros.
+_REHEARSED = frozenset(
+    {
+        "multinomial", "bucketize", "searchsorted", "index_add", "index_add_", "aminmax",
+        "index_select", "index_copy", "index_copy_", "index_fill", "index_fill_", "index_reduce",
+        "index_reduce_", "put", "put_", "native_layer_norm", "native_batch_norm",
+        "native_group_norm", "nll_loss_forward", "nll_loss2d_forward", "_cdist_forward",
+        "linalg_cross", "grid_sampler_2d", "grid_sampler_3d", "smooth_l1_loss", "huber_loss",
+        "mse_loss", "smooth_l1_loss_backward", "huber_loss_backward", "mse_loss_backward",
+        "_prelu_kernel", "argmax", "argmin", "_log_softmax", "_softmax", "_safe_softmax", "histc",
+        "dist", "max_unpool2d", "max_unpool3d", "linalg_solve_triangular", "normal",
+        "binary_cross_entropy_with_logits", "_trilinear", "polar", "complex",
+    }
+)  # fmt: skip
+
+
+def is_overlap_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether eager refuses a call because of memory that its operands share.
+
+    Kernels look at addresses, and meta tensors have none. The rule of ops that go through elements one by one is
+    known; other calls are tried on memory that is shared as theirs.
+    """
+    if schema.name.startswith("_foreach"):  # one op for each item
+        given = (*args, *kwargs.values())
+        lists = [a for a in given if isinstance(a, list | tuple)]
+        of_all = [a for a in given if isinstance(a, torch.Tensor)]
+        return any(_overlap_partly((*items, *of_all)) for items in zip(*lists, strict=False))
+    if torch.Tag.pointwise in schema.op.tags or schema.name == "copy_":
+        return _overlap_partly((*args, *kwargs.values()))
+    memory = _Memory()
+    if memory.size_of(args, kwargs) > _REHEARSAL_ELEMENTS:
+        return True  # or at least not known; the call itself follows, on real values
+    return _fails(schema, args, kwargs, memory.tensor)
+
+
+def _overlap_partly(operands: Iterable[Any]) -> bool:
+    """Tell whether some tensors are different parts of one memory with elements in common.
+
+    Source: `at::get_overlap_status`: parts with gaps are not looked at.
+    """
+    handles = [t._h for t in operands if isinstance(t, torch.Tensor) and hasattr(t, "_h")]
+    return any(
+        base_of(a) is base_of(b)
+        and _span(a.meta) != _span(b.meta)
+        and a.meta.dense
+        and b.meta.dense
+        and max(_span(a.meta)[0], _span(b.meta)[0]) < min(_span(a.meta)[1], _span(b.meta)[1])
+        for a, b in itertools.combinations(handles, 2)
+    )
+
+
+def _span(meta: TensorMeta) -> tuple[Any, ...]:
+    """First byte of a dense tensor's memory, the end of it, and the order of its elements."""
+    first = meta.offset * meta.dtype.itemsize
+    return first, first + meta.nbytes, meta.stride
+
+
+class _Memory:
+    """Stand-ins for lazy tensors: as many cells of memory as theirs, seen as they see them."""
+
+    def __init__(self) -> None:
+        self._of_cell: dict[int, torch.UntypedStorage] = {}
+
+    @staticmethod
+    def size_of(args: Any, kwargs: dict[str, Any]) -> int:
+        """Number of elements of all memory that lazy tensors among the arguments are parts of."""
+        cells: dict[int, Cell] = {}
+        stack = [*args, *kwargs.values()]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, list | tuple):
+                stack.extend(item)
+            elif isinstance(item, torch.Tensor) and hasattr(item, "_h"):
+                cell = base_of(item._h)
+                cells[id(cell)] = cell
+        return sum(cell.meta.numel for cell in cells.values())
+
+    def tensor(self, t: torch.Tensor) -> torch.Tensor:
+        if not hasattr(t, "_h"):
+            return _stand_in(t)
+        handle = t._h
+        cell, meta = base_of(handle), handle.meta
+        storage = self._of_cell.get(id(cell))
+        if storage is None:
+            whole = torch.empty_strided(cell.meta.size, cell.meta.stride, dtype=cell.meta.dtype)
+            storage = self._of_cell[id(cell)] = whole.fill_(
+                _filling(cell.meta.dtype)
+            ).untyped_storage()
+        part = torch.empty(0, dtype=meta.dtype)
+        return part.set_(storage, meta.offset, meta.size, meta.stride)
+
+
+def is_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether eager refuses this call though its meta kernel does not."""
+    refused = _REFUSED.get(schema.name)
+    if refused is not None:
+        return refused(*args)
+    if torch.Tag.pointwise in schema.op.tags or schema.name.startswith("_foreach"):
+        return _fails(schema, args, kwargs, _one_element)
+    if schema.name in _REHEARSED:
+        return _fails(schema, args, kwargs, _stand_in)
+    return _has_no_kernel(schema, args, kwargs)
+
+
+# Ops with dtypes of operands that the processor has a kernel for.
+_with_kernel: set[tuple[Any, ...]] = set()
+
+
+def _has_no_kernel(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether the processor has no kernel for the dtypes of a call, where they are not all float32 or all float64.
+
+    Cost: a run on a stand-in, for each set of dtypes until there is a kernel.
+    """
+    tensors = _tensors(args, kwargs)
+    dtypes = tuple(t.dtype for t in tensors)
+    if len(set(dtypes)) <= 1 and set(dtypes) <= {torch.float32, torch.float64}:
+        return False
+    key = (schema, dtypes)
+    # What a forward op keeps for its backward has other dtypes than meta kernels say; the forward op was tried.
+    is_own = schema.op.namespace == "aten" and not schema.name.endswith("_backward")
+    if (
+        not is_own
+        or settings.device != "cpu"
+        or key in _with_kernel
+        or sum(t.numel() for t in tensors) > _TRIED_ELEMENTS
+    ):
+        return False
+    # An `out` without elements takes any size, and nothing is warned of.
+    outs = {
+        k: torch.empty(0, dtype=kwargs[k].dtype)
+        for k in schema.writes
+        if isinstance(kwargs.get(k), torch.Tensor)
+    }
+    error = _failure(schema, args, {**kwargs, **outs}, _stand_in)
+    if isinstance(error, NotImplementedError):
+        return True
+    if error is None:
+        _with_kernel.add(key)
+    return False
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments, also those in lists."""
+    found: list[torch.Tensor] = []
+    for item in (*args, *kwargs.values()):
+        items = item if isinstance(item, list | tuple) else (item,)
+        found += [t for t in items if isinstance(t, torch.Tensor)]
+    return found
+
+
+def _one_element(t: torch.Tensor) -> torch.Tensor:
+    """What is done to each element does not depend on how many there are."""
+    return torch.ones((1,) * t.dim() if t.numel() else t.shape, dtype=t.dtype)
+
+
+def _stand_in(t: torch.Tensor) -> torch.Tensor:
+    return torch.full(t.shape, _filling(t.dtype), dtype=t.dtype)
+
+
+def _filling(dtype: torch.dtype) -> int:
+    is_index = not (dtype.is_floating_point or dtype.is_complex)
+    return 0 if is_index else 1
+
+
+def _fails(
+    schema: OpSchema, args: Any, kwargs: dict[str, Any], stand_in: Callable[..., torch.Tensor]
+) -> bool:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    if stand_in is _stand_in and sum(t.numel() for t in tensors) > _REHEARSAL_ELEMENTS:
+        return False
+    return _failure(schema, args, kwargs, stand_in) is not None
+
+
+def _failure(
+    schema: OpSchema, args: Any, kwargs: dict[str, Any], stand_in: Callable[..., torch.Tensor]
+) -> Exception | None:
+    """What the call raises on stand-ins. The call itself follows on real values, and says what is wrong."""
+
+    def tensor(item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return [tensor(i) for i in item]
+        return stand_in(item) if isinstance(item, torch.Tensor) else item
+
+    named = {k: tensor(v) for k, v in kwargs.items() if k not in ("generator", "device")}
+    if schema.draws:
+        named["generator"] = torch.Generator()  # not the one of the process
+    try:
+        # Its warnings are the user's: catch_warnings would change the filters of all threads, and might leave them so.
+        schema.op(*map(tensor, args), **named)
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,254 @@
+"""Strides of an op's results, as the CPU kernel gives them.
+
+ATen's kernels for the device `meta` are partly written in Python, and some of those give other strides than the CPU
+kernels where operands are not packed. So the CPU kernel is called on small stand-ins of the operands, and the order of
+the dims of its results is taken over. A convolution asks ATen which memory format its backend computes in.
+Comes from `infer`, once on a new branch of the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.op_schema import Arg, OpSchema
+
+__all__ = ["as_kernels_give"]
+
+aten = torch.ops.aten
+
+# Stand-ins that cannot be smaller than the operands have at most so many elements.
+_MOST_ELEMENTS = 1 << 16
+
+# Ops whose results are not packed even where the operands are.
+_TURN_PACKED = ("_fft_", "_linalg_svd", "linalg_eig")
+
+# Integers in these are numbers, or checked by the kernel; in others they may be addresses.
+_CHECKED_INTEGERS = ("floor_divide", "max_unpool")
+
+
+def as_kernels_give(schema: OpSchema, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+    """`result`, metas as ATen's meta kernel tells them, with the strides of the CPU kernel's results.
+
+    Cost: nothing where all operands are packed, else a call on some dozen elements.
+    """
+    if schema.view or all(name is not None for name in schema.returns):
+        return result
+    format_of = _CONVOLUTIONS.get(schema.op)
+    if format_of is not None:
+        memory_format = format_of(*args)
+        return _zipped(result, lambda _: memory_format, _in_format)
+    operands = [a._h.meta for a in _tensors((*args, *kwargs.values())) if hasattr(a, "_h")]
+    if not _may_differ(schema, operands):
+        return result
+    stand_ins = _stand_ins(schema, args, kwargs, operands, result)
+    if stand_ins is None:
+        return result
+    given = _called(schema, args, kwargs, stand_ins)
+    return result if given is None else _zipped(result, lambda path: _at(given, path), _in_order)
+
+
+def _tensors(items: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for item in items:
+        if isinstance(item, list | tuple):
+            yield from _tensors(item)
+        elif isinstance(item, torch.Tensor):
+            yield item
+
+
+# -- stand-ins -------------------------------------------------------------------------------------
+
+
+def _may_differ(schema: OpSchema, operands: Sequence[TensorMeta]) -> bool:
+    if schema.name.startswith("_foreach_"):
+        return False
+    if torch.Tag.pointwise not in schema.op.tags and not schema.name.startswith(_CHECKED_INTEGERS):
+        if any(_is_integer(meta.dtype) for meta in operands):
+            return False
+    return schema.name.startswith(_TURN_PACKED) or not all(meta.contiguous for meta in operands)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def _stand_ins(
+    schema: OpSchema, args: Any, kwargs: dict[str, Any], operands: Sequence[TensorMeta], result: Any
+) -> Callable[[TensorMeta], torch.Tensor] | None:
+    """What makes a stand-in of an operand: small ones where the sizes do not matter; None if they are too large."""
+    if _is_of_any_size(schema, operands, result) and not _has_sizes(schema, args, kwargs):
+        sizes = sorted({n for meta in operands for n in meta.size if n > 1})
+        small = {0: 0, 1: 1, **{n: k for k, n in enumerate(sizes, 2)}}
+        return lambda meta: _filled(
+            [small[n] for n in meta.size], _compact(meta, small), meta.dtype
+        )
+    if sum(meta.numel for meta in operands) > _MOST_ELEMENTS:
+        return None
+    return lambda meta: _filled(meta.size, meta.stride, meta.dtype)
+
+
+def _is_of_any_size(schema: OpSchema, operands: Sequence[TensorMeta], result: Any) -> bool:
+    """Whether a kernel works for other sizes that are as equal: kernels do not all check the sizes they rely on."""
+    if torch.Tag.pointwise in schema.op.tags or "batch_norm" in schema.name:
+        return True
+    try:
+        size = torch.broadcast_shapes(*[meta.size for meta in operands])  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return all(meta.size == size for meta in _metas(result))
+
+
+def _metas(result: Any) -> Iterator[TensorMeta]:
+    if isinstance(result, TensorMeta):
+        yield result
+    elif isinstance(result, list | tuple):
+        for item in result:
+            yield from _metas(item)
+
+
+def _has_sizes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether some argument is a whole number that is not the number of a dim."""
+    stack = [
+        a
+        for name, a in (*zip(schema.names, args, strict=False), *kwargs.items())
+        if schema.named[name] == Arg.STATIC and not name.startswith("dim")
+    ]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list | tuple):
+            stack.extend(item)
+        elif type(item) is int:
+            return True
+    return False
+
+
+def _compact(meta: TensorMeta, small: dict[int, int]) -> list[int]:
+    """Strides of fewer elements that compare as those of `meta`: less, equal, zero."""
+    found = {0: 0}
+    step = 1
+    for stride in sorted(set(meta.stride) - {0}):
+        found[stride] = step
+        for n, of_dim in zip(meta.size, meta.stride, strict=True):
+            step *= max(small[n], 1) if of_dim == stride else 1
+    return [found[stride] for stride in meta.stride]
+
+
+def _filled(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Integers are zeros, as they may be indices."""
+    return torch.empty_strided(size, stride, dtype=dtype).fill_(0 if _is_integer(dtype) else 1)
+
+
+def _called(
+    schema: OpSchema,
+    args: Any,
+    kwargs: dict[str, Any],
+    stand_in: Callable[[TensorMeta], torch.Tensor],
+) -> Any:
+    """What the CPU kernel gives for stand-ins; None if it refuses them, as kernels that look for sizes may."""
+
+    def made(item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return [made(i) for i in item]
+        return stand_in(item._h.meta) if hasattr(item, "_h") else item
+
+    named = {k: made(v) for k, v in kwargs.items() if k not in ("generator", "device")}
+    if schema.draws:
+        named["generator"] = torch.Generator()  # not the one of the process
+    try:
+        return schema.op(*map(made, args), **named)
+    except Exception:
+        return None  # the call itself is not refused: its meta kernel has let it pass
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def _zipped(
+    result: Any,
+    given: Callable[[tuple[int, ...]], Any],
+    change: Callable[[TensorMeta, Any], TensorMeta],
+    path: tuple[int, ...] = (),
+) -> Any:
+    """`result` with each meta changed by what is given for its place."""
+    if isinstance(result, TensorMeta):
+        return change(result, given(path))
+    if isinstance(result, list | tuple):
+        return type(result)(_zipped(r, given, change, (*path, k)) for k, r in enumerate(result))
+    return result
+
+
+def _at(given: Any, path: tuple[int, ...]) -> Any:
+    for k in path:
+        given = given[k]
+    return given
+
+
+def _in_order(meta: TensorMeta, t: torch.Tensor) -> TensorMeta:
+    """`meta` with its dims in the order that those of `t` have in memory."""
+    given = t.stride()
+    if t.dim() != len(meta.size) or not TensorMeta.like(t).dense or not meta.numel:
+        return meta
+    if any((a == 1) != (b == 1) for a, b in zip(t.shape, meta.size, strict=True)):
+        return meta
+    stride, step = [0] * t.dim(), 1
+    for dim in sorted(range(t.dim()), key=lambda dim: (given[dim], -dim)):
+        stride[dim] = step
+        step *= meta.size[dim]
+    return meta.with_strides(stride)
+
+
+# -- convolutions ----------------------------------------------------------------------------------
+
+
+def _format_of_forward(x: Any, weight: Any, bias: Any, *rest: Any) -> torch.memory_format:
+    return _format(x, weight, bias, None, *rest)
+
+
+def _format_of_backward(
+    grad: Any, x: Any, weight: Any, bias_sizes: Any, *rest: Any
+) -> torch.memory_format:
+    return _format(x, weight, None, bias_sizes, *rest[:-1])
+
+
+_CONVOLUTIONS: dict[torch._ops.OpOverload, Callable[..., torch.memory_format]] = {
+    aten.convolution.default: _format_of_forward,
+    aten.convolution_backward.default: _format_of_backward,
+}
+
+
+def _format(
+    x: Any, weight: Any, bias: Any, bias_sizes: Any,
+    stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int,
+) -> torch.memory_format:  # fmt: skip
+    """The memory format that the backend of a convolution computes in.
+
+    Source: `torch._subclasses.fake_impls.conv`.
+    """
+    x, weight, bias = (t if t is None else _unwritten(t._h.meta) for t in (x, weight, bias))
+    named = {} if bias is not None else {"bias_sizes": bias_sizes}
+    backend = torch._C._select_conv_backend(
+        x, weight, bias=bias, stride=stride, padding=padding, dilation=dilation, transposed=transposed,
+        output_padding=output_padding, groups=groups, **named,
+    )  # fmt: skip
+    if weight.dim() == 3:
+        x, weight = torch.empty(x.shape, dtype=x.dtype).unsqueeze(2), weight.unsqueeze(2)
+    return torch._C._conv_determine_backend_memory_format(x, weight, backend)
+
+
+def _unwritten(meta: TensorMeta) -> torch.Tensor:
+    return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
+
+
+def _in_format(meta: TensorMeta, memory_format: torch.memory_format) -> TensorMeta:
+    dims = len(meta.size)
+    if dims < 3:
+        return meta
+    t = torch.empty(meta.size, device="meta")
+    if dims == 3 and memory_format is torch.channels_last:
+        t = t.unsqueeze(2).to(memory_format=memory_format).squeeze(2)
+    else:
+        t = t.to(memory_format=memory_format)
+    return meta.with_strides(t.stride())

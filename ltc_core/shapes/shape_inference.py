@@ -1,0 +1,153 @@
+"""Metadata of an op's results, from ATen's own kernels for the device `meta`; strides from `kernel_strides`.
+
+Runs only when the trie grows a new branch. What ATen cannot tell without values (`nonzero`, an op without a
+meta kernel) raises `Unknown`; the caller runs such an op on real tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.op_schema import Arg, OpSchema
+from ltc_core.shapes import eager_checks
+from ltc_core.shapes.kernel_strides import as_kernels_give
+from ltc_core.tensor.handles import base_of
+from ltc_core.tensor.lazy_tensor import LazyTensor
+from ltc_core.thread_state import in_own_state
+
+__all__ = ["Unknown", "infer", "typed"]
+
+
+class Unknown(Exception):
+    """The metadata of an op's results cannot be told without running it."""
+
+
+def _to_meta(item: Any) -> Any:
+    if isinstance(item, LazyTensor):
+        return item._h.meta.meta_tensor()
+    if isinstance(item, TensorMeta):
+        return item.meta_tensor()
+    if isinstance(item, list | tuple):
+        return [_to_meta(i) for i in item]
+    return item
+
+
+_CACHE_SIZE = 20_000
+_cache: dict[Any, Any] = {}
+
+
+def infer(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give an op's results with a `TensorMeta` for each tensor.
+
+    Raises:
+        Unknown: for whatever reason ATen cannot tell; the reason is chained.
+
+    Cost: about 100 us, 5 us for a call like an earlier one (the layers of a model repeat themselves).
+    """
+    key = (
+        schema,
+        torch.get_default_dtype(),
+        *[_signature(a, code) for a, code in zip(args, schema.args, strict=False)],
+        *[(k, _signature(v, schema.named[k])) for k, v in kwargs.items() if k != "generator"],
+    )
+    shared = _memory_shared(args, kwargs) if schema.writes else ()
+    if shared:
+        key += (shared,)
+    found = _cache.get(key)
+    if found is None:
+        if shared and eager_checks.is_overlap_refused(schema, args, kwargs):
+            raise Unknown("operands that overlap as eager does not allow")
+        found = _run_on_meta(schema, args, kwargs)
+        if len(_cache) >= _CACHE_SIZE:
+            _cache.clear()
+        _cache[key] = found
+    return found
+
+
+def _memory_shared(args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """For each lazy tensor the first that shares memory with it, by position; nothing if no two of them do."""
+    first: dict[int, int] = {}
+    found: list[int] = []
+    for item in (*args, *kwargs.values()):
+        for t in item if isinstance(item, list | tuple) else (item,):
+            if isinstance(t, LazyTensor):
+                found.append(first.setdefault(id(base_of(t._h)), len(found)))
+    return tuple(found) if len(first) < len(found) else ()
+
+
+def _signature(item: Any, code: Arg) -> Any:
+    """Describe an argument by what can matter for the results' metadata."""
+    if isinstance(item, LazyTensor):
+        return item._h.meta
+    if isinstance(item, list | tuple):
+        return tuple(_signature(i, code) for i in item)
+    if code == Arg.STATIC_NUMBER:
+        return typed(item)
+    if code != Arg.STATIC and isinstance(item, bool | int | float | complex):
+        return type(item)
+    return item
+
+
+def typed(item: Any) -> Any:
+    """Tell apart numbers that are equal but of other types."""
+    if isinstance(item, list | tuple):
+        return tuple(typed(i) for i in item)
+    return (type(item), item)
+
+
+@in_own_state
+def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the op on the device `meta`."""
+    if eager_checks.is_refused(schema, args, kwargs):
+        raise Unknown("a call that eager refuses")
+    meta_kwargs = {
+        k: _to_meta(v)
+        for k, v in kwargs.items()
+        if k not in ("device", "pin_memory", "generator", "non_blocking")
+    }
+    if "generator" in kwargs:
+        meta_kwargs["generator"] = None
+    if "device" in schema.names and "device" in kwargs:
+        meta_kwargs["device"] = "meta"
+    try:
+        result = schema.op(*[_to_meta(a) for a in args], **meta_kwargs)
+    except Exception as error:
+        raise Unknown(str(error)) from error
+    return as_kernels_give(
+        schema, args, kwargs, _as_processor_gives(schema, args, kwargs, _metas(result))
+    )
+
+
+def _as_processor_gives(schema: OpSchema, args: Any, kwargs: dict[str, Any], metas: Any) -> Any:
+    """`metas` with what a few kernels of `meta` tell otherwise than those of the processor."""
+    if schema.name == "_native_multi_head_attention" and not _wants_weights(*args, **kwargs):
+        return (metas[0], None)  # `meta` gives an empty tensor
+    if schema.name in ("pow", "_foreach_pow") and not schema.writes and type(args[1]) is bool:
+        of = [args[0]._h.meta] if isinstance(metas, TensorMeta) else [t._h.meta for t in args[0]]
+        found = metas if isinstance(metas, list) else [metas]
+        found = [
+            TensorMeta.of(m.size, m.stride, m.offset, o.dtype)
+            for m, o in zip(found, of, strict=True)
+        ]  # `meta` gives whole numbers for booleans
+        return found if isinstance(metas, list) else found[0]
+    return metas
+
+
+def _wants_weights(*args: Any, need_weights: bool = True, **kwargs: Any) -> bool:
+    """Whether a call of `_native_multi_head_attention` asks for the weights."""
+    return args[10] if len(args) > 10 else need_weights
+
+
+def _metas(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        if result.layout is not torch.strided or result.is_quantized:
+            raise Unknown("a result the device cannot hold")
+        return TensorMeta.like(result)
+    if isinstance(result, list):
+        return [_metas(r) for r in result]
+    if isinstance(result, tuple):
+        return tuple(_metas(r) for r in result)
+    return result

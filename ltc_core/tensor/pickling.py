@@ -1,0 +1,70 @@
+"""A tensor and a view of it must not be saved apart: they would come back as two.
+
+`find_shared` looks through tensors for that; `check_pickled` does so for what one pickler is given, one tensor after
+the other.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from ltc_core import errors, source
+from ltc_core.tensor.handles import Cell, Handle, base_of
+
+__all__ = ["check_handles", "check_pickled"]
+
+
+class _Seen:
+    """The memory that one structure refers to: cell -> (number of the tensor, its handle)."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[int, Handle]] = {}
+        self._count = 0
+
+    def add(self, handle: Handle) -> None:
+        self._count += 1
+        number, first = self._first.setdefault(id(base_of(handle)), (self._count, handle))
+        if first is not handle and (type(handle) is not Cell or type(first) is not Cell):
+            raise errors.CheckpointError(
+                f"Tensor ID {self._count} is sharing a view with tensor ID {number}",
+                got="a tensor and a view of it, which would be saved as two and come back as two",
+                where=source.user_line(),
+                next="save CPU copies: ltc_core.save(...), or t.cpu() first",
+            )
+
+
+def check_handles(handles: Iterable[Handle]) -> None:
+    """Refuse a structure in which a tensor and a view of it would be saved apart.
+
+    Raises:
+        CheckpointError: "Tensor ID 2 is sharing a view with tensor ID 1".
+    """
+    seen = _Seen()
+    for handle in handles:
+        seen.add(handle)
+
+
+_picklers: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
+
+
+def check_pickled(handle: Handle) -> None:
+    """Check one more tensor of what the calling `torch.save` writes; other picklers are not checked."""
+    pickler = _calling_pickler()
+    if pickler is not None:
+        _picklers.setdefault(pickler, _Seen()).add(handle)
+
+
+def _calling_pickler() -> Any:
+    """Find the pickler of the innermost `torch.save` on the stack: PyTorch passes no handle to it."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if (
+            frame.f_code.co_name in ("_save", "_legacy_save")
+            and frame.f_globals.get("__name__") == "torch.serialization"
+        ):
+            return frame.f_locals.get("pickler")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
