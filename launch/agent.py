@@ -35,9 +35,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ltc_dist import worker
 from ltc_dist.expected_name import expected_by
-from ltc_dist.failures import SILENT, Failure, first_failure, has_cause, how_it_ended
+from ltc_dist.processes import child
+from ltc_dist.processes.failures import SILENT, Failure, first_failure, has_cause, how_it_ended
 
 from . import heartbeat, rendezvous, status
 from .spec import Spec
@@ -239,7 +239,7 @@ def variables(spec: Spec) -> dict[str, str]:
     """Give what the processes find besides PyTorch's contract, which the agent sets."""
     found = dict(spec.env)
     if "OMP_NUM_THREADS" not in os.environ:
-        found.setdefault("OMP_NUM_THREADS", str(worker.num_threads(spec.nprocs)))
+        found.setdefault("OMP_NUM_THREADS", str(child.num_threads(spec.nprocs)))
     if spec.nnodes == 1:
         found.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if spec.nprocs > 1:

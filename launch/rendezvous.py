@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from ltc_core.errors import listed
-from ltc_dist.loopback import LOOPBACK, address_towards, is_loopback, serve_store
+from ltc_dist.job.store import LOOPBACK, address_towards, is_loopback, serve_store
 
 from .spec import Spec
 

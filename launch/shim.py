@@ -26,10 +26,11 @@ from ltc_core.errors import (
     RankTimeoutError,
 )
 from ltc_core.runtime.devices import give_up
-from ltc_dist import host, worker
-from ltc_dist.failures import last_line, verdict_of
-from ltc_dist.main_guard import is_guard
-from ltc_dist.ranks import ranks
+from ltc_dist.job import host_collectives
+from ltc_dist.job.ranks import ranks
+from ltc_dist.processes import child
+from ltc_dist.processes.failures import last_line, verdict_of
+from ltc_dist.processes.main_guard import is_guard
 
 from . import heartbeat
 
@@ -46,7 +47,7 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 
 def main(argv: list[str]) -> None:
     parent_pid, beats, *argv = argv
-    worker.begin(int(parent_pid))
+    child.begin(int(parent_pid))
     if beats:
         heartbeat.start(beats, ranks().local_rank)
     is_module = argv[0] == "-m"
@@ -54,9 +55,9 @@ def main(argv: list[str]) -> None:
     gc.freeze()  # PyTorch's modules: else collecting them takes more than half of the time to end
     try:
         _run(sys.argv[0], is_module)
-        host.leave()
+        host_collectives.leave()
     except KeyboardInterrupt:
-        host.abandon()
+        host_collectives.abandon()
         sys.exit(128 + signal.SIGINT)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         _report(error)
         give_up()  # what else failed with it is not worth a word
-        host.leave()
+        host_collectives.leave()
         sys.exit(_exit_code(error))
 
 

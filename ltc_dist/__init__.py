@@ -16,21 +16,20 @@
 It offers the names of `ltc_core` too.
 """
 
-import os as _os
-
-import ltc_dist.expected_name  # for `compat`, before ltc_core registers the device
+import ltc_dist.expected_name  # noqa: F401  names the device, before ltc_core registers it
 
 # isort: split
 from ltc_core import *  # noqa: F403
 from ltc_core import __all__ as _core
-from ltc_core import source as _source
-from ltc_dist.bucketized import (
+from ltc_dist import setup as _setup
+from ltc_dist.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
+from ltc_dist.checkpoint.saving import save as save  # type: ignore[assignment]
+from ltc_dist.collectives.bucketized import (
     all_gather_bucketized,
     all_reduce_bucketized_gradients,
     reduce_scatter_bucketized,
 )
-from ltc_dist.checkpoint import Checkpoint, Checkpointer, latest_checkpoint
-from ltc_dist.collectives import (
+from ltc_dist.collectives.ops import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -39,25 +38,20 @@ from ltc_dist.collectives import (
     collective_permute,
     reduce_scatter,
 )
-from ltc_dist.host import do_on_ordinals, mesh_reduce, rendezvous
-from ltc_dist.multiprocessing import MpModelWrapper, MpSerialExecutor, spawn
-from ltc_dist.parallel_loader import MpDeviceLoader, ParallelLoader
-from ltc_dist.ranks import (
+from ltc_dist.data.loader import MpDeviceLoader, ParallelLoader
+from ltc_dist.job.host_collectives import do_on_ordinals, mesh_reduce, rendezvous
+from ltc_dist.job.ranks import (
     get_local_ordinal,
     get_ordinal,
     is_master_ordinal,
     master_print,
     world_size,
 )
-from ltc_dist.rate import RateTracker
-from ltc_dist.saving import save as save  # type: ignore[assignment]
-from ltc_dist.step import clip_grad_norm_, optimizer_step, reduce_gradients
-from ltc_dist.sync_batch_norm import SyncBatchNorm
-from ltc_dist.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-
-_source.skip_frames_of(_os.path.dirname(__file__))
-if settings.compat:  # noqa: F405
-    import ltc_dist.compat  # noqa: F401
+from ltc_dist.processes.spawn import MpModelWrapper, MpSerialExecutor, spawn
+from ltc_dist.train.rate import RateTracker
+from ltc_dist.train.step import clip_grad_norm_, optimizer_step, reduce_gradients
+from ltc_dist.train.sync_batch_norm import SyncBatchNorm
+from ltc_dist.train.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = [
     *_core,
@@ -94,3 +88,5 @@ __all__ = [
     "spawn",
     "world_size",
 ]
+
+_setup.set_up()

@@ -17,6 +17,10 @@ ORDER = {
         graph/ device/ tensor/ shapes/ record/ compile/ executors/ debug/ runtime/ ops/ serialization/ api/
         profiler setup build __init__
     """,
+    "ltc_dist": """
+        expected_name job/ collectives/ processes/ data/ train/ checkpoint/
+        multiprocessing parallel_loader data_parallel serialization setup __init__ compat/
+    """,
 }
 
 

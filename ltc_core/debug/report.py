@@ -37,7 +37,7 @@ _LOOKING = "most likely user code trying to access tensor value before mark_step
 
 # The same for a mark_step by a part of ours, by its module.
 _CALLERS = {
-    "ltc_dist.parallel_loader": "mark_step in parallel loader at step end",
+    "ltc_dist.data.loader": "mark_step in parallel loader at step end",
     "ltc_core.profiler": "mark_step when exiting a profiler StepTrace region",
 }
 

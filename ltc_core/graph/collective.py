@@ -2,7 +2,8 @@
 
 Each takes a token of its group and writes it. So one waits for the one before, on whatever tier the graph runs, and
 none is dropped because nobody looks at its result: the other processes wait for it. Which processes a group has, and
-how they are reached, is handed in as a `Transport`. Recorded by `ltc_dist.collectives`, run by the executors op by op.
+how they are reached, is handed in as a `Transport`. Recorded by `ltc_dist.collectives.ops`, run by the executors op
+by op.
 
 A reduction of many tensors goes round in a few long vectors. Where the transport is `Overlapping`, an executor may
 write it as ops of its own, `all_reduce.start` for each vector and one `all_reduce.finish`, and compute between them.

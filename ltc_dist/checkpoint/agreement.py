@@ -15,10 +15,10 @@ from collections.abc import Collection
 from typing import Any
 
 from ltc_core.errors import CheckpointError, CheckpointIOError, listed
-from ltc_dist import host
 from ltc_dist.checkpoint import commit, lock, reading
 from ltc_dist.checkpoint.reading import Contents
-from ltc_dist.ranks import Ranks
+from ltc_dist.job import host_collectives
+from ltc_dist.job.ranks import Ranks
 
 __all__ = ["Agreement"]
 
@@ -71,7 +71,7 @@ class Agreement:
             if isinstance(error, CheckpointIOError):
                 problem = f"{error.what} ({error.got})"
         payload = json.dumps([problem, secrets.token_hex(4), probe]).encode()
-        answers = [json.loads(p) for p in host.rendezvous(place, payload)]
+        answers = [json.loads(p) for p in host_collectives.rendezvous(place, payload)]
         self._refuse([problem for problem, _, _ in answers], *_NOT_WRITABLE)
         probes = {rank: probe for rank, (_, _, probe) in enumerate(answers)}
         if self._here.rank > 0:
@@ -80,7 +80,7 @@ class Agreement:
             commit.remove_other_probes(self._directory, probes.values())
         unseen = commit.see_probes(self._directory, probes)
         told = f"does not see what rank {listed(map(str, unseen))} wrote there" if unseen else ""
-        problems = host.rendezvous(f"{place}/seen", told.encode())
+        problems = host_collectives.rendezvous(f"{place}/seen", told.encode())
         self._refuse([problem.decode() for problem in problems], *_NOT_SHARED)
         return str(answers[0][1])
 
@@ -147,7 +147,9 @@ class Agreement:
     def _told(self, message: list[Any] | None) -> list[Any]:
         """Message of rank 0, which gives it here."""
         payload = b"" if message is None else json.dumps(message).encode()
-        found: list[Any] = json.loads(host.rendezvous(f"restore/{self.token}", payload)[0])
+        found: list[Any] = json.loads(
+            host_collectives.rendezvous(f"restore/{self.token}", payload)[0]
+        )
         return found
 
     def _attempt(self, step: int, shared: Collection[str], own: Collection[str]) -> Contents:
@@ -161,7 +163,7 @@ class Agreement:
             contents = reading.read(self._directory, step, here.rank, here.world_size, shared, own)
         except (CheckpointError, OSError) as error:
             problem = reading.why(error)
-        heard = host.rendezvous(f"restored/{self.token}", problem.encode())
+        heard = host_collectives.rendezvous(f"restored/{self.token}", problem.encode())
         problems = [p.decode() for p in heard if p]
         if problems:
             raise CheckpointError(problems[0])

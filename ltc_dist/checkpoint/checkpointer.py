@@ -29,7 +29,6 @@ from ltc_core.runtime.devices import contexts
 from ltc_core.serialization.cpu_copy import CpuCopies
 from ltc_core.serialization.directory import Plan
 from ltc_core.serialization.tree import map_tensors
-from ltc_dist import host
 from ltc_dist.checkpoint import random_state
 from ltc_dist.checkpoint.agreement import Agreement
 from ltc_dist.checkpoint.layout import SHARED, abandoned_in, own_part, step_name, steps_in
@@ -37,8 +36,8 @@ from ltc_dist.checkpoint.reading import Checkpoint, Contents
 from ltc_dist.checkpoint.resplit import loader_state
 from ltc_dist.checkpoint.stopping import Stopped, Stopping
 from ltc_dist.checkpoint.transaction import Transaction
-from ltc_dist.parallel_loader import MpDeviceLoader, ParallelLoader
-from ltc_dist.ranks import master_print, ranks
+from ltc_dist.data.loader import MpDeviceLoader, ParallelLoader
+from ltc_dist.job.ranks import master_print, ranks
 
 __all__ = ["Checkpointer"]
 
@@ -378,13 +377,10 @@ def _compare(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     )
 
 
-def _finish() -> None:
+def close_all() -> None:
     """Let checkpoints under way become whole before this process leaves its job."""
     for checkpointer in list(_live):
         try:
             checkpointer.close()
         except CheckpointError as error:
             print(f"[ltc] the last checkpoint is missing: {error}", file=sys.stderr)
-
-
-host.before_leaving(_finish)

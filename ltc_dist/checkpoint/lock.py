@@ -142,12 +142,9 @@ def _take(root: str, lock: int) -> None:
         _log.debug("%s cannot be locked: %s", root, error)
 
 
-def _forget_in_child() -> None:
+def after_fork_in_child() -> None:
     global _guard
     _guard = threading.Lock()  # another thread of the parent may have held it
     for held in _held.values():
         held.close_in_child()
     _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -17,9 +17,9 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.settings import settings
-from ltc_dist import data_workers
-from ltc_dist.collectives import all_reduce
-from ltc_dist.ranks import ranks
+from ltc_dist.collectives.ops import all_reduce
+from ltc_dist.data import workers
+from ltc_dist.job.ranks import ranks
 
 __all__ = ["Stopped", "Stopping"]
 
@@ -49,7 +49,7 @@ class Stopping:
         self._keep_no_more: Callable[[], None] | None = None
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._note)
-            self._keep_no_more = data_workers.keep_all()
+            self._keep_no_more = workers.keep_all()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_first, self._is_told = not self._is_told, True

@@ -14,10 +14,10 @@ from typing import Any
 from ltc_core.errors import CheckpointError, CheckpointIOError, LtcError
 from ltc_core.serialization.atomic import discard, io_errors
 from ltc_core.serialization.directory import Plan
-from ltc_dist import host
 from ltc_dist.checkpoint import commit
 from ltc_dist.checkpoint.layout import Manifest, step_name
-from ltc_dist.ranks import Ranks
+from ltc_dist.job import host_collectives
+from ltc_dist.job.ranks import Ranks
 
 __all__ = ["Transaction"]
 
@@ -125,7 +125,7 @@ class Transaction:
             outcome = _Report.of(error, self.here)
             discard(self._temporary)
         if self.here.world_size > 1:
-            host.job_store().set(f"{self.place}/outcome", outcome.payload())
+            host_collectives.job_store().set(f"{self.place}/outcome", outcome.payload())
         return outcome
 
     def _reports(self) -> list[_Report]:
@@ -133,7 +133,7 @@ class Transaction:
         if not others:
             return []
         keys = [f"{self.place}/{rank}" for rank in others]
-        payloads = host.look_for(keys, others, f"the writing of {step_name(self.step)}")
+        payloads = host_collectives.look_for(keys, others, f"the writing of {step_name(self.step)}")
         return [_Report.read(payload) for payload in payloads]
 
     def _publish(self, reports: Sequence[_Report]) -> None:
@@ -152,9 +152,9 @@ class Transaction:
 
     def _hear(self, mine: _Report) -> _Report:
         """Report to rank 0, and hear how it went."""
-        host.job_store().set(f"{self.place}/{self.here.rank}", mine.payload())
+        host_collectives.job_store().set(f"{self.place}/{self.here.rank}", mine.payload())
         key = f"{self.place}/outcome"
-        (payload,) = host.look_for([key], [0], f"the commit of {step_name(self.step)}")
+        (payload,) = host_collectives.look_for([key], [0], f"the commit of {step_name(self.step)}")
         outcome = _Report.read(payload)
         if outcome.what:  # rank 0 has done so, where it sees the directory
             discard(self._temporary)

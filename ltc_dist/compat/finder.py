@@ -1,7 +1,7 @@
-"""Serves the old modules: `import torch_xla.core.xla_model` gives what `compat.xla_model` has.
+"""Serves the old modules: `import torch_xla.core.xla_model` gives what compat/torch_xla/core/xla_model.py has.
 
-`table` says which module stands for which. Each old name is a module of its own, filled with the names of ours, so
-that a script may assign to it. Processes that this one starts serve them too (LTC_COMPAT).
+`table` says which module serves which import path. Each old name is a module of its own, filled with the names of
+ours, so that a script may assign to it. Processes that this one starts serve them too (LTC_COMPAT).
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from typing import Any
 from ltc_core.errors import LtcError
 from ltc_core.settings import settings
 from ltc_dist.compat.absent import Absent
-from ltc_dist.compat.table import ABSENT, SERVED
+from ltc_dist.compat.table import ABSENT, SERVED, Served
 from ltc_dist.expected_name import NAMES, root_of
 
-__all__ = ["OURS", "ImportOrderError", "activate"]
-
-OURS = __name__.rpartition(".")[0]
+__all__ = ["ImportOrderError", "activate"]
 
 
 class ImportOrderError(LtcError, ImportError):
@@ -66,7 +64,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not root_of(name):
             return None
         if name in SERVED:
-            loader: Any = _Served(f"{OURS}.{SERVED[name]}" if SERVED[name] else "")
+            loader: Any = _ServedModule(SERVED[name])
         elif name in ABSENT:
             loader = _AbsentModule(ABSENT[name])
         else:
@@ -92,29 +90,27 @@ class _Installed(Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
             return None
-        version = importlib.import_module(f"{OURS}.version").__version__
+        version = importlib.import_module(SERVED["torch_xla.version"].module).__version__
         return f"Metadata-Version: 2.1\nName: {self.name}\nVersion: {version}\n"
 
     def locate_file(self, path: Any) -> Any:
         return os.path.join(os.path.dirname(__file__), path)
 
 
-class _Served(importlib.abc.Loader):
+class _ServedModule(importlib.abc.Loader):
     """Fills a module with the names of one of ours."""
 
-    def __init__(self, ours: str) -> None:
-        self._ours = ours
+    def __init__(self, served: Served) -> None:
+        self._served = served
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
         module.__getattr__ = partial(_part_of, module.__name__)  # type: ignore[method-assign]
-        if not self._ours:
-            return
-        source = importlib.import_module(self._ours)
+        source = importlib.import_module(self._served.module)
         module.__doc__ = source.__doc__
-        for name in source.__all__:
+        for name in self._served.names or getattr(source, "__all__", ()):
             setattr(module, name, getattr(source, name))
 
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 
 from ltc_core.settings import SETTINGS
 from ltc_dist.compat.absent import Absent
-from ltc_dist.compat.finder import OURS
 from ltc_dist.compat.table import ABSENT, SERVED
 
 __all__ = ["table", "variables"]
@@ -15,16 +14,17 @@ __all__ = ["table", "variables"]
 
 def table() -> str:
     """Give a table in Markdown: the old modules, their names, and those that only say why they are not here."""
-    old_names = defaultdict(list)
-    for old, ours in SERVED.items():
-        if ours:
-            old_names[ours].append(old)
+    old_paths = defaultdict(list)
+    for old, served in SERVED.items():
+        old_paths[served].append(old)
     rows = ["| module | names | names that say why they are not here |", "|---|---|---|"]
-    for ours, modules in old_names.items():
-        module = importlib.import_module(f"{OURS}.{ours}")
-        absent = [n for n in module.__all__ if isinstance(getattr(module, n), Absent)]
-        here = [n for n in module.__all__ if n not in absent]
-        rows.append(f"| {_coded(modules)} | {_coded(here)} | {_coded(absent)} |")
+    for served, paths in old_paths.items():
+        module = importlib.import_module(served.module)
+        names = served.names or getattr(module, "__all__", ())
+        absent = [n for n in names if isinstance(getattr(module, n), Absent)]
+        here = [n for n in names if n not in absent]
+        if names:
+            rows.append(f"| {_coded(paths)} | {_coded(here)} | {_coded(absent)} |")
     of_reason = defaultdict(list)
     for old, why in ABSENT.items():
         of_reason[why].append(old)

@@ -1,92 +1,93 @@
-"""Which module of this package stands for which old one. An empty name: a package that has only modules in it."""
+"""Which modules serve the old import paths.
+
+The folders here are the old packages: `torch_xla.core.xla_model` is torch_xla/core/xla_model.py, `torch._lazy.config`
+is torch_lazy/config.py. `ALIASES` has the paths that another module serves, `ABSENT` those of what cannot exist here.
+"""
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "SERVED", "STABLEHLO"]
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
-SERVED: dict[str, str] = {
-    # torch_xla
+__all__ = ["ABSENT", "SERVED", "STABLEHLO", "Served"]
+
+# Old package -> its folder.
+_FOLDERS = {
     "torch_xla": "torch_xla",
-    "torch_xla.torch_xla": "torch_xla",
-    "torch_xla.version": "version",
-    "torch_xla._XLAC": "native",
-    "torch_xla.runtime": "runtime",
-    "torch_xla._internal": "",
-    "torch_xla._internal.pjrt": "internal_pjrt",
-    "torch_xla._internal.tpu": "tpu",
-    "torch_xla.amp": "amp",
-    "torch_xla.amp.autocast_mode": "amp",
-    "torch_xla.amp.grad_scaler": "amp",
-    "torch_xla.amp.syncfree": "syncfree",
-    "torch_xla.core": "",
-    "torch_xla.core.functions": "functions",
-    "torch_xla.core.xla_env_vars": "xla_env_vars",
-    "torch_xla.core.xla_model": "xla_model",
-    "torch_xla.debug": "",
-    "torch_xla.debug.graph_saver": "graph_saver",
-    "torch_xla.debug.metrics": "metrics",
-    "torch_xla.debug.metrics_saver": "metrics_saver",
-    "torch_xla.debug.model_comparator": "model_comparator",
-    "torch_xla.debug.profiler": "profiler",
-    "torch_xla.distributed": "",
-    "torch_xla.distributed.data_parallel": "data_parallel",
-    "torch_xla.distributed.parallel_loader": "parallel_loader",
-    "torch_xla.distributed.xla_backend": "xla_backend",
-    "torch_xla.distributed.xla_multiprocessing": "xla_multiprocessing",
-    "torch_xla.distributed.zero_redundancy_optimizer": "zero_redundancy_optimizer",
-    "torch_xla.experimental": "experimental",
-    "torch_xla.experimental.eager": "experimental",
-    "torch_xla.experimental.pjrt": "pjrt",
-    "torch_xla.experimental.pjrt_backend": "xla_backend",
-    "torch_xla.experimental.tpu": "tpu",
-    "torch_xla.test": "",
-    "torch_xla.test.test_utils": "test_utils",
-    "torch_xla.utils": "",
-    "torch_xla.utils.checkpoint": "checkpoint",
-    "torch_xla.utils.checkpoint_tagger": "checkpoint_tagger",
-    "torch_xla.utils.closures": "closures",
-    "torch_xla.utils.keyd_queue": "keyd_queue",
-    "torch_xla.utils.serialization": "serialization",
-    "torch_xla.utils.utils": "utils",
-    # its name of 2018 and 2019
-    "torch_xla_py": "",
-    "torch_xla_py.data_parallel": "data_parallel",
-    "torch_xla_py.xla_model": "xla_model",
-    # lazy_tensor_core
-    "lazy_tensor_core": "version",
-    "lazy_tensor_core._LAZYC": "lazy_native",
-    "lazy_tensor_core.amp": "amp",
-    "lazy_tensor_core.amp.autocast_mode": "amp",
-    "lazy_tensor_core.amp.grad_scaler": "amp",
-    "lazy_tensor_core.core": "",
-    "lazy_tensor_core.core.extract_compiled_graph": "lazy_extract",
-    "lazy_tensor_core.core.functions": "functions",
-    "lazy_tensor_core.core.lazy_model": "lazy_model",
-    "lazy_tensor_core.debug": "",
-    "lazy_tensor_core.debug.metrics": "metrics",
-    "lazy_tensor_core.debug.metrics_saver": "metrics_saver",
-    "lazy_tensor_core.debug.profiler": "profiler",
-    "lazy_tensor_core.distributed": "",
-    "lazy_tensor_core.distributed.data_parallel": "data_parallel",
-    "lazy_tensor_core.distributed.parallel_loader": "parallel_loader",
-    "lazy_tensor_core.utils": "",
-    "lazy_tensor_core.utils.closures": "closures",
-    "lazy_tensor_core.utils.keyd_queue": "keyd_queue",
-    "lazy_tensor_core.utils.serialization": "serialization",
-    "lazy_tensor_core.utils.utils": "utils",
-    # torch._lazy
+    "lazy_tensor_core": "lazy_tensor_core",
     "torch._lazy": "torch_lazy",
-    "torch._lazy.closure": "torch_lazy",
-    "torch._lazy.computation": "lazy_computation",
-    "torch._lazy.config": "lazy_config",
-    "torch._lazy.debug": "lazy_debug",
-    "torch._lazy.device_context": "lazy_device_context",
-    "torch._lazy.extract_compiled_graph": "lazy_extract",
-    "torch._lazy.ir_cache": "lazy_ir_cache",
-    "torch._lazy.metrics": "metrics",
-    "torch._lazy.tensor_factory_functions": "lazy_factories",
-    "torch._lazy.ts_backend": "ts_backend",
 }
+_HERE = Path(__file__).parent
+_OURS = __name__.rpartition(".")[0]
+
+
+class Served(NamedTuple):
+    """What an old import path gives: a module of ours, and which of its names; all of `__all__` if none are said."""
+
+    module: str
+    names: tuple[str, ...] = ()
+
+
+# Old import path -> one that has a file here, or one of our own modules and its names.
+ALIASES: dict[str, str | Served] = {
+    "torch_xla.torch_xla": "torch_xla",
+    "torch_xla.amp.autocast_mode": "torch_xla.amp",
+    "torch_xla.amp.grad_scaler": "torch_xla.amp",
+    "torch_xla.amp.syncfree": Served("ltc_core.api.syncfree", ("SGD", "Adam", "AdamW")),
+    "torch_xla.distributed.parallel_loader": Served("ltc_dist.parallel_loader"),
+    "torch_xla.distributed.xla_multiprocessing": Served(
+        "ltc_dist.multiprocessing", ("MpModelWrapper", "MpSerialExecutor", "spawn")
+    ),
+    "torch_xla.distributed.zero_redundancy_optimizer": Served(
+        "ltc_dist.train.zero_redundancy_optimizer", ("ZeroRedundancyOptimizer",)
+    ),
+    "torch_xla.experimental.eager": "torch_xla.experimental",
+    "torch_xla.experimental.pjrt_backend": "torch_xla.distributed.xla_backend",
+    "torch_xla.experimental.tpu": "torch_xla._internal.tpu",
+    "torch_xla.utils.serialization": Served("ltc_dist.serialization"),
+    # its name of 2018 and 2019
+    "torch_xla_py": "torch_xla.core",
+    "torch_xla_py.data_parallel": "torch_xla.distributed.data_parallel",
+    "torch_xla_py.xla_model": "torch_xla.core.xla_model",
+    "lazy_tensor_core.amp": "torch_xla.amp",
+    "lazy_tensor_core.amp.autocast_mode": "torch_xla.amp",
+    "lazy_tensor_core.amp.grad_scaler": "torch_xla.amp",
+    "lazy_tensor_core.core.extract_compiled_graph": "torch._lazy.extract_compiled_graph",
+    "lazy_tensor_core.core.functions": "torch_xla.core.functions",
+    "lazy_tensor_core.debug": "torch_xla.debug",
+    "lazy_tensor_core.debug.metrics": "torch_xla.debug.metrics",
+    "lazy_tensor_core.debug.metrics_saver": "torch_xla.debug.metrics_saver",
+    "lazy_tensor_core.debug.profiler": "torch_xla.debug.profiler",
+    "lazy_tensor_core.distributed": "torch_xla.distributed",
+    "lazy_tensor_core.distributed.data_parallel": "torch_xla.distributed.data_parallel",
+    "lazy_tensor_core.distributed.parallel_loader": Served("ltc_dist.parallel_loader"),
+    "lazy_tensor_core.utils": "torch_xla.utils",
+    "lazy_tensor_core.utils.closures": "torch_xla.utils.closures",
+    "lazy_tensor_core.utils.keyd_queue": "torch_xla.utils.keyd_queue",
+    "lazy_tensor_core.utils.serialization": Served("ltc_dist.serialization"),
+    "lazy_tensor_core.utils.utils": "torch_xla.utils.utils",
+    "torch._lazy.closure": "torch._lazy",
+    "torch._lazy.metrics": "torch_xla.debug.metrics",
+}
+
+
+def _with_files() -> Iterator[tuple[str, Served]]:
+    for old, folder in _FOLDERS.items():
+        for path in sorted((_HERE / folder).rglob("*.py")):
+            parts = path.relative_to(_HERE / folder).with_suffix("").parts
+            below = "".join(f".{part}" for part in parts if part != "__init__")
+            yield f"{old}{below}", Served(f"{_OURS}.{folder}{below}")
+
+
+def _served() -> dict[str, Served]:
+    found = dict(_with_files())
+    aliases = {old: found[to] if isinstance(to, str) else to for old, to in ALIASES.items()}
+    return {**found, **aliases}
+
+
+# Old import path -> what serves it.
+SERVED: dict[str, Served] = _served()
 
 _SPMD = "tensors are not sharded over devices by annotation; run a process for each device, with ltc-launch"
 _DCP = "no state is sharded by annotation; ltc_dist.Checkpointer and torch.distributed.checkpoint save a whole job"

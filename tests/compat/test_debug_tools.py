@@ -190,7 +190,7 @@ assert os.listdir("named") == ["y.0"]
     # The same from the command line, with 1 where they differ.
     code = """
 import subprocess, sys
-compare = [sys.executable, "-m", "ltc_dist.compat.model_comparator"]
+compare = [sys.executable, "-m", "ltc_dist.compat.torch_xla.debug.model_comparator"]
 same = subprocess.run([*compare, "b", "b"], capture_output=True, text=True)
 assert same.returncode == 0 and same.stdout == "", same.stderr
 done = subprocess.run([*compare, "b", "c", "--rtol", "1e-3", "--max_diffs", "1"], capture_output=True, text=True)

@@ -202,8 +202,8 @@ def test_variables_are_those_that_the_process_started_with(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "edited",
     [
-        "graph.py",
-        "executors/fused_optimizers.py",
+        "graph/ir.py",
+        "compile/fused_optimizers.py",
         "executors/inductor/exact.py",
         "executors/inductor/gemm.py",
         "executors/a_new_file.py",
@@ -213,7 +213,7 @@ def test_an_edit_of_what_decides_is_in_the_key(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, edited: str
 ) -> None:
     monkeypatch.setattr(module, "_PACKAGE", tmp_path)
-    for name in ("graph.py", "executors/__init__.py", "executors/inductor/exact.py"):
+    for name in ("graph/ir.py", "executors/__init__.py", "executors/inductor/exact.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before")
     before = module._sources()

@@ -13,9 +13,9 @@ import torch
 import ltc_core as ltc
 import ltc_dist
 from ltc_core.graph import collective
-from ltc_dist.multiprocessing import MpSerialExecutor
-from ltc_dist.process_group import group_of
-from ltc_dist.ranks import ranks
+from ltc_dist.collectives.process_group import group_of
+from ltc_dist.job.ranks import ranks
+from ltc_dist.processes.spawn import MpSerialExecutor
 
 __all__ = [
     "Changed",
@@ -159,7 +159,7 @@ def meet(rank: int, directory: str) -> None:
     """Meet by tag, from different places, several times, in parts."""
     import numpy as np
 
-    from ltc_dist.host import do_on_ordinals, mesh_reduce, rendezvous
+    from ltc_dist.job.host_collectives import do_on_ordinals, mesh_reduce, rendezvous
 
     device = ltc.lazy_device()
     if rank == 0:
@@ -185,7 +185,7 @@ def meet(rank: int, directory: str) -> None:
 
 
 def miss(rank: int, how: str) -> None:
-    from ltc_dist.host import mesh_reduce, rendezvous
+    from ltc_dist.job.host_collectives import mesh_reduce, rendezvous
 
     if how == "object":
         mesh_reduce("tag", Odd if rank == 0 else 1, list)
@@ -383,7 +383,7 @@ def leave_unsaved(rank: int, directory: str) -> None:
 def differentiate(rank: int, directory: str) -> None:
     """Collectives that gradients flow through, and those on many tensors at once."""
     import ltc_dist as ltd
-    from ltc_dist import functions
+    from ltc_dist.collectives import functions
 
     device = ltc.lazy_device()
     start = torch.arange(8.0).reshape(2, 4) + 10 * rank
@@ -539,7 +539,7 @@ def wait_elsewhere(rank: int, directory: str) -> None:
 def meet_again(rank: int) -> None:
     """Rank 0 waits in vain, and comes again when rank 1 does."""
     from ltc_core.errors import RankTimeoutError
-    from ltc_dist.host import rendezvous
+    from ltc_dist.job.host_collectives import rendezvous
 
     for _ in range(2):
         if rank == 0:
@@ -553,7 +553,7 @@ def meet_again(rank: int) -> None:
 
 
 def meet_and_tell(rank: int, directory: str) -> None:
-    from ltc_dist.host import rendezvous
+    from ltc_dist.job.host_collectives import rendezvous
 
     Path(directory, f"begun{rank}").touch()
     while not Path(directory, "go").exists():

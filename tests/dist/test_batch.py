@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 import ltc_core as ltc
-from ltc_dist.batch import num_bytes, to_device
+from ltc_dist.data.batch import num_bytes, to_device
 
 Pair = namedtuple("Pair", ["data", "target"])
 

@@ -10,7 +10,7 @@ import torch
 import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core.errors import CollectiveError
-from ltc_dist import functions, process_group
+from ltc_dist.collectives import functions, process_group
 from tests.dist import spawned
 
 X = torch.arange(6.0).reshape(2, 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, PeerEndedError, RankEndedError
-from ltc_dist.failures import (
+from ltc_dist.processes.failures import (
     CAUSE,
     CONSEQUENCE,
     SILENT,

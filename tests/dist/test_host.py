@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ltc_core.errors import RankError
-from ltc_dist import host
-from ltc_dist import multiprocessing as xmp
-from ltc_dist.host import do_on_ordinals, mesh_reduce, rendezvous
+from ltc_dist.job import host_collectives
+from ltc_dist.job.host_collectives import do_on_ordinals, mesh_reduce, rendezvous
+from ltc_dist.processes import spawn as xmp
 from tests.dist import spawned
 
 
@@ -81,9 +81,9 @@ def test_data_of_another_process_is_checked_where_torch_does_not(
 ) -> None:
     data = {"loss": torch.ones(2), "counts": np.arange(3), "names": ["a"]}
     monkeypatch.setattr(torch, "__version__", "2.9.1")
-    decoded = host._decode(host._encode(data))
+    decoded = host_collectives._decode(host_collectives._encode(data))
     assert decoded["loss"].tolist() == [1, 1] and decoded["counts"].tolist() == [0, 1, 2]
     payload = io.BytesIO()
     torch.save(data, payload, _use_new_zipfile_serialization=False)  # a format that is not checked
     with pytest.raises(RankError, match="this cannot be sent to other processes"):
-        host._decode(payload.getvalue())
+        host_collectives._decode(payload.getvalue())

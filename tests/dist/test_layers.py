@@ -12,7 +12,7 @@ PACKAGES = {"ltc_dist": ROOT / "ltc_dist", "ltc_launch": ROOT / "launch"}
 
 # (file, what it imports inside a function) -> why that import cannot stand at the top.
 INSIDE_FUNCTIONS = {
-    ("ltc_dist.host", "numpy"): "it is there for who has it",
+    ("ltc_dist.job.host_collectives", "numpy"): "it is there for who has it",
     (
         "ltc_launch.cli",
         "ltc_launch",

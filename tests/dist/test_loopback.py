@@ -6,17 +6,17 @@ import psutil
 import pytest
 import torch
 
-from ltc_dist import loopback
-from ltc_dist.loopback import LOOPBACK, address_towards, gloo_devices, is_loopback, serve_store
+from ltc_dist.job import store
+from ltc_dist.job.store import LOOPBACK, address_towards, gloo_devices, is_loopback, serve_store
 
 
 def test_a_store_listens_on_one_address() -> None:
-    store, port = serve_store()
+    served, port = serve_store()
     found = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN"]
     assert (LOOPBACK, port) in found and not [
         a for a in found if a.port == port and a.ip != LOOPBACK
     ]
-    del store
+    del served
 
 
 def test_the_address_towards_another_host() -> None:
@@ -26,8 +26,8 @@ def test_the_address_towards_another_host() -> None:
 def test_a_hosts_own_name_may_lead_to_its_loopback_interface(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    routes = {"me": "127.0.1.1", loopback._ANYWHERE: "10.1.2.3"}
-    monkeypatch.setattr(loopback, "_source", routes.__getitem__)
+    routes = {"me": "127.0.1.1", store._ANYWHERE: "10.1.2.3"}
+    monkeypatch.setattr(store, "_source", routes.__getitem__)
     assert address_towards("me") == "10.1.2.3"
 
 

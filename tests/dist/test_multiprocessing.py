@@ -16,9 +16,9 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.errors import PeerEndedError, RankError, RankTimeoutError
-from ltc_dist import multiprocessing as xmp
-from ltc_dist.failures import last_line
-from ltc_dist.main_guard import is_unguarded
+from ltc_dist.processes import spawn as xmp
+from ltc_dist.processes.failures import last_line
+from ltc_dist.processes.main_guard import is_unguarded
 from tests.dist import spawned
 
 pytestmark = pytest.mark.dist

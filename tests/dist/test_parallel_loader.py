@@ -26,7 +26,7 @@ from ltc_core import metrics
 from ltc_core.errors import LoaderError
 from ltc_core.settings import settings
 from ltc_dist.checkpoint import random_state
-from ltc_dist.parallel_loader import MpDeviceLoader, ParallelLoader
+from ltc_dist.data.loader import MpDeviceLoader, ParallelLoader
 from tests.core.counting import Counting
 
 

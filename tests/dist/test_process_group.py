@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from ltc_dist import process_group
-from ltc_dist.process_group import Group, ProcessTransport
+from ltc_dist.collectives import process_group
+from ltc_dist.collectives.process_group import Group, ProcessTransport
 
 SCRIPT = Path(__file__).parent / "two_devices.py"
 

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from ltc_core.errors import SettingsError
-from ltc_dist import ranks as module
-from ltc_dist.ranks import (
+from ltc_dist.job import ranks as module
+from ltc_dist.job.ranks import (
     Ranks,
     get_local_ordinal,
     get_ordinal,

@@ -3,7 +3,7 @@
 import pytest
 
 import ltc_dist as ltd
-from ltc_dist import rate
+from ltc_dist.train import rate
 
 
 def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:

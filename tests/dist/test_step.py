@@ -7,7 +7,7 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist as ltd
-from ltc_dist.step import _ranges
+from ltc_dist.train.step import _ranges
 from tests.dist import spawned
 
 

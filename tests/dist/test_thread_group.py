@@ -7,7 +7,7 @@ import pytest
 
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError
 from ltc_core.settings import settings
-from ltc_dist.thread_group import Meeting, Stopped, ThreadTransport
+from ltc_dist.collectives.thread_group import Meeting, Stopped, ThreadTransport
 
 
 def both(

@@ -11,7 +11,7 @@ import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core.api.grad_scaler import GradScaler
 from ltc_core.errors import CheckpointError, CollectiveError, DeviceError
-from ltc_dist.zero_redundancy_optimizer import UnsupportedOptionError, ZeroRedundancyOptimizer
+from ltc_dist.train.zero_redundancy_optimizer import UnsupportedOptionError, ZeroRedundancyOptimizer
 from tests.core.counting import Counting
 
 optim: Any = torch.optim

@@ -110,7 +110,7 @@ class TestSteps:
         assert weight.tolist() == [-1.0] * 4
 
     def test_a_loader_sends_a_batch_in_one_transfer(self) -> None:
-        from ltc_dist.batch import to_device
+        from ltc_dist.data.batch import to_device
 
         ltc.wait_device_ops()
         sent, _ = transfers()

@@ -161,7 +161,7 @@ def _of_slice(process: _Process, tpu: TpuHost) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Process:
-    """Its ranks, as `ltc_dist.ranks` reads and checks them, and its chip, as `settings.device_ordinal` says."""
+    """Its ranks, as `ltc_dist.job.ranks` reads and checks them, and its chip, as `settings.device_ordinal` says."""
 
     local_rank: int
     local_world_size: int

@@ -1,0 +1,1 @@
+"""Collectives between processes and between threads, recorded in the graph."""

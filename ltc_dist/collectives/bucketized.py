@@ -1,0 +1,111 @@
+"""Collectives on many tensors at once, packed into a few long vectors: fewer messages for small tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ltc_core.errors import CollectiveError
+from ltc_core.graph.buckets import deal
+from ltc_core.settings import settings
+from ltc_dist.collectives.ops import all_gather, all_reduce, reduce_scatter
+from ltc_dist.collectives.process_group import Groups, group_of
+
+__all__ = ["all_gather_bucketized", "all_reduce_bucketized_gradients", "reduce_scatter_bucketized"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def all_reduce_bucketized_gradients(
+    gradients: Tensors,
+    scale: float,
+    groups: Groups = None,
+    pin_layout: bool = True,
+    bucket_cap_mb: float = 0,
+) -> None:
+    """Sum gradients over the processes, times `scale`, in place.
+
+    Args:
+        bucket_cap_mb: MiB of a vector at most; 0 for LTC_BUCKET_MB.
+
+    Source: `torch_xla.core.xla_model.all_reduce_bucketized_gradients`.
+    """
+    for chosen in deal(gradients, bucket_cap_mb or settings.bucket_mb):
+        all_reduce("sum", [gradients[k] for k in chosen], scale, groups)
+
+
+def all_gather_bucketized(
+    input_list: Tensors,
+    dim: int = 0,
+    groups: Groups = None,
+    output: Tensors | None = None,
+    pin_layout: bool = False,
+    bucket_cap_mb: float = 160,
+) -> list[torch.Tensor]:
+    """Give for each tensor those of all processes, concatenated along `dim`.
+
+    Args:
+        output: tensors that are given the results too.
+        bucket_cap_mb: MiB of a vector at most.
+
+    Source: `torch_xla.core.xla_model.all_gather_bucketized`.
+    """
+    count = len(group_of(groups).members)
+    results = list(input_list)
+    for chosen in deal(input_list, bucket_cap_mb):
+        flat = torch.cat([input_list[k].reshape(-1) for k in chosen])
+        gathered = all_gather(flat, 0, groups).view(count, -1)
+        sizes = [input_list[k].numel() for k in chosen]
+        for k, part in zip(chosen, gathered.split_with_sizes(sizes, 1), strict=True):
+            parts = part.reshape(count, *input_list[k].shape).unbind(0)
+            results[k] = torch.cat(parts, dim) if input_list[k].dim() else part.reshape(count)
+    return _into(output, results)
+
+
+def reduce_scatter_bucketized(
+    reduce_type: str,
+    input_list: Tensors,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups = None,
+    output: Tensors | None = None,
+    pin_layout: bool = False,
+    bucket_cap_mb: float = 160,
+) -> list[torch.Tensor]:
+    """Reduce each tensor, and give this process's part of it along `scatter_dim`.
+
+    Args:
+        shard_count: the number of processes of the group.
+        output: tensors that are given the results too.
+        bucket_cap_mb: MiB of a vector at most.
+
+    Raises:
+        CollectiveError: a size that the processes do not divide.
+
+    Source: `torch_xla.core.xla_model.reduce_scatter_bucketized`.
+    """
+    for value in input_list:
+        if value.shape[scatter_dim] % shard_count:
+            raise CollectiveError(
+                f"dim {scatter_dim} of a tensor cannot be dealt out to the group",
+                got=f"{list(value.shape)}, {shard_count} parts",
+                next="a size that the number of processes divides",
+            )
+    results = list(input_list)
+    for chosen in deal(input_list, bucket_cap_mb):
+        parts = [torch.stack(input_list[k].chunk(shard_count, scatter_dim)) for k in chosen]
+        flat = torch.cat([part.reshape(shard_count, -1) for part in parts], 1)
+        mine = reduce_scatter(reduce_type, flat, scale, 0, shard_count, groups).view(-1)
+        sizes = [math.prod(part.shape[1:]) for part in parts]
+        for k, part, found in zip(chosen, parts, mine.split_with_sizes(sizes), strict=True):
+            results[k] = found.view(part.shape[1:])
+    return _into(output, results)
+
+
+def _into(output: Tensors | None, results: list[torch.Tensor]) -> list[torch.Tensor]:
+    for place, result in zip(output or (), results, strict=output is not None):
+        place.copy_(result)
+    return results

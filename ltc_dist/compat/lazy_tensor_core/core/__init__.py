@@ -1,0 +1,1 @@
+"""`lazy_tensor_core.core`: a package of modules."""

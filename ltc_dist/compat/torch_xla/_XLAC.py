@@ -1,0 +1,150 @@
+"""The functions of `torch_xla._XLAC` that scripts call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import ltc_core as ltc
+from ltc_core import metrics
+from ltc_dist.compat.torch_lazy.computation import get_graph_hash
+from ltc_dist.compat.torch_xla import runtime
+from ltc_dist.compat.torch_xla.core import xla_model
+from ltc_dist.compat.torch_xla.version import __xla_gitrev__
+
+__all__ = [
+    "_get_git_revs",
+    "_get_graph_hash",
+    "_get_xla_tensor_debug_info",
+    "_get_xla_tensors_dot",
+    "_get_xla_tensors_hlo",
+    "_get_xla_tensors_text",
+    "_xla_counter_names",
+    "_xla_counter_value",
+    "_xla_get_all_devices",
+    "_xla_get_cpu_tensors",
+    "_xla_get_default_device",
+    "_xla_get_devices",
+    "_xla_get_replication_devices_count",
+    "_xla_memory_info",
+    "_xla_metric_data",
+    "_xla_metric_names",
+    "_xla_metrics_report",
+    "_xla_num_devices",
+    "_xla_real_devices",
+    "_xla_set_default_device",
+    "_xla_set_mat_mul_precision",
+    "_xla_set_use_full_mat_mul_precision",
+    "_xla_step_marker",
+    "_xla_sync_multi",
+    "_xla_tensors_from_aten",
+    "_xla_wait_device_ops",
+]
+
+_xla_counter_names = metrics.counter_names
+_xla_counter_value = metrics.counter_value
+_xla_metric_data = metrics.metric_data
+_xla_metric_names = metrics.metric_names
+_xla_memory_info = ltc.get_memory_info
+_xla_wait_device_ops = ltc.wait_device_ops
+_get_graph_hash = get_graph_hash
+
+
+def _xla_metrics_report() -> str:
+    return ltc.metrics.metrics_report()
+
+
+def _get_git_revs() -> dict[str, str]:
+    return {"xla": __xla_gitrev__, "torch": torch.version.git_version or torch.__version__}
+
+
+def _xla_get_default_device() -> str:
+    return str(ltc.lazy_device())
+
+
+def _xla_get_devices() -> list[str]:
+    return ltc.get_lazy_supported_devices()
+
+
+def _xla_get_all_devices() -> list[str]:
+    """Name the devices of the job, those of the first process first."""
+    count = runtime.global_device_count()
+    return [f"{ltc.lazy_device_hw()}:{k}" for k in range(count)]
+
+
+def _xla_real_devices(devices: Sequence[str] | None = None) -> list[str]:
+    return xla_model.xla_real_devices(devices)
+
+
+def _xla_sync_multi(
+    tensors: Sequence[torch.Tensor],
+    devices: Sequence[str] = (),
+    wait: bool = True,
+    sync_xla_data: bool = True,
+) -> None:
+    ltc.sync_multi(tensors, devices, wait)
+
+
+def _xla_step_marker(
+    device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
+) -> None:
+    ltc.mark_step(wait, device=device)
+
+
+def _xla_set_default_device(device: str) -> str:
+    """Make a device the current one; gives the one before."""
+    before = _xla_get_default_device()
+    getattr(torch, ltc.settings.device_name).set_device(device)
+    return before
+
+
+def _xla_num_devices() -> int:
+    return len(ltc.get_lazy_supported_devices())
+
+
+def _xla_get_cpu_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return ltc.to_cpu(list(tensors))  # type: ignore[no-any-return]
+
+
+def _xla_tensors_from_aten(
+    tensors: Sequence[torch.Tensor], devices: Sequence[str], shardings: object = None
+) -> list[torch.Tensor]:
+    """Upload tensors, each to a device; what they are sharded over means nothing here."""
+    pairs = zip(tensors, devices, strict=True)
+    return [xla_model.send_cpu_data_to_device(t, device)[0] for t, device in pairs]
+
+
+def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
+    """Write the pending graph as `ltc_core.dump_ir` does: there is no HLO of it."""
+    return ltc.dump_ir(tensors)
+
+
+def _xla_get_replication_devices_count() -> int:
+    return xla_model.xrt_world_size()
+
+
+def _xla_set_use_full_mat_mul_precision(use_full_mat_mul_precision: bool = True) -> None:
+    """Does nothing: products are made in the precision of their operands."""
+
+
+def _xla_set_mat_mul_precision(precision: str = "highest") -> None:
+    """Does nothing: products are made in the precision of their operands."""
+
+
+def _get_xla_tensors_dot(tensors: Sequence[torch.Tensor]) -> str:
+    return ltc.dump_ir(tensors, "dot")
+
+
+def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
+    """Say of a tensor where it is, what it is, and what is pending of it; nothing is run."""
+    pending = ltc.dump_ir([tensor])
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return (
+        f"Tensor id: {id(tensor)}\nDevice: {tensor.device}\nShape: {kind}{list(tensor.shape)}\n"
+        f"IR:\n{pending}\n"
+    )
+
+
+def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
+    return ltc.dump_ir(tensors)

@@ -1,0 +1,146 @@
+"""The top level of `torch_xla`: devices, steps, `launch`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import ltc_core as ltc
+import ltc_dist as ltd
+from ltc_core import step
+from ltc_core.api.eager import eager_mode, is_eager_mode
+from ltc_core.api.verbs import DeviceLike
+from ltc_dist.compat.torch_xla import _XLAC
+from ltc_dist.compat.torch_xla.core import xla_model
+from ltc_dist.compat.torch_xla.version import __version__
+
+__all__ = [
+    "_XLAC",
+    "__version__",
+    "compile",
+    "device",
+    "device_count",
+    "devices",
+    "launch",
+    "manual_seed",
+    "real_devices",
+    "set_custom_compile_options",
+    "step",
+    "sync",
+]
+
+
+def device(index: int | None = None) -> torch.device:
+    """Give device `index` of this process, by default the current one.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
+    return ltc.lazy_device(index)
+
+
+def devices() -> list[torch.device]:
+    """List the devices of this process."""
+    return [torch.device(name) for name in ltc.get_lazy_supported_devices()]
+
+
+def real_devices() -> list[str]:
+    """Give what the devices compute on: ['CPU:0', 'CPU:1']."""
+    return xla_model.xla_real_devices()
+
+
+def device_count() -> int:
+    """Give the number of devices of this process."""
+    return len(devices())
+
+
+def sync(wait: bool = False, reset_scope: bool = True) -> None:
+    """End the step; see `ltc_core.mark_step`."""
+    ltc.mark_step(wait)
+
+
+def manual_seed(seed: int, device: DeviceLike = None) -> None:
+    """Seed a device's random numbers."""
+    ltc.manual_seed(seed, device)
+
+
+def set_custom_compile_options(options: dict[str, Any]) -> None:
+    """Does nothing: they are XLA's."""
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    start_method: str = "spawn",
+    debug_single_process: bool = False,
+) -> None:
+    """Call `fn(rank, *args)`: here in a process of a job, else in new processes, as `xmp.spawn` does."""
+    if "WORLD_SIZE" in os.environ:
+        fn(ltd.get_local_ordinal(), *args)
+    else:
+        ltd.spawn(fn, args, nprocs=1 if debug_single_process else None, start_method=start_method)
+
+
+def compile(
+    f: Callable[..., Any] | None = None,
+    full_graph: bool = False,
+    name: str | None = None,
+    max_different_graphs: int | None = None,
+    custom_compile_options: dict[str, Any] | None = None,
+) -> Any:
+    """Make a function, or a block, one step: cut before it and after it. Within, ops are recorded in eager mode too.
+
+    Args:
+        full_graph: raise if the graph is cut in between.
+        name, custom_compile_options: accepted.
+        max_different_graphs: raise at a graph more than so many.
+
+    Raises:
+        RuntimeError: see above; the texts are torch_xla's.
+    """
+    block = _Compiled(full_graph, max_different_graphs)
+    if f is None:
+        return block
+    function = f
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with block:
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _Compiled(contextlib.ContextDecorator):
+    def __init__(self, full_graph: bool, most_graphs: int | None) -> None:
+        self._full_graph, self._most_graphs = full_graph, most_graphs
+        self._graphs = 0
+        self._was_eager = False
+        self._cuts = self._compiles = 0
+
+    def __enter__(self) -> None:
+        ltc.mark_step()
+        self._was_eager = is_eager_mode()
+        eager_mode(False)
+        self._cuts, self._compiles = _count("ExecuteComputation"), _count("UncachedCompile")
+
+    def __exit__(self, *exc: Any) -> None:
+        cuts = _count("ExecuteComputation")
+        ltc.mark_step()
+        eager_mode(self._was_eager)
+        if exc[0] is not None:
+            return
+        if self._full_graph and cuts != self._cuts:
+            raise RuntimeError("Unexpected execution happens inside the compiled function, exiting")
+        self._graphs += _count("UncachedCompile") - self._compiles
+        if self._most_graphs is not None and self._graphs > self._most_graphs:
+            raise RuntimeError(
+                f"Maximum number of different graphs allowed per function exceeded: {self._most_graphs}"
+            )
+
+
+def _count(name: str) -> int:
+    return ltc.metrics.counter_value(name) or 0

@@ -1,0 +1,1 @@
+"""`torch_xla._internal`: a package of modules."""

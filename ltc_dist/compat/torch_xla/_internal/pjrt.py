@@ -1,0 +1,63 @@
+"""`torch_xla._internal.pjrt`: a function in every process, or in a thread for each device, and what each gave."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+import ltc_dist as ltd
+from ltc_core.settings import settings
+from ltc_dist.compat.torch_xla.distributed.data_parallel import DataParallel
+from ltc_dist.job.ranks import ranks
+
+__all__ = ["run_multiprocess", "spawn", "spawn_threads"]
+
+
+def run_multiprocess(
+    fn: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
+) -> dict[int, Any]:
+    """Call `fn(*args, **kwargs)` in a process for each device; give what each returned, by rank.
+
+    In a process of a job the function is called right here, and the result is this rank's alone.
+
+    Raises:
+        Exception: what the first process that failed raised.
+    """
+    if ranks().world_size > 1:
+        return {ranks().rank: fn(*args, **kwargs)}
+    with tempfile.TemporaryDirectory(prefix="ltc-results-") as directory:
+        call = partial(_call_and_keep, directory=directory, payload=(fn, args, kwargs))
+        ltd.spawn(call, nprocs=settings.num_devices, start_method=start_method)
+        files = sorted(Path(directory).iterdir(), key=lambda path: int(path.name))
+        return {int(path.name): pickle.loads(path.read_bytes()) for path in files}
+
+
+def _call_and_keep(rank: int, directory: str, payload: tuple[Any, ...]) -> None:
+    fn, args, kwargs = payload
+    Path(directory, str(rank)).write_bytes(cloudpickle.dumps(fn(*args, **kwargs)))
+
+
+def spawn(
+    fn: Callable[..., Any],
+    nprocs: int | None = None,
+    start_method: str = "spawn",
+    args: Sequence[Any] = (),
+) -> None:
+    """Call `fn(rank, *args)` in several processes; the same as `xmp.spawn`."""
+    ltd.spawn(fn, args, nprocs, start_method=start_method)
+
+
+def spawn_threads(fn: Callable[..., Any], args: Sequence[Any] = ()) -> None:
+    """Call `fn(rank, *args)` in a thread of this process for each device."""
+
+    def loop(model: Any, loader: Any, device: Any, context: Any) -> None:
+        fn(ranks().rank, *args)
+
+    DataParallel(torch.nn.Identity)(loop, [])

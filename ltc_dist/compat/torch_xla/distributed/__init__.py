@@ -1,0 +1,1 @@
+"""`torch_xla.distributed`: a package of modules."""

@@ -1,0 +1,194 @@
+"""`xr`: `torch_xla.runtime`. Ranks are those of the job; nothing is initialised by asking."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+import ltc_core as ltc
+import ltc_dist as ltd
+from ltc_core.api.verbs import DeviceLike
+from ltc_core.errors import SettingsError
+from ltc_dist.compat.absent import NotHereError
+from ltc_dist.job.ranks import ranks
+
+__all__ = [
+    "addressable_device_count",
+    "addressable_runtime_device_count",
+    "device_type",
+    "get_master_ip",
+    "get_num_cached_compilation_graph",
+    "global_device_count",
+    "global_ordinal",
+    "global_runtime_device_attributes",
+    "global_runtime_device_count",
+    "host_index",
+    "initialize_cache",
+    "is_bf16_supported",
+    "is_spmd",
+    "local_device_count",
+    "local_ordinal",
+    "local_process_count",
+    "process_count",
+    "process_index",
+    "runtime_device_attributes",
+    "set_device_type",
+    "use_spmd",
+    "using_pjrt",
+    "world_size",
+    "xla_device",
+]
+
+
+def using_pjrt() -> bool:
+    """Tell that each process has its own devices; scripts for 2.0 to 2.4 ask."""
+    return True
+
+
+def world_size() -> int:
+    """Give the number of processes of the job."""
+    return ltd.world_size()
+
+
+def global_ordinal() -> int:
+    """Give this process's rank in the job."""
+    return ltd.get_ordinal()
+
+
+def local_ordinal() -> int:
+    """Give this process's rank on its host."""
+    return ltd.get_local_ordinal()
+
+
+def process_index() -> int:
+    """Give this process's rank in the job."""
+    return ranks().rank
+
+
+def process_count() -> int:
+    """Give the number of processes of the job."""
+    return ranks().world_size
+
+
+def local_process_count() -> int:
+    """Give the number of processes of this host."""
+    return ranks().local_world_size
+
+
+def host_index() -> int:
+    """Give which host this is, if all have as many processes."""
+    here = ranks()
+    return here.rank // here.local_world_size
+
+
+def addressable_device_count() -> int:
+    """Give the devices of this process."""
+    return len(ltc.get_lazy_supported_devices())
+
+
+def local_device_count() -> int:
+    """Give the devices of this host."""
+    return addressable_device_count() * ranks().local_world_size
+
+
+def global_device_count() -> int:
+    """Give the devices of the job."""
+    return addressable_device_count() * ranks().world_size
+
+
+addressable_runtime_device_count = addressable_device_count
+global_runtime_device_count = global_device_count
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """Give device `n` of this process, by default the current one."""
+    return ltc.lazy_device(n, devkind)
+
+
+def device_type() -> str:
+    """Give what the devices compute on: 'CPU', 'CUDA', 'TPU'."""
+    return ltc.lazy_device_hw()
+
+
+def set_device_type(pjrt_device: str) -> None:
+    """Choose what the devices compute on, before their first use.
+
+    Raises:
+        SettingsError: the devices compute on something else: they are in use, or LTC_DEVICE says so.
+    """
+    settings = ltc.settings
+    before = os.environ.get("PJRT_DEVICE")
+    if not settings.is_used("device"):
+        os.environ["PJRT_DEVICE"] = pjrt_device
+    if pjrt_device.upper() != device_type():
+        if before is None:
+            os.environ.pop("PJRT_DEVICE", None)
+        else:
+            os.environ["PJRT_DEVICE"] = before
+        raise SettingsError(
+            f"the devices cannot be made {pjrt_device} in a running program",
+            got=device_type(),
+            next=f"start it with LTC_DEVICE={pjrt_device.lower()}",
+        )
+
+
+def is_bf16_supported() -> bool:
+    """Tell whether bfloat16 can be computed with: everywhere."""
+    return True
+
+
+def runtime_device_attributes(device: DeviceLike) -> dict[str, Any]:
+    """Give what is known of a device."""
+    return {
+        "name": str(torch.device(device or "cpu")),
+        "kind": ltc.lazy_device_hw(device),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def global_runtime_device_attributes() -> list[dict[str, Any]]:
+    """Give what is known of each device of this process."""
+    return [runtime_device_attributes(name) for name in ltc.get_lazy_supported_devices()]
+
+
+def get_num_cached_compilation_graph() -> int:
+    """Give the number of graphs that programs were made for."""
+    return ltc.metrics.counter_value("UncachedCompile") or 0
+
+
+def get_master_ip() -> str:
+    """Give the address of the host that the processes meet at."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def initialize_cache(path: str, readonly: bool = False) -> None:
+    """Keep compiled programs in a directory, for the processes that this one starts too.
+
+    Raises:
+        AssertionError: graphs were built already; the text is torch_xla's.
+    """
+    if get_num_cached_compilation_graph():
+        raise AssertionError("Computation cache has already been initialized")
+    settings = ltc.settings
+    settings.compiled_cache_dir, settings.compiled_cache_read_only = path, readonly
+    os.environ["LTC_COMPILED_CACHE_DIR"] = path
+    os.environ["LTC_COMPILED_CACHE_READ_ONLY"] = str(int(readonly))
+
+
+def is_spmd() -> bool:
+    """Tell that tensors are not sharded by annotation."""
+    return False
+
+
+def use_spmd(auto: bool = False) -> None:
+    """Refused: there is no sharding by annotation here.
+
+    Raises:
+        NotHereError: always.
+    """
+    raise NotHereError(
+        "tensors are not sharded over devices by annotation",
+        next="run a process for each device, with ltc-launch or xmp.spawn",
+    )

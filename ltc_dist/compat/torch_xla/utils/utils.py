@@ -1,0 +1,304 @@
+"""`xu`: `torch_xla.utils.utils`, small helpers of training scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property as LazyProperty
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ltc_dist.data.batch import to_device
+
+__all__ = [
+    "Cleaner",
+    "DataWrapper",
+    "FnDataGenerator",
+    "LazyProperty",
+    "SampleGenerator",
+    "TimedScope",
+    "TmpFolder",
+    "as_list",
+    "check_env_flag",
+    "eprint",
+    "flatten_nested_tuple",
+    "for_each_instance",
+    "for_each_instance_rewrite",
+    "get_free_tcp_ports",
+    "get_print_fn",
+    "getenv_as",
+    "list_copy_append",
+    "null_print",
+    "parallel_work",
+    "shape",
+    "timed",
+]
+
+_TRUE = ("on", "1", "yes", "true", "y")
+
+
+class SampleGenerator:
+    """Gives the same sample again and again: a loader without data.
+
+    Args:
+        data: the sample.
+        sample_count: how often.
+    """
+
+    def __init__(self, data: Any, sample_count: int) -> None:
+        self._data, self._sample_count = data, sample_count
+        self._count = 0
+
+    def __iter__(self) -> SampleGenerator:
+        return SampleGenerator(self._data, self._sample_count)
+
+    def __len__(self) -> int:
+        return self._sample_count
+
+    def __next__(self) -> Any:
+        if self._count >= self._sample_count:
+            raise StopIteration
+        self._count += 1
+        return self._data
+
+
+class FnDataGenerator:
+    """Gives batches of random samples and what a function makes of them.
+
+    Args:
+        func: takes the batch; gives the labels.
+        batch_size: samples.
+        gen_tensor: makes a sample batch of a size, such as `torch.randn`.
+        dims: those of a sample; [1] by default.
+        count: batches.
+    """
+
+    def __init__(
+        self,
+        func: Callable[[torch.Tensor], Any],
+        batch_size: int,
+        gen_tensor: Callable[..., torch.Tensor],
+        dims: Sequence[int] | None = None,
+        count: int = 1,
+    ) -> None:
+        self._func, self._gen_tensor = func, gen_tensor
+        self._size = (batch_size, *(dims or (1,)))
+        self._count = count
+        self._emitted = 0
+
+    def __iter__(self) -> FnDataGenerator:
+        again = copy.copy(self)
+        again._emitted = 0
+        return again
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __next__(self) -> tuple[torch.Tensor, Any]:
+        if self._emitted >= self._count:
+            raise StopIteration
+        self._emitted += 1
+        data = self._gen_tensor(*self._size)
+        return data, self._func(data)
+
+
+class DataWrapper:
+    """Lets a class say how it becomes samples (`get_tensors`) and is made of them again (`from_tensors`)."""
+
+    def get_tensors(self) -> Any:
+        """Give the tensors."""
+        raise NotImplementedError
+
+    def from_tensors(self, tensors: Any) -> Any:
+        """Make one of tensors."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device) -> Any:
+        """Make one of the tensors on a device, as a loader does."""
+        return self.from_tensors(to_device(self.get_tensors(), device))
+
+
+class Cleaner:
+    """Calls a function when it is dropped.
+
+    Args:
+        func: without arguments.
+    """
+
+    def __init__(self, func: Callable[[], Any]) -> None:
+        self.func = func
+
+    def __del__(self) -> None:
+        self.func()
+
+
+class TmpFolder:
+    """A temporary directory, its path in `name`; removed when this is dropped."""
+
+    def __init__(self) -> None:
+        self.name = tempfile.mkdtemp()
+        self._cleaner = Cleaner(lambda name=self.name: shutil.rmtree(name, ignore_errors=True))  # type: ignore[misc]
+
+
+def getenv_as(name: str, type: Callable[[Any], Any], defval: Any = None) -> Any:
+    """Read a variable as a type; 'bool' through a whole number."""
+    text = os.environ.get(name)
+    if text is None:
+        return defval
+    return bool(int(text)) if type is bool else type(text)
+
+
+def check_env_flag(name: str, default: str = "") -> bool:
+    """Tell whether a variable is on."""
+    return os.environ.get(name, default).lower() in _TRUE
+
+
+def as_list(t: Any) -> list[Any] | tuple[Any, ...]:
+    """Give lists and tuples as they are, anything else as a list of one."""
+    return t if isinstance(t, tuple | list) else [t]
+
+
+def shape(inputs: Any) -> tuple[int, ...]:
+    """Give the sizes of nested lists, by their first items."""
+    found = []
+    while isinstance(inputs, list | tuple):
+        found.append(len(inputs))
+        inputs = inputs[0] if inputs else None
+    return tuple(found)
+
+
+def flatten_nested_tuple(inputs: Any) -> tuple[Any, ...]:
+    """Give what nested lists and tuples hold, in order."""
+    if not isinstance(inputs, list | tuple):
+        return (inputs,)
+    return tuple(item for part in inputs for item in flatten_nested_tuple(part))
+
+
+def list_copy_append(ilist: Sequence[Any], item: Any) -> list[Any]:
+    """Give a list with one item more."""
+    return [*ilist, item]
+
+
+def for_each_instance(
+    value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]
+) -> None:
+    """Call a function for each value chosen in a structure, once for one that is there several times.
+
+    Values are found in lists, tuples, sets, dicts and their keys, in a `DataWrapper` and in what objects have as
+    attributes.
+    """
+    _walk(value, select_fn, fn, {}, rewrites=False)
+
+
+def for_each_instance_rewrite(
+    value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]
+) -> Any:
+    """Put what a function gives in the place of each value chosen in a structure; give the structure.
+
+    Collections and objects are made anew. A value that is there several times is replaced by one.
+    """
+    return _walk(value, select_fn, fn, {}, rewrites=True)
+
+
+def _walk(
+    value: Any,
+    select_fn: Callable[[Any], bool],
+    fn: Callable[[Any], Any],
+    seen: dict[int, tuple[Any, Any]],
+    rewrites: bool,
+) -> Any:
+    if id(value) in seen:
+        return seen[id(value)][1]
+    seen[id(value)] = value, value  # kept: the number of one that is gone is given again
+    made = value
+    if select_fn(value):
+        given = fn(value)
+        made = given if rewrites else value
+    elif isinstance(value, DataWrapper):
+        tensors = _walk(value.get_tensors(), select_fn, fn, seen, rewrites)
+        made = value.from_tensors(tensors) if rewrites else value
+    elif isinstance(value, dict):
+        keys = [_walk(k, select_fn, fn, seen, rewrites) for k in value]
+        items = [_walk(v, select_fn, fn, seen, rewrites) for v in value.values()]
+        made = _dict_like(value, keys, items) if rewrites else value
+    elif isinstance(value, list | tuple | set):
+        items = [_walk(v, select_fn, fn, seen, rewrites) for v in value]
+        if rewrites and any(new is not old for new, old in zip(items, value, strict=True)):
+            made = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | torch.Tensor):
+        made = copy.copy(value) if rewrites else value
+        seen[id(value)] = value, made  # before its attributes: they may lead back to it
+        for name, item in list(vars(value).items()):
+            found = _walk(item, select_fn, fn, seen, rewrites)
+            if found is not item:
+                vars(made)[name] = found
+    seen[id(value)] = value, made
+    return made
+
+
+def _dict_like(value: dict[Any, Any], keys: list[Any], items: list[Any]) -> dict[Any, Any]:
+    made = copy.copy(value)  # with what else it has: a default factory
+    if any(new is not old for new, old in zip(keys, value, strict=True)):
+        made.clear()
+    for key, item in zip(keys, items, strict=True):
+        made[key] = item
+    return made
+
+
+def eprint(*args: Any, **kwargs: Any) -> None:
+    """Print to stderr."""
+    print(*args, file=sys.stderr, **kwargs)
+
+
+def null_print(*args: Any, **kwargs: Any) -> None:
+    """Print nothing."""
+
+
+def get_print_fn(debug: bool | None = None) -> Callable[..., None]:
+    """Give `eprint` if DEBUG is on, else what prints nothing."""
+    return eprint if (check_env_flag("DEBUG") if debug is None else debug) else null_print
+
+
+def timed(fn: Callable[[], Any], msg: str = "", printfn: Callable[..., Any] | None = eprint) -> Any:
+    """Call a function and print how long it took, in seconds; nothing without a `printfn`."""
+    with TimedScope(msg, printfn):
+        return fn()
+
+
+@contextlib.contextmanager
+def TimedScope(msg: str = "", printfn: Callable[..., Any] | None = eprint) -> Iterator[None]:
+    """Print how long a block took, in seconds; nothing without a `printfn`."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        if printfn is not None:
+            printfn(f"{msg}{time.perf_counter() - started:.3f}s")
+
+
+def get_free_tcp_ports(n: int = 1) -> list[int]:
+    """Give ports that nobody listened on just now."""
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def parallel_work(num_workers: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Map a function over lists of arguments, in threads; give the results in order."""
+    with ThreadPoolExecutor(num_workers) as pool:
+        return list(pool.map(fn, *args))

@@ -1,0 +1,354 @@
+"""Loaders that bring batches to the device while the step before still runs.
+
+`MpDeviceLoader` wraps any loader, for one device, epoch after epoch. `ParallelLoader` reads a loader once and deals its
+batches out to several devices. Asking for the next batch ends the step: what was recorded is handed to the device
+first. The threads are those of `prefetch`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import ltc_core as ltc
+from ltc_core.errors import LoaderError
+from ltc_dist.data import workers
+from ltc_dist.data.prefetch import Limits, Prefetch, Resumed
+from ltc_dist.data.sample_order import (
+    base_seed,
+    draws_base_seed,
+    global_states,
+    order_of,
+    set_order,
+    with_states,
+)
+
+__all__ = ["MpDeviceLoader", "ParallelLoader", "PerDeviceLoader"]
+
+_PREFETCH_BYTES = 1 << 30
+
+DeviceLike = torch.device | str
+
+
+class PerDeviceLoader:
+    """The batches of one device of a `ParallelLoader`, which makes it. Iterate over it once."""
+
+    def __init__(self, parent: ParallelLoader, lane: int, device: torch.device) -> None:
+        self._parent = parent
+        self._lane = lane
+        self._device = device
+        self._num_taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._parent._prefetch.is_ended(self._lane):
+            raise LoaderError(
+                "this loader has been read to its end",
+                next="make a ParallelLoader for each epoch, or use MpDeviceLoader, which begins anew",
+            )
+        return self
+
+    def __next__(self) -> Any:
+        """Give the next batch, on the device.
+
+        Cost: every `batches_per_execution` batches a step boundary (`mark_step`); waits if the loader is slower.
+        """
+        if self._num_taken % self._parent.batches_per_execution == 0:
+            ltc.mark_step(device=self._device)
+        try:
+            batch = self._parent._prefetch.take(self._lane)
+        except StopIteration:
+            ltc.mark_step(device=self._device)
+            raise
+        self._num_taken += 1
+        return batch
+
+    def __len__(self) -> int:
+        return self._parent.per_device_samples()
+
+
+class ParallelLoader:
+    """Reads a loader once, in the background, and uploads its batches.
+
+    Batch i goes to device i modulo their number. Batches that do not make up a round of all devices are dropped
+    at the end, and counted in the metrics as DroppedBatch.
+
+    Args:
+        cpu_loader: what gives batches: a `DataLoader`, or any iterable.
+        devices: those to upload to.
+        batchdim: accepted for old scripts.
+        batches_per_execution: batches between two step boundaries.
+        loader_prefetch_size: batches loaded ahead of their upload.
+        device_prefetch_size: batches uploaded ahead of the training loop, for each device.
+        host_to_device_transfer_threads: threads that upload.
+        input_sharding: must be None.
+        prefetch_bytes: bytes of all batches loaded ahead; one is always let through.
+
+    Source: `torch_xla.distributed.parallel_loader`. Unlike there, each batch is uploaded as soon as it is loaded, an
+    error of the loader is raised in the training loop, and tuples stay tuples.
+    """
+
+    def __init__(
+        self,
+        cpu_loader: Iterable[Any],
+        devices: Sequence[DeviceLike],
+        batchdim: int = 0,
+        batches_per_execution: int = 1,
+        loader_prefetch_size: int = 16,
+        device_prefetch_size: int = 8,
+        host_to_device_transfer_threads: int = 1,
+        input_sharding: Any = None,
+        prefetch_bytes: int = _PREFETCH_BYTES,
+        _resume: dict[str, Any] | None = None,
+    ) -> None:
+        _check(devices, input_sharding)
+        sizes = {
+            "batches_per_execution": batches_per_execution,
+            "loader_prefetch_size": loader_prefetch_size,
+            "device_prefetch_size": device_prefetch_size,
+            "host_to_device_transfer_threads": host_to_device_transfer_threads,
+            "prefetch_bytes": prefetch_bytes,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise LoaderError(f"{name} must be at least 1", got=repr(size))
+        self._cpu_loader = cpu_loader
+        self._devices = [torch.device(device) for device in devices]
+        self.batches_per_execution = batches_per_execution
+        self._position = _Position(cpu_loader, _resume)
+        self._prefetch = Prefetch(
+            self._position.batches(cpu_loader),
+            self._devices,
+            Limits(loader_prefetch_size, device_prefetch_size, prefetch_bytes),
+            host_to_device_transfer_threads,
+            cpu_loader.state_dict if self._position.keeps_state else None,  # type: ignore[attr-defined]
+        )
+        self._finalizer = weakref.finalize(self, self._prefetch.close)
+
+    def per_device_loader(self, device: DeviceLike) -> PerDeviceLoader:
+        """Give the iterator over the batches of one device."""
+        wanted = torch.device(device)
+        for lane, known in enumerate(self._devices):
+            only_one = wanted.index is None and len(self._devices) == 1
+            if wanted == known or (only_one and wanted.type == known.type):
+                return PerDeviceLoader(self, lane, known)
+        raise LoaderError(
+            f"this loader has no batches for {device}",
+            got=", ".join(map(str, self._devices)),
+            next="name one of its devices",
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches of the only device."""
+        if len(self._devices) > 1:
+            raise LoaderError(
+                f"this loader deals its batches out to {len(self._devices)} devices",
+                next="iterate over per_device_loader(device), one for each",
+            )
+        return iter(self.per_device_loader(self._devices[0]))
+
+    def __len__(self) -> int:
+        return self.per_device_samples()
+
+    def per_device_samples(self) -> int:
+        """Count the batches each device gets."""
+        return len(self._cpu_loader) // len(self._devices)  # type: ignore[arg-type]
+
+    def next_item(self, device: DeviceLike) -> Any:
+        """Give the next batch of a device, None at the end."""
+        return next(self.per_device_loader(device), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give where the training loop is: after the batches it has taken, whatever was loaded ahead of it."""
+        return self._position.state_dict(self._prefetch)
+
+    def close(self) -> None:
+        """End the threads and drop what was loaded ahead; more calls do nothing."""
+        self._finalizer()
+
+
+def _check(devices: Sequence[DeviceLike], input_sharding: Any) -> None:
+    if isinstance(devices, str | torch.device) or not devices:
+        raise LoaderError(
+            "ParallelLoader needs a list of devices",
+            got=repr(devices),
+            next="pass [device], or use MpDeviceLoader(loader, device)",
+        )
+    if input_sharding is not None:
+        raise LoaderError(
+            "input_sharding is not supported: each device has whole batches",
+            next="leave it out, and let a DistributedSampler deal out the samples",
+        )
+
+
+class _Position:
+    """Where the training loop is in one pass over a loader; refers to nothing that keeps the pass going.
+
+    Args:
+        resume: the state the pass goes on from.
+    """
+
+    def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None) -> None:
+        self.keeps_state = _keeps_state(loader)
+        self._loader = loader
+        self._draws_base_seed = draws_base_seed(loader)
+        if resume is not None:
+            self._draws_base_seed = resume.get("draws_base_seed", self._draws_base_seed)
+        self._goes_on = resume is not None and resume["rng_state"] is not None
+        if resume is not None and self._goes_on:
+            self._begun_with = {"torch": resume["rng_state"], **resume.get("host", {})}
+            self._order = resume.get("order")  # None: of a version that did not keep it
+            self._skipped = resume["num_batches"]
+        elif not self.keeps_state:
+            self._begun_with, self._order, self._skipped = global_states(), order_of(loader), 0
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate as the pass does that this is a position of."""
+        if not self._goes_on:
+            return _begun(loader, self._draws_base_seed)
+        if self._order is not None:
+            set_order(loader, self._order, in_mid_epoch=True)
+        begin = partial(_begun, loader, self._draws_base_seed)
+        return Resumed(begin, partial(with_states, self._begun_with), self._skipped)
+
+    def state_dict(self, prefetch: Prefetch) -> dict[str, Any]:
+        progress = prefetch.progress()
+        if self.keeps_state:
+            return {"loader": prefetch.final_state if progress is None else progress[1]}
+        if progress is None:
+            return _beginning(self._loader)
+        host = dict(self._begun_with)
+        state = {
+            "num_batches": self._skipped + progress[0],
+            "rng_state": host.pop("torch"),
+            "host": host,
+            "draws_base_seed": self._draws_base_seed,
+        }
+        return state if self._order is None else {**state, "order": self._order}
+
+
+_NAMES = {"num_batches", "rng_state"}  # of a state; those of older versions have no more
+
+
+def _beginning(loader: Iterable[Any]) -> dict[str, Any]:
+    """State before the next pass over a loader, which has been read to its end or not at all."""
+    return {
+        "num_batches": 0,
+        "rng_state": None,
+        "order": order_of(loader),
+        "draws_base_seed": draws_base_seed(loader),
+    }
+
+
+def _keeps_state(loader: Any) -> bool:
+    """Tell whether a loader has a state of its own; accelerate's always has the methods, and may refuse them."""
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False
+    try:
+        loader.state_dict()
+    except (AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def _begun(loader: Iterable[Any], draws_seed: bool) -> Iterator[Any]:
+    with base_seed(loader, draws_seed):
+        return workers.begin(loader)
+
+
+class MpDeviceLoader:
+    """Wraps a loader so that its batches are on `device`; each iteration is an epoch.
+
+    A new iteration ends the one before. Attributes are those of the wrapped loader (`dataset`, `sampler`,
+    `batch_size`, ...).
+
+    Args:
+        loader: a `DataLoader`, or any iterable that can be iterated again.
+        device: where batches go.
+        kwargs: those of `ParallelLoader`.
+
+    Source: `torch_xla.distributed.parallel_loader.MpDeviceLoader`.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: DeviceLike, **kwargs: Any) -> None:
+        _check([device], kwargs.get("input_sharding"))
+        self._loader = loader
+        self._device = torch.device(device)
+        self._parallel_loader_kwargs = kwargs
+        # Weak: when the loop is left, its iterator goes, and the threads end. Where it was is kept.
+        self._running: weakref.ref[ParallelLoader] | None = None
+        self._reached: Callable[[], dict[str, Any]] | None = None
+        self._resume: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        resume, self._resume = self._resume, None
+        kwargs = self._parallel_loader_kwargs
+        loader = ParallelLoader(self._loader, [self._device], **kwargs, _resume=resume)
+        self._running = weakref.ref(loader)
+        self._reached = partial(loader._position.state_dict, loader._prefetch)
+        return iter(loader.per_device_loader(self._device))
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not there yet: a copy or a pickle is being made
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give where the training loop is in the epoch: after the batches it has taken.
+
+        A loader with a `state_dict` of its own is asked for its own, as of that batch. Any other is remembered by the
+        number of batches, and by what decided the order of the samples when the epoch began: the global generators of
+        the host, the generators of the loader, its samplers and datasets, and their epochs (`set_epoch`).
+        """
+        if self._reached is not None:
+            return self._reached()
+        if _keeps_state(self._loader):
+            return {"loader": self._loader.state_dict()}  # type: ignore[attr-defined]
+        if self._resume is None:
+            return _beginning(self._loader)
+        if self._resume["rng_state"] is not None:
+            return self._resume
+        return {**self._resume, "order": order_of(self._loader)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on where `state` was taken: each sample of the epoch comes once.
+
+        Samplers have the order again that they had, and it does not matter what `set_epoch` says. Generators that a
+        sampler or a dataset draws from while the epoch goes on must be held by them, or by the loader.
+
+        Raises:
+            LoaderError: the state is not one of a loader of this kind. In mid-epoch the next iteration raises it if
+                the loader has other generators.
+
+        Cost: a loader without a `state_dict` of its own loads the batches again that were taken before.
+        """
+        self.close()
+        self._reached = None
+        keeps_state = _keeps_state(self._loader)
+        if ("loader" in state) != keeps_state or not (keeps_state or _NAMES <= state.keys()):
+            raise LoaderError(
+                "this is not the state of such a loader",
+                got=f"the names {', '.join(state) or '(none)'}, expected "
+                + ("loader" if keeps_state else "num_batches, rng_state"),
+                next="load it into a loader of the kind it was taken from",
+            )
+        self._resume = None
+        if keeps_state:
+            self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            return
+        self._resume = state
+        if state["rng_state"] is None:  # now, so that the program may still seed for its next epoch
+            set_order(self._loader, state.get("order", {}), in_mid_epoch=False)
+
+    def close(self) -> None:
+        """End the iteration that is under way, if there is one."""
+        running = self._running() if self._running is not None else None
+        if running is not None:
+            running.close()

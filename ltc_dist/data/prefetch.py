@@ -1,0 +1,359 @@
+"""Batches on their way: loaded in one thread, uploaded in others, handed to the training loop in order.
+
+Each batch goes on as soon as it is there. What is under way is bounded, in batches and in bytes. An error of the loader
+is raised where the batch would have come that it belongs to. Nothing here refers to the objects the training loop
+holds, so when they are dropped, `close` ends the threads. Used by `parallel_loader`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from ltc_core import metrics
+from ltc_core.errors import LoaderError
+from ltc_core.settings import settings
+from ltc_dist.data.batch import num_bytes, to_device
+
+__all__ = ["Limits", "Prefetch", "Resumed"]
+
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be under way: batches waiting for their upload, batches on each device, bytes of both."""
+
+    host_batches: int
+    device_batches: int
+    num_bytes: int
+
+
+@dataclass
+class _Item:
+    """One batch, or what was raised in its place."""
+
+    index: int
+    lane: int
+    batch: Any = None
+    error: BaseException | None = None
+    state: Any = None
+    nbytes: int = 0
+    is_there: bool = False
+
+
+@dataclass
+class _Lane:
+    """What goes to one device: items in order, those at the head may be there already."""
+
+    device: torch.device
+    items: deque[_Item] = field(default_factory=deque)
+    num_taken: int = 0
+    is_ended: bool = False
+
+
+@final
+class Prefetch:
+    """Batch i of `batches` goes to device i modulo their number; an incomplete last group of batches to none.
+
+    Args:
+        batches: read in a thread of its own. The first batch is read here, in the calling thread: that is when a
+            sampler draws its seed, so it draws it where a plain loop would.
+        state: gives the loader's state after the batch that was read last; called in the thread that reads.
+        num_uploads: threads that upload.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        devices: Sequence[torch.device],
+        limits: Limits,
+        num_uploads: int,
+        state: Callable[[], Any] | None = None,
+    ) -> None:
+        self._lanes = [_Lane(device) for device in devices]
+        self._limits = limits
+        self._state = state
+        self._changed = threading.Condition()
+        self._waiting: deque[_Item] = deque()  # for their upload
+        self._bytes = 0
+        self._is_read = False
+        self._is_closed = False
+        self._was_done = False
+        self._newest_state: tuple[int, Any] = (0, state() if state is not None else None)
+        self._final_state: Any = None
+        self._states: deque[tuple[int, Any]] = deque()
+        self._counter = itertools.count()
+        self._group: list[_Item] = []
+        self._read_one(batches)
+        reader = threading.Thread(
+            target=self._read, args=(batches,), name="prefetch-read", daemon=True
+        )
+        uploads = [
+            threading.Thread(target=self._upload, name=f"prefetch-upload-{k}", daemon=True)
+            for k in range(num_uploads)
+        ]
+        self._threads = [reader, *uploads]
+        for thread in self._threads:
+            thread.start()
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def _read(self, batches: Iterator[Any]) -> None:
+        while not self._is_read and self._wait_for_room():
+            self._read_one(batches)
+
+    def _read_one(self, batches: Iterator[Any]) -> None:
+        """Read one batch; the group it completes may go on."""
+        started = time.perf_counter_ns()
+        index = next(self._counter)
+        item = _Item(index, index % len(self._lanes))
+        try:
+            item.batch = next(batches)
+            item.nbytes = num_bytes(item.batch)
+            if self._state is not None:
+                item.state = self._state()
+        except StopIteration:
+            if self._state is not None:
+                self._final_state = self._state()
+            self._end([])
+            return
+        except BaseException as error:  # told where the batch is asked for, on each device
+            _end_processes(batches)
+            self._end([_Item(index, k, error=error) for k in range(len(self._lanes))])
+            return
+        metrics.observe("LoadBatchTime", time.perf_counter_ns() - started)
+        self._group.append(item)
+        if len(self._group) == len(self._lanes):
+            self._send(self._group)
+            self._group = []
+
+    def _send(self, items: list[_Item]) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._waiting += items
+                self._bytes += sum(item.nbytes for item in items)
+                self._changed.notify_all()
+
+    def _end(self, items: list[_Item]) -> None:
+        if self._group:
+            metrics.count("DroppedBatch", len(self._group))
+            self._group = []
+        with self._changed:
+            self._waiting += items
+            self._is_read = True
+            self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        """Block until one more group may be read; False once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._has_room())
+            return not self._is_closed
+
+    def _has_room(self) -> bool:
+        under_way = bool(self._waiting) or any(lane.items for lane in self._lanes)
+        fits = self._bytes < self._limits.num_bytes
+        return len(self._waiting) < self._limits.host_batches and (fits or not under_way)
+
+    # -- uploading ---------------------------------------------------------------------------------
+
+    def _upload(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._is_over() or self._next())
+                item = self._next()
+                if self._is_closed or item is None:
+                    return
+                self._waiting.remove(item)
+                lane = self._lanes[item.lane]
+                lane.items.append(item)
+                self._changed.notify_all()
+            if item.error is None:
+                try:
+                    item.batch = to_device(item.batch, lane.device)
+                except BaseException as error:
+                    item.batch, item.error = None, error
+            with self._changed:
+                item.is_there = True
+                self._changed.notify_all()
+            del item
+
+    def _next(self) -> _Item | None:
+        """Give the first batch whose device has room for it."""
+        most = self._limits.device_batches
+        return next((i for i in self._waiting if len(self._lanes[i.lane].items) < most), None)
+
+    def _is_over(self) -> bool:
+        return self._is_read and not self._waiting
+
+    # -- taking ------------------------------------------------------------------------------------
+
+    def take(self, lane_number: int) -> Any:
+        """Give the next batch of a device.
+
+        Raises:
+            StopIteration: there are no more.
+            LoaderError: the loader has delivered nothing for too long, or was closed.
+            Exception: what the loader raised.
+        """
+        lane = self._lanes[lane_number]
+        started = time.perf_counter_ns()
+        with self._changed:
+            self._wait_for_batch(lane)
+            if self._is_closed:
+                raise LoaderError(
+                    "the loader was closed", next="make a new one, or use MpDeviceLoader"
+                )
+            if not lane.items:
+                lane.is_ended = True
+                raise StopIteration
+            item = lane.items.popleft()
+            lane.num_taken += 1
+            self._bytes -= item.nbytes
+            self._note_state(item)
+            self._changed.notify_all()
+        metrics.observe("WaitForBatchTime", time.perf_counter_ns() - started)
+        if item.error is not None:
+            try:
+                raise item.error
+            finally:
+                del item  # else its traceback would hold it, and it the traceback
+        return item.batch
+
+    def _wait_for_batch(self, lane: _Lane) -> None:
+        def is_decided() -> bool:
+            head = lane.items[0].is_there if lane.items else self._is_over()
+            return head or self._is_closed
+
+        started = time.monotonic()
+        warned = False
+        while not self._changed.wait_for(is_decided, timeout=self._patience_s(started, warned)):
+            waited_s = time.monotonic() - started
+            if 0 < settings.data_timeout_s <= waited_s:
+                raise LoaderError(
+                    f"the training loop has waited {waited_s:.0f} s for batch {lane.num_taken}",
+                    got=self._what_threads_do(),
+                    next="LTC_DATA_TIMEOUT_S sets how long it waits",
+                )
+            if not warned and waited_s >= settings.data_warning_s:
+                warned = True
+                print(
+                    f"[ltc] the training loop has waited {waited_s:.0f} s for batch {lane.num_taken}, the device is "
+                    f"idle: {self._what_threads_do()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _patience_s(self, started: float, warned: bool) -> float:
+        limits = [settings.data_timeout_s] if settings.data_timeout_s > 0 else []
+        limits += [] if warned else [settings.data_warning_s]
+        # A day: a wait with a timeout is one that Ctrl-C ends.
+        return max(0.0, min(limits, default=86400.0) - (time.monotonic() - started))
+
+    def _what_threads_do(self) -> str:
+        frames = sys._current_frames()
+        found = []
+        for thread in self._threads:
+            frame = frames.get(thread.ident or 0)
+            if frame is not None:
+                stack = "".join(traceback.format_stack(frame)[-6:])
+                found.append(f"{thread.name} is at\n{stack}")
+        return "\n".join(found) or "no thread of the loader is running"
+
+    def _note_state(self, item: _Item) -> None:
+        """Keep the newest state before which all devices have taken their batches."""
+        self._states.append((item.index, item.state))
+        taken = min(lane.num_taken for lane in self._lanes) * len(self._lanes)
+        done = [s for s in self._states if s[0] < taken]
+        if done:
+            newest = max(done, key=lambda s: s[0])
+            self._newest_state = (newest[0] + 1, newest[1])
+            self._states = deque(s for s in self._states if s[0] >= taken)
+
+    def is_ended(self, lane_number: int) -> bool:
+        """Whether a device was told that there are no more batches."""
+        return self._lanes[lane_number].is_ended
+
+    def progress(self) -> tuple[int, Any] | None:
+        """Give how many batches all devices have taken, and the loader's state then; None past the end."""
+        with self._changed:
+            return None if self._is_done() else self._newest_state
+
+    def _is_done(self) -> bool:
+        # The last batch alone does not end an epoch: who resumes there is to come to its end, not to begin it anew.
+        done = all(lane.is_ended for lane in self._lanes)
+        return self._was_done if self._is_closed else done
+
+    @property
+    def final_state(self) -> Any:
+        """The loader's state at its end."""
+        return self._final_state
+
+    def close(self) -> None:
+        """End the threads and drop what is under way; more calls do nothing. Waits at most 5 s for the dataset."""
+        with self._changed:
+            self._was_done = self._is_done()
+            self._is_closed = True
+            self._waiting.clear()
+            self._group = []
+            for lane in self._lanes:
+                lane.items.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+        deadline = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class Resumed:
+    """Batches of a pass that goes on: it begins as the interrupted one did, and passes over what was taken then.
+
+    All of that happens when the first batch is asked for, in the thread that asks.
+
+    Args:
+        begin: begins the pass.
+        as_before: context in which the global generators are as they were when the interrupted pass began.
+        num_taken: batches that are read and dropped.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Iterator[Any]],
+        as_before: Callable[[], AbstractContextManager[None]],
+        num_taken: int,
+    ) -> None:
+        self._begin = begin
+        self._as_before = as_before
+        self._num_taken = num_taken
+        self.batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.batches is not None:
+            return next(self.batches)
+        with self._as_before():
+            self.batches = self._begin()
+            deque(itertools.islice(self.batches, self._num_taken), maxlen=0)
+            return next(self.batches)
+
+
+def _end_processes(batches: Iterator[Any] | None) -> None:
+    """End the processes of a `DataLoader` that has failed: its error's traceback would keep them."""
+    if isinstance(batches, Resumed):
+        batches = batches.batches
+    if isinstance(batches, _MultiProcessingDataLoaderIter) and not batches._persistent_workers:
+        batches._shutdown_workers()

@@ -1,0 +1,129 @@
+"""The processes of a `DataLoader` live and end with the process that trains, and only with it.
+
+A launcher ends a process together with all that it has started. Were these told to end too, the training process would
+lose its data before it can save what it has learnt; and were it killed, they would look for it only seconds later. So
+each leaves its parent's group, passes over SIGTERM, and asks the kernel to end it with its parent. A parent that ends
+one which does not answer does so with SIGKILL. `parallel_loader` begins its loaders so; while a `Checkpointer` listens
+for SIGTERM, each `DataLoader` of the process begins so (`keep_all`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
+
+from ltc_dist.processes.child import die_with_thread
+
+__all__ = ["begin", "keep_all"]
+
+_torch_iterator: Any = DataLoader._get_iterator
+_num_keepers = 0
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """What such a process does first; then the user's own `worker_init_fn`."""
+
+    then: Callable[[int], Any] | None
+    parent_pid: int
+    dies_with_thread: bool
+
+    def __call__(self, worker_id: int) -> None:
+        os.setpgid(0, 0)
+        # A handler, not SIG_IGN: programs that the dataset starts would inherit that. PyTorch's own ends the process.
+        signal.signal(signal.SIGTERM, _Passed(os.getpid()))
+        signal.siginterrupt(signal.SIGTERM, False)
+        if self.dies_with_thread and sys.platform == "linux":
+            die_with_thread()
+            if os.getppid() != self.parent_pid:
+                os._exit(1)
+        if self.then is not None:
+            self.then(worker_id)
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """Does nothing, in the process it was made for; processes forked from that one end."""
+
+    pid: int
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def begin(loader: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over `loader`; the processes that it starts for that are as described above."""
+    return _begun(loader, lambda: iter(loader)) if _has_workers(loader) else iter(loader)
+
+
+def keep_all() -> Callable[[], None]:
+    """Have every `DataLoader` of this process begin as with `begin`, until the returned function is called.
+
+    A loader that has begun before is not changed. Counted: the last of several such functions ends it.
+    """
+    global _num_keepers, _torch_iterator
+    if DataLoader._get_iterator is not _iterator_of:
+        _torch_iterator = DataLoader._get_iterator
+    _num_keepers += 1
+    DataLoader._get_iterator = _iterator_of  # type: ignore[assignment, method-assign]
+    return _keep_no_more
+
+
+def _keep_no_more() -> None:
+    global _num_keepers
+    _num_keepers -= 1
+    if not _num_keepers and DataLoader._get_iterator is _iterator_of:
+        DataLoader._get_iterator = _torch_iterator  # type: ignore[method-assign]
+
+
+def _iterator_of(loader: Any) -> Any:
+    if not _has_workers(loader) or isinstance(loader.worker_init_fn, _Begin):
+        return _torch_iterator(loader)
+    return _begun(loader, lambda: _torch_iterator(loader))
+
+
+def _has_workers(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.num_workers > 0
+
+
+def _begun(loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    # The kernel's signal comes when the thread ends that started them.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    user = loader.worker_init_fn
+    if isinstance(user, _Begin):  # another thread begins it
+        return begin()
+    loader.worker_init_fn = _Begin(user, os.getpid(), in_main_thread)
+    try:
+        batches = begin()
+    finally:
+        loader.worker_init_fn = user
+    for process in getattr(batches, "_workers", ()):
+        _end_by_force(process, batches)
+    return batches
+
+
+def _end_by_force(process: Any, batches: Iterator[Any]) -> None:
+    """Have `process.terminate()`, and the interpreter's exit, send SIGKILL."""
+    popen = process._popen
+    iterator = weakref.ref(batches)
+
+    def terminate() -> None:
+        alive = iterator()
+        if getattr(alive, "_worker_pids_set", False):  # else PyTorch takes its end for a failure
+            signal_handling._remove_worker_pids(id(alive))  # type: ignore[attr-defined]
+            alive._worker_pids_set = False  # type: ignore[union-attr]
+        popen.kill()
+
+    popen.terminate = terminate

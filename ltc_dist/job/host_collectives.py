@@ -1,0 +1,331 @@
+"""Between the processes of a job, on the host: meeting by tag, and reducing Python values.
+
+A graph is cut only if it has collectives, which other processes may wait for: see `wait_for`. Messages go through the
+job's store: the one its launcher serves, or rank 0 at MASTER_ADDR. A process that waits in vain says for whom, as soon
+as that one has ended or the time is up. Comes from `ranks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+
+import ltc_core as ltc
+from ltc_core.errors import LtcError, RankEndedError, RankError, RankTimeoutError, listed
+from ltc_core.runtime.collective_tokens import hand_over
+from ltc_core.runtime.devices import contexts, exit_patience_s, give_up
+from ltc_core.serialization.weights_only import load_weights_only
+from ltc_core.settings import settings
+from ltc_dist.job.ranks import ranks
+
+__all__ = [
+    "LOOK_S",
+    "abandon",
+    "before_leaving",
+    "connected",
+    "do_on_ordinals",
+    "ended",
+    "job_store",
+    "leave",
+    "look_for",
+    "mesh_reduce",
+    "rendezvous",
+    "wait_for",
+    "wait_looking",
+]
+
+LOOK_S = 1.0  # between two looks at whether those waited for have ended
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-4, 0.1  # between two questions to the store
+
+c10d: Any = torch.distributed  # its stubs lack what is used here
+
+_lock = threading.Lock()
+_store: Any = None
+_has_left = 0  # the process that has: a forked child is another one
+_meetings: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+_last_calls: list[Callable[[], None]] = []
+
+
+def job_store() -> Any:
+    """Give the store of this job, connected on first use.
+
+    Raises:
+        RankError: it cannot be reached.
+    """
+    global _store
+    with _lock:
+        if _store is None:
+            _store = connected()
+        return _store
+
+
+def connected() -> Any:
+    """Connect to the store of this job once more.
+
+    Raises:
+        RankError: it cannot be reached.
+    """
+    here = ranks()
+    timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
+    try:
+        found, _, _ = next(c10d.rendezvous("env://", here.rank, here.world_size, timeout=timeout))
+    except (RuntimeError, ValueError) as error:  # c10d's own errors, and variables that are missing
+        raise RankError(
+            "the store of the job cannot be reached",
+            got=str(error).splitlines()[0],
+            next="start the script with ltc-launch or torchrun; on several hosts MASTER_ADDR must be reachable",
+        ) from error
+    # A launcher may keep its store when it starts the processes again: what the attempt before has left is not read.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_one_host = here.world_size == here.local_world_size
+    return c10d.PrefixStore(f"ltc/{attempt}" if is_one_host else "ltc", found)
+
+
+def before_leaving(call: Callable[[], None]) -> None:
+    """Have `call` called at the end of this process, while the others can still be reached."""
+    _last_calls.append(call)
+
+
+def abandon() -> None:
+    """Let this process end at once: the job is over, and nobody waits for it."""
+    global _has_left
+    _has_left = os.getpid()
+    give_up()
+
+
+def leave() -> None:
+    """Tell the other processes that this one is at its end, once what it has recorded has run."""
+    global _store, _has_left
+    here = ranks()
+    if _has_left == os.getpid() or here.threads:
+        return
+    _has_left = os.getpid()
+    for call in _last_calls:
+        call()
+    if here.world_size == 1:
+        return
+    if not hasattr(
+        sys, "last_value"
+    ):  # after an exception that nobody caught the others need not wait for this one
+        try:
+            hand_over()
+        except LtcError as error:  # at the end there is nobody to raise it to; the others are told of the end below
+            print(f"ltc: {error}", file=sys.stderr, flush=True)
+    for ctx in contexts():
+        ctx.worker.drain(exit_patience_s())
+    # A launcher's store is there to the end. One that rank 0 serves may be gone, or never have been.
+    if _store is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        with contextlib.suppress(RuntimeError):
+            job_store().set(f"ended/{here.rank}", b"")
+    _store = None
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> list[bytes]:
+    """Wait until every process has come to `tag` as often as this one, and exchange payloads.
+
+    Processes may come from different lines of a program: only the tag counts. A call that raises does not count.
+
+    Args:
+        replicas: the ranks that meet; all by default.
+
+    Returns:
+        The payloads, in the order of `replicas` (of ranks by default).
+
+    Raises:
+        TypeError: the payload is not bytes.
+        RankError: somebody has ended and will not come, or has not come in time.
+
+    Cost: hands over recorded collectives; nothing else is synced.
+
+    Source: `torch_xla.core.xla_model.rendezvous`, as it was when tags counted.
+    """
+    if not isinstance(payload, bytes):
+        raise TypeError(f"`payload` must be bytes, not {type(payload)}")
+    here = ranks()
+    members = tuple(replicas) or tuple(range(here.world_size))
+    if here.rank not in members or not set(members) <= set(range(here.world_size)):
+        raise RankError(
+            f"rank {here.rank} cannot come to rendezvous {tag!r}",
+            got=f"replicas {listed(members)} of {here.world_size} processes",
+            next="name this rank and others of the job",
+        )
+    if len(members) == 1:
+        return [payload]
+    with _lock:
+        _meetings[tag, members] += 1
+        number = _meetings[tag, members]
+    store = job_store()
+    place = f"meet/{tag}/{','.join(map(str, members))}"
+    store.set(f"{place}/{number}/{here.rank}", payload)
+    keys = [f"{place}/{number}/{rank}" for rank in members]
+    try:
+        wait_for(keys, members, f"rendezvous {tag!r}")
+    except BaseException:
+        with _lock:
+            if _meetings[tag, members] == number:
+                _meetings[tag, members] -= 1
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            store.delete_key(f"{place}/{number}/{here.rank}")
+        raise
+    payloads = [bytes(store.get(key)) for key in keys]
+    # All have come here this time, so all have read what was brought last time.
+    store.delete_key(f"{place}/{number - 1}/{here.rank}")
+    return payloads
+
+
+def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
+    """Wait until the keys are in the job's store, each set by one of the processes `of`.
+
+    A process that waits for others must run what they may wait for: collectives that were recorded and not cut are
+    handed over first. All that waits for other processes in a thread that records goes through here, or calls
+    `hand_over` itself.
+
+    Raises:
+        RankError: one of them has ended without it.
+        RankTimeoutError: the time is up.
+
+    Cost: cuts graphs with collectives; nothing else is synced.
+    """
+    hand_over()
+    wait_looking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up))
+
+
+def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up: bool) -> None:
+    """Raise if somebody who has not come will not, or the time is up."""
+    gone = ended(of)
+    missing = [r for r, key in zip(of, keys, strict=True) if not job_store().check([key])]
+    came = f"{len(of) - len(missing)} of {len(of)} have come; missing: ranks {listed(missing)}"
+    never = [r for r in gone if r in missing]
+    if never:
+        raise RankEndedError(
+            f"rank {never[0]} has ended and will not come to {what}",
+            got=came,
+            next="let every process come to it as often as the others",
+        )
+    if missing and time_is_up:
+        raise RankTimeoutError(
+            f"{what} was not complete after {settings.collective_timeout_s:g} s",
+            got=came,
+            next="let every process come to it; LTC_COLLECTIVE_TIMEOUT_S sets how long one waits",
+        )
+
+
+def wait_looking(keys: Sequence[str], look: Callable[[bool], None], store: Any = None) -> None:
+    """Wait until the keys are in the job's store.
+
+    Args:
+        look: called once a second meanwhile, with whether the time is up; it raises to end the waiting.
+        store: a connection of the caller's own.
+    """
+    # Not `store.wait`: PyTorch's log has a warning for each wait whose time is up.
+    store = job_store() if store is None else store
+    start = looked = time.monotonic()
+    while not store.check(list(keys)):
+        now = time.monotonic()
+        time_is_up = now - start >= settings.collective_timeout_s
+        if time_is_up or now - looked >= LOOK_S:
+            look(time_is_up)
+            looked = now
+        time.sleep(min(max(_FIRST_PAUSE_S, (now - start) / 20), _LAST_PAUSE_S))
+
+
+def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
+    """Wait until the keys are in the job's store, each set by one of the processes `of`; give what they hold.
+
+    For threads in the background: unlike `wait_for` it hands nothing over.
+
+    Raises:
+        RankError: one of them has ended without it.
+        RankTimeoutError: the time is up.
+    """
+    store = job_store()
+    wait_looking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up), store)
+    return [bytes(store.get(key)) for key in keys]
+
+
+def ended(of: Iterable[int], store: Any = None) -> list[int]:
+    """Those of the processes that have come to their end."""
+    store = job_store() if store is None else store
+    return [rank for rank in of if store.check([f"ended/{rank}"])]
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """Collect `data` from every process, in the order of ranks, and reduce it, in every process.
+
+    Args:
+        data: numbers, texts, tensors, numpy arrays, and lists, tuples and dicts of them. Tensors arrive on the CPU.
+        reduce_fn: is given the list; `sum`, `max`, `torch.cat`, `numpy.mean`.
+
+    Raises:
+        RankError: somebody does not come; or `data` holds something else.
+
+    Cost: waits for everybody, and for tensors of a device.
+
+    Source: `torch_xla.core.xla_model.mesh_reduce`.
+    """
+    payloads = rendezvous(f"mesh_reduce/{tag}", _encode(ltc.to_cpu(data)))
+    return reduce_fn([_decode(payload) for payload in payloads])
+
+
+def _encode(data: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(data, buffer)
+    payload = buffer.getvalue()
+    _decode(payload)  # told by the process that has it, not by all others
+    return payload
+
+
+def _decode(payload: bytes) -> Any:
+    """Read data of another process: only what is data, never code."""
+    try:
+        with torch.serialization.safe_globals(_numpy_types()):
+            return load_weights_only(io.BytesIO(payload), "the data of another process")
+    except Exception as error:
+        raise RankError(
+            "this cannot be sent to other processes",
+            got=str(error).splitlines()[0],
+            next="send numbers, texts, tensors, numpy arrays, or lists, tuples and dicts of them",
+        ) from error
+
+
+def _numpy_types() -> list[Any]:
+    try:
+        import numpy
+    except ImportError:
+        return []
+    core = getattr(numpy, "_core", None) or numpy.core
+    dtypes = {type(numpy.dtype(kind)) for kind in numpy.typecodes["All"]}
+    return [
+        core.multiarray._reconstruct,
+        core.multiarray.scalar,
+        numpy.ndarray,
+        numpy.dtype,
+        *dtypes,
+    ]
+
+
+def do_on_ordinals(
+    target: Callable[..., Any], data: Sequence[Any] = (), ordinals: int | Iterable[int] = (0,)
+) -> Any:
+    """Call `target(*data)` in some processes; all wait until it is done there.
+
+    Returns:
+        What `target` returned; None in the others.
+
+    Source: `torch_xla.core.xla_model.do_on_ordinals`.
+    """
+    chosen = (ordinals,) if isinstance(ordinals, int) else tuple(ordinals)
+    result = target(*data) if ranks().rank in chosen else None
+    rendezvous("do_on_ordinals")
+    return result

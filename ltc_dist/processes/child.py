@@ -1,0 +1,86 @@
+"""What a process of a job does first: it will not outlive its parent, and it can say where it hangs.
+
+`begin` is called before anything of the user's runs. `variables` are what a process finds in its environment. Used by
+`multiprocessing` and by the launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+from ltc_dist.job.ranks import Ranks
+from ltc_dist.job.store import LOOPBACK
+
+__all__ = ["begin", "die_with_thread", "num_threads", "variables"]
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+
+
+def num_threads(local_world_size: int) -> int:
+    """Give the threads of one process: the cores this one may use, divided among the processes of the host."""
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    else:
+        num_cores = os.cpu_count() or 1
+    return max(1, num_cores // local_world_size)
+
+
+def variables(
+    of: Ranks, master_addr: str, master_port: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Give the variables of a process: PyTorch's contract, and what belongs to one host.
+
+    A number of threads that the user has set stays.
+    """
+    found = {
+        "RANK": str(of.rank),
+        "WORLD_SIZE": str(of.world_size),
+        "LOCAL_RANK": str(of.local_rank),
+        "LOCAL_WORLD_SIZE": str(of.local_world_size),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+    }
+    if "OMP_NUM_THREADS" not in environ:
+        found["OMP_NUM_THREADS"] = str(num_threads(of.local_world_size))
+    if master_addr == LOOPBACK:
+        found["GLOO_SOCKET_IFNAME"] = "lo"
+    return found
+
+
+def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
+    """Tie this process to its parent, and let SIGUSR1 show the stacks of all its threads on stderr.
+
+    Args:
+        parent_pid: of the process that started this one. If it is gone already, this one ends.
+        dies_with_thread: whether the thread that started this process lives as long as its process. The kernel's
+            death signal follows the thread; without it the parent is looked at twice a second.
+    """
+    if dies_with_thread and sys.platform == "linux":
+        die_with_thread()
+    else:
+        threading.Thread(
+            target=_end_with, args=(parent_pid,), name="ltc-parent-watch", daemon=True
+        ).start()
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def die_with_thread() -> None:
+    """Have the kernel kill this process when the thread ends that started it. On Linux."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_with(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,28 @@
+"""What `import ltc_dist` does to the process besides what `import ltc_core` does, in order, each call with its reason.
+
+One effect comes earlier: `expected_name` names the device as old scripts expect, before ltc_core registers it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+
+from ltc_core import source
+from ltc_core.settings import settings
+from ltc_dist.checkpoint import checkpointer, lock
+from ltc_dist.job import host_collectives
+
+__all__ = ["set_up"]
+
+
+def set_up() -> None:
+    """Register what runs at a fork and at the end of the process; serve old scripts if LTC_COMPAT asks for it."""
+    source.skip_frames_of(os.path.dirname(__file__))  # a user's line is never one of this package
+    os.register_at_fork(after_in_child=lock.after_fork_in_child)
+    # Runs before the handlers of ltc_core, which were registered earlier: the last collectives need the devices.
+    atexit.register(host_collectives.leave)
+    host_collectives.before_leaving(checkpointer.close_all)
+    if settings.compat:
+        importlib.import_module("ltc_dist.compat")

@@ -1,0 +1,1 @@
+"""What a training loop in a job calls: the step, batch normalisation, ZeRO, DataParallel, rates."""

@@ -1,0 +1,90 @@
+"""The end of a training step in a job: gradients become their mean over the processes, then the optimizer steps.
+
+All of it is recorded: backward, reduction and update are one graph. Comes from `collectives`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+import ltc_core as ltc
+from ltc_dist.collectives.ops import all_reduce
+from ltc_dist.collectives.process_group import Groups, group_of
+
+__all__ = ["clip_grad_norm_", "optimizer_step", "reduce_gradients"]
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: Mapping[str, Any] | None = None,
+    groups: Groups = None,
+    pin_layout: bool = True,
+) -> Any:
+    """Make every gradient its mean over the processes, and step.
+
+    Args:
+        barrier: end the step here (`mark_step`). Under a loader of ours the next batch does.
+        optimizer_args: arguments for `optimizer.step`.
+        groups: lists of ranks; the mean is that of this process's group.
+
+    Returns:
+        What `optimizer.step` returned.
+
+    Cost: recorded. With one process, that of `optimizer.step()`.
+
+    Source: `torch_xla.core.xla_model.optimizer_step`, which divides by all processes even with `groups`.
+    """
+    reduce_gradients(optimizer, groups)
+    result = optimizer.step(**(optimizer_args or {}))
+    if barrier:
+        ltc.mark_step()
+    return result
+
+
+def reduce_gradients(
+    optimizer: torch.optim.Optimizer, groups: Groups = None, pin_layout: bool = True
+) -> None:
+    """Make every gradient of the optimizer's parameters its mean over the processes, in place.
+
+    Doing it twice changes nothing more. Parameters without a gradient are left out; they must be the same ones in all
+    processes.
+
+    Raises:
+        CollectiveError: when the graph runs, for processes whose gradients differ in number or size.
+    """
+    group = group_of(groups)
+    if len(group.members) == 1:
+        return
+    params = [p for row in optimizer.param_groups for p in row["params"]]
+    present = [k for k, p in enumerate(params) if p.grad is not None]
+    label = f"the gradients of parameters {_ranges(present)} of {len(params)}"
+    gradients = [params[k].grad for k in present]
+    all_reduce("sum", gradients, 1 / len(group.members), groups, label=label)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """'0-3, 5' for 0, 1, 2, 3, 5."""
+    runs = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [n for _, n in run]
+        runs.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else str(found[0]))
+    return ", ".join(runs) or "(none)"
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale gradients down so that their norm together is at most `max_norm`; give the norm before.
+
+    Call it between `reduce_gradients` and the optimizer's own step.
+
+    Cost: recorded; nothing is waited for, whatever the norm is.
+
+    Source: `torch.nn.utils.clip_grad_norm_`.
+    """
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=False)
