@@ -12,8 +12,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 XLA_STAMP := $(XLA_VENV)/.setup-done
 # What runs on torch_xla: its own tests, the lazy device's parity with eager, and the digits, on one device and on two.
-XLA_TESTS := tests/xla tests/core/test_parity.py tests/core/test_draws.py tests/core/test_xla_runtime.py \
-    tests/examples/test_mnist_threads.py
+XLA_TESTS := tests/xla tests/core/programs/test_parity.py tests/core/compile/test_random_draws.py \
+    tests/core/executors/xla/test_library.py tests/examples/test_mnist_threads.py
 PYTHON ?=
 ARGS ?=
 JOBS ?= 2
@@ -77,7 +77,7 @@ test-programs: $(STAMP)
 	$(BIN)/python -m tests.nets.run_programs $(ARGS)
 
 test-opinfo: $(STAMP)
-	$(BIN)/python -m pytest tests/core/test_opinfo.py
+	$(BIN)/python -m pytest tests/core/ops/test_opinfo.py
 	$(BIN)/python -m tests.nets.run_opinfo --tier lowered $(ARGS)
 	$(BIN)/python -m tests.nets.run_opinfo --tier compiled $(ARGS)
 

@@ -45,15 +45,28 @@ KINDS = {
             "UBSAN_OPTIONS": "print_stacktrace=1:log_path={log}",
         },
         (
-            "test_recorder.py", "test_follow.py", "test_views.py", "test_views_autograd.py", "test_autograd.py",
-            "test_devices_many.py", "test_two_devices.py", "test_device.py", "test_allocator.py", "test_launcher.py",
+            "record/test_recorder.py",
+            "record/test_fast_path.py",
+            "record/test_view_recorder.py",
+            "programs/test_views_autograd.py",
+            "programs/test_autograd.py",
+            "runtime/test_devices_many.py",
+            "runtime/test_two_devices.py",
+            "device/test_module.py",
+            "executors/test_host_memory.py",
+            "executors/inductor/test_launcher.py",
         ),
     ),
     "thread": Kind(
         ("-fsanitize=thread", "-fno-omit-frame-pointer", "-g1"),
         ("libtsan.so",),
         {"TSAN_OPTIONS": "exitcode=0:report_signal_unsafe=0:log_path={log}"},
-        ("test_launcher.py", "test_allocator.py", "test_follow.py", "test_two_devices.py"),
+        (
+            "executors/inductor/test_launcher.py",
+            "executors/test_host_memory.py",
+            "record/test_fast_path.py",
+            "runtime/test_two_devices.py",
+        ),
     ),
 }  # fmt: skip
 PARTS = re.compile(r"/_?ltc_(device|follow|launch|memory)|ltc_core/(\w+/)*csrc/")

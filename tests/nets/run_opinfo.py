@@ -2,8 +2,8 @@
 
 Each operator, with its first samples in float32 (`--dtype`: another) and its gradients, beside eager. In the tier
 `compiled` many operators are one graph, which is one compile; each batch has a child process, and one that dies is
-halved until the operator is found. Op by op is tests/core/test_opinfo.py, with all samples. What is left out stands in
-`SKIPPED_IN`, with its reason; a row that is not needed any more is an error.
+halved until the operator is found. Op by op is tests/core/ops/test_opinfo.py, with all samples. What is left out
+stands in `SKIPPED_IN`, with its reason; a row that is not needed any more is an error.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ltc_core as ltc
 from ltc_core import metrics
-from tests.core.test_opinfo import OPS, SKIPPED, on, to_cpu
+from tests.core.ops.test_opinfo import OPS, SKIPPED, on, to_cpu
 from tests.nets.tiers import tier
 from tests.seed import rotating, seed
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.test_opinfo import OPS
+from tests.core.ops.test_opinfo import OPS
 from tests.nets.run_opinfo import SKIPPED_IN
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import ltc_core as ltc
-from tests.core.test_opinfo import OPS, SKIPPED, on, to_cpu
+from tests.core.ops.test_opinfo import OPS, SKIPPED, on, to_cpu
 from tests.seed import rotating
 
 DTYPES = (

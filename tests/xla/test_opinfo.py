@@ -1,7 +1,7 @@
 """PyTorch's own database of operators on torch_xla's PJRT, here its CPU client, beside eager: values and gradients.
 
 Every operator in float32 forward and backward, and in int64 forward with fewer samples; each sample is a compile of
-XLA. Ops that torch_xla does not lower run on the host and are checked as well. `tests/core/test_opinfo.py` has the
+XLA. Ops that torch_xla does not lower run on the host and are checked as well. `tests/core/ops/test_opinfo.py` has the
 samples and what is skipped on every executor.
 """
 

@@ -1,0 +1,200 @@
+"""torch.save, torch.load, pickle and shared memory: lazy tensors come back where they were.
+
+With `map_location` they come back elsewhere; `weights_only`, the default, needs no permission. A
+tensor and a view of it are refused, as the torch_xla guide says.
+"""
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch as st
+import torch
+from torch import nn
+
+import ltc_core as ltc
+from ltc_core.settings import settings
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return ltc.lazy_device()
+
+
+def there_and_back(data: Any, **load: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(data, file)
+    file.seek(0)
+    return torch.load(file, **load)
+
+
+def test_save_and_load_come_back_to_the_device(device: torch.device) -> None:
+    data = {
+        "x": torch.arange(4.0, device=device),
+        "ints": [torch.tensor([1, 2], device=device), 5],
+        "part": torch.arange(6, device=device).view(2, 3)[:, 1],
+        "empty": torch.zeros(0, 2, device=device),
+        "half": torch.ones(2, dtype=torch.bfloat16, device=device),
+        "cpu": torch.ones(1),
+    }
+    loaded = there_and_back(data)
+    assert loaded["x"].device == loaded["ints"][0].device == device and loaded["cpu"].is_cpu
+    for name in ("x", "part", "empty", "half"):
+        assert ltc.is_lazy_tensor(loaded[name]) and loaded[name].equal(data[name]), name
+        assert loaded[name].dtype == data[name].dtype
+    assert loaded["ints"][0].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("where", ["cpu", "device", "table", "lazy name"])
+def test_map_location(where: str, weights_only: bool, device: torch.device) -> None:
+    t = torch.arange(3.0, device=device)
+    map_location: Any = {
+        "cpu": "cpu",
+        "device": torch.device("cpu"),
+        "table": {str(device): "cpu"},
+        "lazy name": device.type,
+    }[where]
+    loaded = there_and_back(t, map_location=map_location, weights_only=weights_only)
+    expected = device if where == "lazy name" else torch.device("cpu")
+    assert loaded.device == expected and loaded.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_function_as_map_location_is_refused_by_torch(device: torch.device) -> None:
+    """As for all devices whose tensors have no storage; of a CPU file it may be one."""
+    with pytest.raises(RuntimeError, match="Callable map_location not supported"):
+        there_and_back(torch.ones(1, device=device), map_location=lambda storage, where: storage)
+    loaded = there_and_back(torch.ones(1), map_location=lambda storage, where: storage)
+    assert loaded.is_cpu
+
+
+def test_tensors_of_one_storage_share_it_on_the_device(device: torch.device) -> None:
+    whole = torch.zeros(2, 3)
+    loaded = there_and_back({"whole": whole, "row": whole[1]}, map_location=device)
+    loaded["row"] += 1
+    assert loaded["whole"].tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+def test_a_file_of_the_cpu_is_loaded_to_the_device(device: torch.device) -> None:
+    loaded = there_and_back({"w": torch.arange(3.0)}, map_location=device)
+    assert loaded["w"].device == device and loaded["w"].tolist() == [0.0, 1.0, 2.0]
+    loaded["w"] += 1
+    assert loaded["w"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_parameters_and_modules(device: torch.device) -> None:
+    parameter = nn.Parameter(torch.ones(2, device=device), requires_grad=False)
+    loaded = there_and_back(parameter)
+    assert isinstance(loaded, nn.Parameter) and loaded.device == device
+    assert not loaded.requires_grad
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(device)
+    again = there_and_back(model, weights_only=False)
+    x = torch.ones(4, 3, device=device)
+    assert again(x).equal(model(x)) and again[0].weight.requires_grad
+    state = there_and_back(model.state_dict())
+    assert list(state) == list(model.state_dict())
+    assert all(v.device == device for v in state.values())
+
+
+def test_requires_grad_and_the_lack_of_a_graph(device: torch.device) -> None:
+    leaf = torch.ones(2, device=device, requires_grad=True)
+    assert there_and_back(leaf).requires_grad
+    inner = there_and_back(leaf * 2)
+    assert inner.tolist() == [2.0, 2.0] and inner.grad_fn is None
+
+
+def test_one_tensor_twice_comes_back_as_one(device: torch.device) -> None:
+    t = torch.zeros(2, device=device)
+    first, second = there_and_back((t, t))
+    assert first is second
+
+
+def test_a_tensor_and_its_view_are_refused(device: torch.device) -> None:
+    t = torch.randn(2, 2, device=device)
+    t_view = t[0:2]
+    with pytest.raises(RuntimeError, match="Tensor ID 2 is sharing a view with tensor ID 1") as e:
+        torch.save((t, t_view), io.BytesIO())
+    assert "test_saving_tensors.py" in str(e.value) and "Next:" in str(e.value)
+    with pytest.raises(RuntimeError, match="Tensor ID 3 is sharing a view with tensor ID 1"):
+        torch.save([t[0], torch.ones(1, device=device), t[1]], io.BytesIO())
+    with pytest.raises(RuntimeError, match="Tensor ID 2 is sharing a view with tensor ID 1"):
+        ltc.check_view_sharing({"a": t, "b": [t_view]})
+    ltc.check_view_sharing((t, t))
+    torch.save((t.cpu(), t_view.cpu()), io.BytesIO())
+    torch.save(t, io.BytesIO()), torch.save(t_view, io.BytesIO())  # each alone is fine
+
+
+def test_a_tied_model_can_be_saved(device: torch.device) -> None:
+    """Tied weights are one parameter, not a view of one."""
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)).to(device)
+    model[1].weight = model[0].weight
+    loaded = there_and_back(model, weights_only=False)
+    assert loaded[0].weight is loaded[1].weight
+    state = there_and_back(model.state_dict())
+    assert state["0.weight"].equal(state["1.weight"])
+
+
+def test_safetensors(device: torch.device, tmp_path: Path) -> None:
+    """It tells tensors that share memory by the address of their storage."""
+    w = torch.arange(6.0, device=device).view(2, 3)
+    st.save_file({"w": w, "b": w[0] + 1, "half": w.half()}, tmp_path / "w.safetensors")
+    loaded = st.load_file(tmp_path / "w.safetensors")
+    assert loaded["w"].equal(w.cpu()) and loaded["b"].tolist() == [1.0, 2.0, 3.0]
+    assert loaded["half"].dtype == torch.float16
+    with pytest.raises(RuntimeError, match="share memory"):
+        st.save_file({"w": w, "same": w.detach()}, tmp_path / "shared.safetensors")
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)).to(device)
+    model[1].weight = model[0].weight
+    st.save_model(model, str(tmp_path / "tied.safetensors"))
+    again = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)).to(device)
+    again[1].weight = again[0].weight
+    st.load_model(again, str(tmp_path / "tied.safetensors"))
+    assert again[1].weight.equal(model[0].weight)
+
+
+def test_pickle(device: torch.device) -> None:
+    t = torch.arange(6.0, device=device).view(2, 3).t()
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        loaded = pickle.loads(pickle.dumps(t, protocol))
+        assert loaded.equal(t) and loaded.device == device
+    generator_state = pickle.loads(pickle.dumps(ltc.get_rng_state()))
+    assert generator_state.equal(ltc.get_rng_state())
+
+
+def test_to_share_memory_or_a_queue_a_cpu_copy_is_needed(device: torch.device) -> None:
+    t = torch.ones(2, device=device)
+    assert t.cpu().share_memory_().is_shared()
+
+
+def test_a_file_is_readable_where_the_device_is_unknown(
+    device: torch.device, tmp_path: Path
+) -> None:
+    """With map_location="cpu" no ltc_core is needed; without it torch says what is missing."""
+    torch.save({"w": torch.arange(3.0, device=device)}, tmp_path / "w.pt")
+    code = """
+import sys, torch
+w = torch.load(sys.argv[1], map_location="cpu")["w"]
+assert w.is_cpu and w.tolist() == [0.0, 1.0, 2.0]
+assert "ltc_core" not in sys.modules
+try:
+    torch.load(sys.argv[1])
+except RuntimeError as error:
+    print("refused:", error)
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "w.pt")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if not k.startswith("LTC_")},
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.startswith("refused:") and settings.device_name in child.stdout
