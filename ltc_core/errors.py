@@ -6,6 +6,7 @@
     |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
     |- ExecutionError (RuntimeError)            an op failed while the graph ran
+    |- GraphError (AssertionError)              a graph is not well formed: a fault of ltc
     |- CheckpointError (RuntimeError)
     |  |- CheckpointFormatError (ValueError)    the file is damaged or not one of ours
     |  `- CheckpointIOError (OSError)           the file cannot be read or written
@@ -96,6 +97,10 @@ class UnsupportedOpError(LtcError, NotImplementedError):
 
 class ExecutionError(LtcError, RuntimeError):
     """An op failed while its graph ran in the background."""
+
+
+class GraphError(LtcError, AssertionError):
+    """A graph is not well formed; only a fault of ltc makes one."""
 
 
 class CheckpointError(LtcError, RuntimeError):

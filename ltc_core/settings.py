@@ -243,6 +243,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Append these reports to this file, in a job to .RANK each, and not to stderr."),
     Setting("debug_frames", "LTC_DEBUG_FRAMES", ("PT_XLA_DEBUG_MAX_FRAME",), int, 8,
             "Frames of yours that a report shows at most.", at_least=0),
+    Setting("check_graphs", "LTC_CHECK_GRAPHS", (), bool, False,
+            "Check that each graph is well formed before it is compiled; LTC_DEBUG does so, too."),
     Setting("emit_steplog", "LTC_EMIT_STEPLOG", ("XLA_EMIT_STEPLOG",), bool, False,
             "Write the hash of each graph that is run to stderr."),
     Setting("explain", "LTC_EXPLAIN", (), bool, False,
@@ -322,6 +324,7 @@ class Settings:
     debug: int
     debug_file: str | None
     debug_frames: int
+    check_graphs: bool
     emit_steplog: bool
     explain: bool
     sync_wait: bool

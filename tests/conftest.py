@@ -27,6 +27,7 @@ import pytest
 
 # A compile takes ten seconds of both cores: only tests of compiled programs ask for it.
 os.environ.setdefault("LTC_COMPILE", "off")
+os.environ.setdefault("LTC_CHECK_GRAPHS", "1")
 
 if os.environ.get("LTC_DEVICE") == "xla":
     # Traced ops import it; what it makes in TMPDIR goes at exit.

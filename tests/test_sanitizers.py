@@ -33,7 +33,7 @@ BARE = "import sys; sys.path.insert(0, '.'); from tests.core import bare_package
 
 ALLOCATIONS = """
 import threading, torch
-from ltc_core.executors.allocator import figures, give_back, keep_memory
+from ltc_core.executors.host_memory import figures, give_back, keep_memory
 
 def work(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -71,7 +71,7 @@ def test_a_fault_is_reported_and_the_allocator_has_none(tmp_path: Path) -> None:
     source.write_text(BAD)
     load = f"""
 from pathlib import Path
-from ltc_core.extension import Extension
+from ltc_core.native_extension import Extension
 bad = Extension("_ltc_memory_bad", Path({str(source)!r}))
 assert bad.load() is not None, bad.unavailable_reason
 bad.loaded.read_beyond()

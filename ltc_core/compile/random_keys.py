@@ -15,6 +15,7 @@ import torch
 
 from ltc_core.compile import threefry
 from ltc_core.compile.random_draws import DRAWS
+from ltc_core.graph.arguments import map_leaves
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, Write
 
 __all__ = ["NEXT_KEY", "is_draw", "of_host", "with_keys"]
@@ -87,17 +88,13 @@ def of_host(graph: Graph) -> frozenset[int]:
 def _renumbered(node: Node, now: dict[int, int]) -> Node:
     if not now:
         return node
+
+    def now_read(item: Any) -> Any:
+        return Ref(now.get(item, item)) if type(item) is Ref else item
+
     return replace(
         node,
-        args=tuple(_item(a, now) for a in node.args),
-        kwargs={k: _item(a, now) for k, a in node.kwargs.items()},
+        args=map_leaves(now_read, node.args),
+        kwargs={k: map_leaves(now_read, a) for k, a in node.kwargs.items()},
         writes=tuple(now.get(w, w) for w in node.writes),
     )
-
-
-def _item(item: Any, now: dict[int, int]) -> Any:
-    if type(item) is Ref:
-        return Ref(now.get(item, item))
-    if type(item) in (list, tuple):
-        return type(item)(_item(i, now) for i in item)
-    return item

@@ -15,6 +15,7 @@ import torch
 
 from ltc_core.compile.scalar_inputs import WHOLE_RULES, base_name, kinds, rule_for
 from ltc_core.compile.subgraph import Part
+from ltc_core.graph.arguments import leaves, map_leaves, place_results
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import apply_lens, real_view
 
@@ -174,36 +175,27 @@ class Replay:
         if node.follows_default:
             assert node.outs[0] is not None
             result = result.to(node.outs[0].dtype)
-        self._place(node.result, result, node.first)
+        place_results(node.result, result, self._values, node.first)
         for k, written in enumerate(wholes):
             self._values[node.first_write + k] = written
 
     # -- arguments and results -----------------------------------------------------------------
 
     def _fill(self, items: Sequence[Any], wholes: Sequence[Tensor]) -> list[Any]:
-        return [self._item(item, wholes) for item in items]
+        def filled(item: Any) -> Any:
+            kind = type(item)
+            if kind is Ref:
+                return self._values[item]
+            if kind is Scalar:
+                return self._numbers[item]
+            if kind is Write:
+                return apply_lens(wholes[item.base], item.lens)
+            return item
+
+        return [map_leaves(filled, item) for item in items]
 
     def _fill_named(self, items: dict[str, Any], wholes: Sequence[Tensor]) -> dict[str, Any]:
-        return {name: self._item(item, wholes) for name, item in items.items()}
-
-    def _item(self, item: Any, wholes: Sequence[Tensor]) -> Any:
-        kind = type(item)
-        if kind is Ref:
-            return self._values[item]
-        if kind is Scalar:
-            return self._numbers[item]
-        if kind is Write:
-            return apply_lens(wholes[item.base], item.lens)
-        if kind in (list, tuple):
-            return self._fill(item, wholes)
-        return item
-
-    def _place(self, spec: Any, result: Any, first: int) -> None:
-        if type(spec) is int:
-            self._values[first + spec] = result
-        elif type(spec) in (list, tuple):
-            for s, r in zip(spec, result, strict=True):
-                self._place(s, r, first)
+        return dict(zip(items, self._fill([*items.values()], wholes), strict=True))
 
 
 def _unpack(types: Sequence[type], vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -214,22 +206,12 @@ def _unpack(types: Sequence[type], vectors: Sequence[Tensor]) -> list[Tensor]:
 
 def _numbers_in(node: Node) -> bool:
     """Tell whether a node is given numbers that are inputs."""
-    stack: list[Any] = [*node.args, *node.kwargs.values()]
-    while stack:
-        item = stack.pop()
-        if type(item) is Scalar:
-            return True
-        if type(item) in (list, tuple):
-            stack.extend(item)
-    return False
+    return any(type(item) is Scalar for item in leaves(node.args, *node.kwargs.values()))
 
 
 def _writes_of(node: Node) -> list[Write]:
     """Give the operands that a node writes, in order."""
-    found: list[Write] = []
-    for item in (*node.args, *node.kwargs.values()):
-        found += [w for w in (item if type(item) in (list, tuple) else (item,)) if type(w) is Write]
-    return found
+    return [w for w in leaves(node.args, *node.kwargs.values()) if type(w) is Write]
 
 
 def _writes_unmarked(node: Node) -> bool:

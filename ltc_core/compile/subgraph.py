@@ -8,6 +8,7 @@ together (`stages`), and `parts_of` writes them down.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from ltc_core.compile.scalar_inputs import takes_number
 from ltc_core.compile.schedule import Kind, Stage
+from ltc_core.graph.arguments import map_leaves
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, references
 from ltc_core.graph.passes import prune
 
@@ -211,8 +213,9 @@ class _Canonical:
         first = len(self._values)
         for i in range(len(node.outs)):
             self._values[node.first + i] = first + i
-        args = tuple(self._item(a, node.op, compiled) for a in node.args)
-        kwargs = {k: self._item(a, node.op, compiled) for k, a in node.kwargs.items()}
+        item = functools.partial(self._item, op=node.op, compiled=compiled)
+        args = map_leaves(item, node.args)
+        kwargs = {k: map_leaves(item, a) for k, a in node.kwargs.items()}
         writes = tuple(self._values[w] for w in node.writes)
         return dataclasses.replace(node, args=args, kwargs=kwargs, first=first, writes=writes)
 
@@ -222,8 +225,6 @@ class _Canonical:
             return Ref(self._values[item])
         if kind is Scalar:
             return self._number(int(item), op, compiled)
-        if kind in (list, tuple):
-            return kind(self._item(i, op, compiled) for i in item)
         return item
 
     def _number(self, position: int, op: torch._ops.OpOverload, compiled: bool) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.graph.arguments import leaves, map_leaves
 from ltc_core.graph.ir import Graph, Node, TensorMeta
 from ltc_core.settings import settings
 
@@ -128,13 +129,12 @@ class _Wide:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_narrow(self, item: Any) -> bool:
-        if isinstance(item, list | tuple):
-            return any(self.is_narrow(i) for i in item)
-        return isinstance(item, torch.Tensor) and item.dtype is torch.bfloat16
+        return any(isinstance(i, torch.Tensor) and i.dtype is torch.bfloat16 for i in leaves(item))
 
     def widen(self, item: Any) -> Any:
-        if isinstance(item, list | tuple):
-            return [self.widen(i) for i in item]
+        return map_leaves(self._widened, item)
+
+    def _widened(self, item: Any) -> Any:
         if item is torch.bfloat16:
             return torch.float32
         if not self.is_narrow(item):
@@ -150,12 +150,9 @@ class _Wide:
         for narrow, wide in self._copies:
             if wide.dtype is torch.float32 and wide._version:
                 narrow.copy_(wide)
-        return self._narrowed(result)
+        return map_leaves(self._narrowed, result)
 
     def _narrowed(self, item: Any) -> Any:
-        if isinstance(item, list | tuple):
-            items = [self._narrowed(i) for i in item]
-            return items if isinstance(item, list) else tuple(items)
         if isinstance(item, torch.Tensor):
             for narrow, wide in self._copies:
                 if wide is item:

@@ -14,6 +14,7 @@ import torch
 from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Remains, Stopped
 from ltc_core.executors.narrow_dtypes import StorageTypes
 from ltc_core.executors.remains import remains
+from ltc_core.graph.arguments import leaves, place_results
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import close_lens, open_lens, real_view
 from ltc_core.graph.passes import MemoryPlan, plan
@@ -28,7 +29,7 @@ class _Instruction:
 
     __slots__ = (
         "args", "call", "draws", "first", "frees", "kwargs", "named", "nested", "node", "numbers",
-        "place", "refs", "writes",
+        "refs", "result", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -49,7 +50,7 @@ class _Instruction:
         self.call = call if types is None else types.call(node, call)
         self.first = node.first
         self.frees = frees
-        self.place = _placer(node)
+        self.result = node.result
         self.writes = tuple(
             (old, node.first_write + k, reuse)
             for k, (old, reuse) in enumerate(zip(node.writes, in_place, strict=True))
@@ -106,7 +107,8 @@ class _Instruction:
             state.copy_(generator.get_state())
         if pending:
             close_lens(pending)
-        self.place(values, self.first, result)
+        if self.result is not None:
+            place_results(self.result, result, values, self.first)
         for i in self.frees:
             values[i] = None
 
@@ -164,47 +166,7 @@ def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_filled(item: Any) -> bool:
     """Tell whether an argument has something to fill in at run time."""
-    if type(item) in (list, tuple):
-        return any(_is_filled(i) for i in item)
-    return type(item) in (Ref, Scalar, Write)
-
-
-def _placer(node: Node) -> Callable[[list[Any], int, Any], None]:
-    """Give what puts a node's results among the values."""
-    spec = node.result
-    if spec == 0 and type(spec) is int:
-        return _place_one
-    count = len(node.outs) - len(node.writes)
-    if count == 0:
-        return _place_none
-    if type(spec) in (list, tuple) and all(type(s) is int for s in spec):
-        return _place_flat
-
-    def place(values: list[Any], first: int, result: Any) -> None:
-        _place_nested(spec, result, values, first)
-
-    return place
-
-
-def _place_one(values: list[Any], first: int, result: Any) -> None:
-    values[first] = result
-
-
-def _place_none(values: list[Any], first: int, result: Any) -> None:
-    pass
-
-
-def _place_flat(values: list[Any], first: int, result: Any) -> None:
-    for i, item in enumerate(result):
-        values[first + i] = item
-
-
-def _place_nested(spec: Any, result: Any, values: list[Any], first: int) -> None:
-    if type(spec) is int:
-        values[first + spec] = result
-    elif type(spec) in (list, tuple):
-        for s, r in zip(spec, result, strict=True):
-            _place_nested(s, r, values, first)
+    return any(type(i) in (Ref, Scalar, Write) for i in leaves(item))
 
 
 class ReferenceProgram(Program):

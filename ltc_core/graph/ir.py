@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ltc_core.graph.arguments import leaves
 from ltc_core.graph.lens import Lens, ViewStep
 
 __all__ = [
@@ -232,13 +233,9 @@ class Node:
 def references(node: Node) -> Iterator[int]:
     """Yield the number of each value a node reads, what it writes over included."""
     yield from node.writes
-    stack: list[Any] = [*node.args, *node.kwargs.values()]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Ref):
+    for item in leaves(node.args, *node.kwargs.values()):
+        if type(item) is Ref:
             yield int(item)
-        elif type(item) in (list, tuple):
-            stack.extend(item)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

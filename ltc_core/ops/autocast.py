@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.graph.arguments import leaves
 from ltc_core.settings import settings
 from ltc_core.tensor.handles import Cell
 from ltc_core.tensor.lazy_tensor import LazyTensor
@@ -231,11 +232,7 @@ def _promote(op: Op) -> Kernel:
 
 
 def _dtypes(items: Iterable[Any]) -> Iterable[torch.dtype]:
-    for item in items:
-        if _is_castable(item):
-            yield item.dtype
-        elif type(item) in (list, tuple):
-            yield from _dtypes(item)
+    return (item.dtype for item in leaves(*items) if _is_castable(item))
 
 
 # -- registration --------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ call raises what eager PyTorch raises, where the user made it. Counted as `aten:
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 
 from ltc_core import errors, metrics, source
+from ltc_core.graph.arguments import leaves, map_leaves
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.lens import Pending, close_lens, open_lens
 from ltc_core.graph.op_schema import OpSchema
@@ -44,12 +46,6 @@ class _RealCall:
         self.operands: list[torch.Tensor] = []
 
     def argument(self, name: str, item: Any) -> Any:
-        if isinstance(item, list | tuple):
-            return (
-                type(item)(self.argument(name, i) for i in item)
-                if type(item) is tuple
-                else [self.argument(name, i) for i in item]
-            )
         if type(item) is not LazyTensor:
             if isinstance(item, torch.Tensor) and item.dim() > 0:
                 raise self._elsewhere(item)
@@ -71,13 +67,11 @@ class _RealCall:
     @in_own_state
     def open_written(self, item: Any) -> None:
         """Fetch the memory of what the call writes, before any argument is made that may share it."""
-        if isinstance(item, list | tuple):
-            for i in item:
-                self.open_written(i)
-        elif type(item) is LazyTensor and item._h.trace is self.ctx.trace:
-            base = base_of(item._h)
-            if id(base) not in self.written:
-                self.written[id(base)] = (base, real(base, self.schema.name).clone())
+        for t in leaves(item):
+            if type(t) is LazyTensor and t._h.trace is self.ctx.trace:
+                base = base_of(t._h)
+                if id(base) not in self.written:
+                    self.written[id(base)] = (base, real(base, self.schema.name).clone())
 
     def _written(self, item: LazyTensor) -> torch.Tensor:
         part, copies = self._opened(item)
@@ -118,9 +112,6 @@ class _RealCall:
                     + (", or pad: enable_nested_tensor=False" if item.is_nested else ""),
                 )
             return wrap(self._new_cell(item))
-        if isinstance(item, list | tuple):
-            items = [self.result(i) for i in item]
-            return tuple(items) if isinstance(item, tuple) else items
         return item
 
     @in_own_state
@@ -156,8 +147,10 @@ def run_real(schema: OpSchema, args: Any, kwargs: dict[str, Any], trace: Any) ->
     for name, a in (*zip(schema.names, args, strict=False), *kwargs.items()):
         if name in schema.writes:
             call.open_written(a)
-    real_args = [call.argument(n, a) for n, a in zip(schema.names, args, strict=False)]
-    real_kwargs = {k: call.argument(k, v) for k, v in kwargs.items()}
+    real_args = [
+        map_leaves(partial(call.argument, n), a) for n, a in zip(schema.names, args, strict=False)
+    ]
+    real_kwargs = {k: map_leaves(partial(call.argument, k), v) for k, v in kwargs.items()}
     if real_kwargs.get("device") is not None:
         real_kwargs["device"] = torch.device("cpu")
     real_kwargs.pop("pin_memory", None)
@@ -165,7 +158,7 @@ def run_real(schema: OpSchema, args: Any, kwargs: dict[str, Any], trace: Any) ->
     if not _needs_values(schema.op):
         _report(schema)
     call.finish()
-    return call.result(result)
+    return map_leaves(call.result, result)
 
 
 @in_own_state

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ltc_core import errors, source
+from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import open_lens
 from ltc_core.graph.op_schema import Arg, OpSchema
@@ -155,14 +156,8 @@ def _follows_default(outs: list[TensorMeta | None], args: Any, kwargs: dict[str,
     """Tell whether a result's dtype may be torch's default dtype: a float that comes from no float."""
     if not any(_is_float(meta.dtype) for meta in outs if meta is not None):
         return False
-    stack = [*args, *kwargs.values()]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, list | tuple):
-            stack.extend(item)
-        elif type(item) is LazyTensor and _is_float(item._h.meta.dtype):
-            return False
-    return True
+    given = (t._h.meta for t in leaves(args, *kwargs.values()) if type(t) is LazyTensor)
+    return not any(_is_float(meta.dtype) for meta in given)
 
 
 def _is_float(dtype: torch.dtype) -> bool:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from ltc_core import source
+from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, TensorMeta, ViewStep
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.record.make_node import grow_view
 from ltc_core.record.signature import NotRecordable, Stale, operand
 from ltc_core.record.trace import Step, Trace, is_stale
-from ltc_core.tensor.handles import Cell, Value, View, base_of, lens_of
+from ltc_core.tensor.handles import Cell, Handle, Value, View, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 
 __all__ = ["make_operand", "make_operands", "record_view", "record_view_step"]
@@ -41,9 +42,13 @@ def _record_view(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     static = tuple([tuple(a) if type(a) is list else a for a in args[1:]])
     if kwargs:
         static += tuple(a for name, a in kwargs.items() if name in schema.names)
+    return _record_view_on(trace, schema, handle, static)
+
+
+def _record_view_on(trace: Trace, schema: OpSchema, handle: Handle, static: tuple[Any, ...]) -> Any:
     with trace.lock:
         if trace.count >= trace.limit:
-            trace.on_limit()
+            trace.on_limit()  # type: ignore[misc]
         try:
             before = trace.count
             try:
@@ -106,12 +111,9 @@ def record_view_step(
 
 def make_operands(args: Any, kwargs: Any) -> None:
     """Record what makes the operands of an op: the view steps of views, memory not yet written."""
-    stack = [*args, *(kwargs.values() if kwargs else ())]
-    for item in stack:
+    for item in leaves(args, *(kwargs.values() if kwargs else ())):
         if type(item) is LazyTensor:
             make_operand(item._h)
-        elif isinstance(item, list | tuple):
-            stack.extend(item)
 
 
 def make_operand(handle: Cell | View) -> None:

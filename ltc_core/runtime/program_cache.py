@@ -14,6 +14,7 @@ from ltc_core import metrics
 from ltc_core.debug.explain import Cause, KnownGraphs, explain, on_compile
 from ltc_core.executors import Executor, Program
 from ltc_core.graph import collective
+from ltc_core.graph.check import check
 from ltc_core.graph.ir import Graph, TensorMeta, references
 from ltc_core.graph.passes import count_ops, prune
 from ltc_core.record.trace import Cut, Step, Trace
@@ -108,6 +109,8 @@ class Compiler:
         read = _inputs_read(kept, metas)
         inputs = {i: metas[i] for i in metas if i in read}
         graph = Graph(kept, inputs, outputs, frozenset(donated) & read)
+        if settings.check_graphs or settings.debug:
+            check(graph)
         slots = tuple(k for k, (index, _, _) in enumerate(cut.inputs) if index in read)
         program = self.executor.compile(graph)
         metrics.observe("CompileTime", time.perf_counter_ns() - started)

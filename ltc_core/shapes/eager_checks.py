@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.graph.arguments import leaves, map_leaves
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.settings import settings
@@ -169,12 +170,8 @@ class _Memory:
     def size_of(args: Any, kwargs: dict[str, Any]) -> int:
         """Number of elements of all memory that lazy tensors among the arguments are parts of."""
         cells: dict[int, Cell] = {}
-        stack = [*args, *kwargs.values()]
-        while stack:
-            item = stack.pop()
-            if isinstance(item, list | tuple):
-                stack.extend(item)
-            elif isinstance(item, torch.Tensor) and hasattr(item, "_h"):
+        for item in leaves(args, *kwargs.values()):
+            if isinstance(item, torch.Tensor) and hasattr(item, "_h"):
                 cell = base_of(item._h)
                 cells[id(cell)] = cell
         return sum(cell.meta.numel for cell in cells.values())
@@ -245,11 +242,7 @@ def _has_no_kernel(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments, also those in lists."""
-    found: list[torch.Tensor] = []
-    for item in (*args, *kwargs.values()):
-        items = item if isinstance(item, list | tuple) else (item,)
-        found += [t for t in items if isinstance(t, torch.Tensor)]
-    return found
+    return [t for t in leaves(args, *kwargs.values()) if isinstance(t, torch.Tensor)]
 
 
 def _one_element(t: torch.Tensor) -> torch.Tensor:
@@ -281,16 +274,16 @@ def _failure(
     """What the call raises on stand-ins. The call itself follows on real values, and says what is wrong."""
 
     def tensor(item: Any) -> Any:
-        if isinstance(item, list | tuple):
-            return [tensor(i) for i in item]
         return stand_in(item) if isinstance(item, torch.Tensor) else item
 
-    named = {k: tensor(v) for k, v in kwargs.items() if k not in ("generator", "device")}
+    named = {
+        k: map_leaves(tensor, v) for k, v in kwargs.items() if k not in ("generator", "device")
+    }
     if schema.draws:
         named["generator"] = torch.Generator()  # not the one of the process
     try:
         # Its warnings are the user's: catch_warnings would change the filters of all threads, and might leave them so.
-        schema.op(*map(tensor, args), **named)
+        schema.op(*map_leaves(tensor, list(args)), **named)
     except Exception as error:
         return error
     return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.graph.arguments import leaves, map_leaves
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import Arg, OpSchema
 
@@ -52,11 +53,7 @@ def as_kernels_give(schema: OpSchema, args: Any, kwargs: dict[str, Any], result:
 
 
 def _tensors(items: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for item in items:
-        if isinstance(item, list | tuple):
-            yield from _tensors(item)
-        elif isinstance(item, torch.Tensor):
-            yield item
+    return (item for item in leaves(*items) if isinstance(item, torch.Tensor))
 
 
 # -- stand-ins -------------------------------------------------------------------------------------
@@ -102,27 +99,17 @@ def _is_of_any_size(schema: OpSchema, operands: Sequence[TensorMeta], result: An
 
 
 def _metas(result: Any) -> Iterator[TensorMeta]:
-    if isinstance(result, TensorMeta):
-        yield result
-    elif isinstance(result, list | tuple):
-        for item in result:
-            yield from _metas(item)
+    return (item for item in leaves(result) if isinstance(item, TensorMeta))
 
 
 def _has_sizes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether some argument is a whole number that is not the number of a dim."""
-    stack = [
+    given = [
         a
         for name, a in (*zip(schema.names, args, strict=False), *kwargs.items())
         if schema.named[name] == Arg.STATIC and not name.startswith("dim")
     ]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, list | tuple):
-            stack.extend(item)
-        elif type(item) is int:
-            return True
-    return False
+    return any(type(item) is int for item in leaves(given))
 
 
 def _compact(meta: TensorMeta, small: dict[int, int]) -> list[int]:
@@ -150,15 +137,13 @@ def _called(
     """What the CPU kernel gives for stand-ins; None if it refuses them, as kernels that look for sizes may."""
 
     def made(item: Any) -> Any:
-        if isinstance(item, list | tuple):
-            return [made(i) for i in item]
         return stand_in(item._h.meta) if hasattr(item, "_h") else item
 
-    named = {k: made(v) for k, v in kwargs.items() if k not in ("generator", "device")}
+    named = {k: map_leaves(made, v) for k, v in kwargs.items() if k not in ("generator", "device")}
     if schema.draws:
         named["generator"] = torch.Generator()  # not the one of the process
     try:
-        return schema.op(*map(made, args), **named)
+        return schema.op(*map_leaves(made, list(args)), **named)
     except Exception:
         return None  # the call itself is not refused: its meta kernel has let it pass
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.graph.arguments import map_leaves
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import Arg, OpSchema
 from ltc_core.shapes import eager_checks
@@ -30,8 +31,6 @@ def _to_meta(item: Any) -> Any:
         return item._h.meta.meta_tensor()
     if isinstance(item, TensorMeta):
         return item.meta_tensor()
-    if isinstance(item, list | tuple):
-        return [_to_meta(i) for i in item]
     return item
 
 
@@ -94,7 +93,7 @@ def _signature(item: Any, code: Arg) -> Any:
 def typed(item: Any) -> Any:
     """Tell apart numbers that are equal but of other types."""
     if isinstance(item, list | tuple):
-        return tuple(typed(i) for i in item)
+        return tuple(map(typed, item))
     return (type(item), item)
 
 
@@ -104,7 +103,7 @@ def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     if eager_checks.is_refused(schema, args, kwargs):
         raise Unknown("a call that eager refuses")
     meta_kwargs = {
-        k: _to_meta(v)
+        k: map_leaves(_to_meta, v)
         for k, v in kwargs.items()
         if k not in ("device", "pin_memory", "generator", "non_blocking")
     }
@@ -113,7 +112,7 @@ def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     if "device" in schema.names and "device" in kwargs:
         meta_kwargs["device"] = "meta"
     try:
-        result = schema.op(*[_to_meta(a) for a in args], **meta_kwargs)
+        result = schema.op(*map_leaves(_to_meta, list(args)), **meta_kwargs)
     except Exception as error:
         raise Unknown(str(error)) from error
     return as_kernels_give(

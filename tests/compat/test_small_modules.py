@@ -263,7 +263,7 @@ assert 0 < rows["ExecuteTime__Accumulator_sec"] < 100
 assert 0 < rows["ExecuteTime__Percentile_1_sec"] <= rows["ExecuteTime__Percentile_99_sec"]
 assert rows["ExecuteTime__TotalSamples"] >= 2 and 0 < rows["InboundData__Accumulator_mb"] < 1
 assert rows["aten_ops_sum"] == sum(v for name, v in rows.items() if name.startswith("aten::"))
-import ltc_dist.compat.test_utils as ours
+import ltc_dist.compat.torch_xla.test.test_utils as ours
 report = "Metric: A\\n  TotalSamples: 2\\n  Accumulator: 01m02s003ms004.500us\\n  ValueRate: 1.00 / second\\n"
 report += "  Percentiles: 1%=1.50GB; 50%=12.00\\nCounter: aten::x\\n  Value: 3\\n"
 found = ours._numbers_of(report)

@@ -23,7 +23,7 @@ device = ltc.lazy_device()
 
 def _environment(settings: dict[str, str]) -> dict[str, str]:
     kept = {name: v for name, v in os.environ.items() if not name.startswith(("LTC_", "XLA_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), **settings}
+    return {**kept, "PYTHONPATH": str(ROOT), "LTC_CHECK_GRAPHS": "1", **settings}
 
 
 def start(code: str, *, prelude: str = PRELUDE, **settings: str) -> subprocess.Popen[str]:

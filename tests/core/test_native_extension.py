@@ -24,7 +24,7 @@ import sys, warnings
 warnings.simplefilter("error")
 sys.path.insert(0, {str(ROOT)!r})
 from tests.core import bare_package
-from ltc_core import extension
+from ltc_core import native_extension as extension
 from ltc_core.device import build
 device = build.extension
 """

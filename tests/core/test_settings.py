@@ -277,7 +277,7 @@ AFTER_THE_IMPORT = """
 import os, sys, torch
 import ltc_core as ltc
 import ltc_dist as ltd
-from ltc_core.eager import is_eager_mode
+from ltc_core.api.eager import is_eager_mode
 from ltc_core.errors import SettingsError
 settings = ltc.settings
 used = {row for row in vars(settings) if not row.startswith("_")}

@@ -230,8 +230,8 @@ def test_compiled_programs() -> None:
         """
         from torch.utils._python_dispatch import TorchDispatchMode
         from ltc_core import metrics
-        from ltc_core.context import Context
-        from ltc_core.pace import Place
+        from ltc_core.runtime.device_context import Context
+        from ltc_core.runtime.placement import Place
         Context._place = lambda *args: Place.HERE
         class Mode(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -20,6 +20,7 @@ from ltc_core.executors.inductor.index_checks import find_bounds
 from ltc_core.executors.inductor.layout import keep_channels_last
 from ltc_core.executors.inductor.overlap import spread
 from ltc_core.graph import collective
+from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Lens, Node, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import open_lens
 
@@ -75,15 +76,11 @@ def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozense
         return True
     if node.op._opname.rstrip("_") in _CHECKED:
         return True
-    stack: list[Any] = [*node.args, *node.kwargs.values()]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Write):
-            if not _is_plain_view(item.lens, metas[node.writes[item.base]]):
-                return True
-        elif type(item) in (list, tuple):
-            stack.extend(item)
-    return False
+    return any(
+        not _is_plain_view(item.lens, metas[node.writes[item.base]])
+        for item in leaves(node.args, *node.kwargs.values())
+        if type(item) is Write
+    )
 
 
 def _may_divide_by_zero(

@@ -14,6 +14,7 @@ import torch
 from torch._decomp import decomposition_table
 
 from ltc_core.executors.xla.rules import RULES
+from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
 
 __all__ = ["LOWERING"]
@@ -100,15 +101,8 @@ class _Lowering:
 
 
 def _writes_through_copy(node: Node) -> bool:
-    stack: list[Any] = [*node.args, *node.kwargs.values()]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Write):
-            if any(step.op in _COPIES for step in item.lens):
-                return True
-        elif type(item) in (list, tuple):
-            stack.extend(item)
-    return False
+    items = leaves(node.args, *node.kwargs.values())
+    return any(s.op in _COPIES for item in items if type(item) is Write for s in item.lens)
 
 
 def _call(node: Node, metas: _Metas) -> tuple[Any, ...]:

@@ -105,7 +105,7 @@ def test_calls_are_followed_again() -> None:
 
 def test_a_program_that_starts_with_it_can_leave_it() -> None:
     code = """
-        from ltc_core.eager import eager_mode
+        from ltc_core.api.eager import eager_mode
         def count(reason):
             return ltc.metrics.counter_value(f"Sync.{reason}") or 0
         x = torch.ones(2, device=device)

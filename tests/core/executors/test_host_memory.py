@@ -15,7 +15,7 @@ from tests.core import child
 PRELUDE = """
 import os, threading
 import torch
-from ltc_core.executors.allocator import figures, give_back, keep_memory
+from ltc_core.executors.host_memory import figures, give_back, keep_memory
 MIB = 1 << 20
 
 def block(size, value=0):
@@ -188,8 +188,8 @@ def test_the_allocator_of_somebody_else_stays(tmp_path: Path) -> None:
     """A second copy of ours stands for it: it has not been told of the first."""
     passes(
         f"""
-        from ltc_core.executors import allocator
-        from ltc_core.extension import Extension
+        from ltc_core.executors import host_memory as allocator
+        from ltc_core.native_extension import Extension
         from ltc_core.settings import settings
         assert keep_memory()
         with settings.override(cache_dir={str(tmp_path)!r}):

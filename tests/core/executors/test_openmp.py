@@ -12,7 +12,7 @@ from tests.core import child
 PRELUDE = """
 import os, threading, time
 import torch
-from ltc_core.executors.host_threads import release_team
+from ltc_core.executors.openmp import release_team
 torch.set_num_threads(2)
 
 def tasks():
@@ -152,7 +152,7 @@ def test_where_the_runtime_is_another_one(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_thread_uses_fewer_and_the_others_keep_theirs() -> None:
     out, err = child.run(
         """
-        from ltc_core.executors.host_threads import use_threads
+        from ltc_core.executors.openmp import use_threads
         torch.set_num_threads(3)
 
         def fewer():

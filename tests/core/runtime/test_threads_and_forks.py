@@ -286,8 +286,8 @@ print(codes, errors)
         """What a busy device computed is lost in the child, which goes on with the device; the parent keeps all."""
         done = python("""
 import threading
-from ltc_core import runtime
-runtime._FORK_PATIENCE_S = 0.2
+from ltc_core.runtime import devices
+devices._FORK_PATIENCE_S = 0.2
 go, begun = threading.Event(), threading.Event()
 @torch.library.custom_op("ltc_tests::waits", mutates_args=())
 def waits(x: torch.Tensor) -> torch.Tensor:

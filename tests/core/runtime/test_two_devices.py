@@ -59,7 +59,7 @@ text = raised(ltc.lazy_device, 5)
 assert f"there is no device {name}:5" in text and f"{name}:0, {name}:1" in text and "Next:" in text
 """,
     "a thread that has one for itself": """
-from ltc_core.lazy_model import alone_on
+from ltc_core.api.verbs import alone_on
 def cuts():
     return ltc.metrics.counter_value("ExecuteComputation") or 0
 x, y = torch.ones(1, device=a) + 1, torch.ones(1, device=b) + 1

@@ -138,7 +138,7 @@ def test_a_key_is_a_word_of_64_digits() -> None:
 
 def test_another_process_finds_the_same_key() -> None:
     """Whatever the seed of Python's hashes, which orders sets."""
-    code = "from tests.core.executors.inductor.test_request import *; print(key(make_request(donated=frozenset({0, 1}))))"
+    code = f"from {__name__} import *; print(key(make_request(donated=frozenset({{0, 1}}))))"
     found = {
         subprocess.run(
             [sys.executable, "-c", code],

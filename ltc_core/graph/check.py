@@ -1,0 +1,120 @@
+"""The rules of a well-formed graph. `check` runs on every graph in tests and where LTC_DEBUG asks for reports.
+
+What is recorded and what a pass makes must keep them; executors rely on them without looking.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from ltc_core.errors import GraphError
+from ltc_core.graph.arguments import leaves
+from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write
+from ltc_core.graph.lens import Lens, apply_lens
+
+__all__ = ["check"]
+
+
+def check(graph: Graph) -> None:
+    """Raise if a graph breaks a rule.
+
+    1. A value is defined once: by the inputs, or by a node. Nodes number their results upwards in the order they run.
+    2. A node reads only what is defined before it.
+    3. A node names each of its writes in its arguments. Two of them may have one old value, whose memory is copied.
+    4. The new value of what a node writes has the size, strides and dtype of the old one.
+    5. A lens leads from the tensor it is written for to a part of it.
+    6. Outputs are defined, each once; donated values are inputs.
+    7. Metas are interned, and `Node.result` names results that the node has.
+
+    Raises:
+        GraphError: the rule and the node that breaks it.
+
+    Cost: about 20 us a node.
+    """
+    metas = dict(graph.inputs)
+    last = -1
+    for node in graph.nodes:
+        for why in _faults(graph, node, metas, last):
+            raise _error(why, f"node {node}", node.line)
+        last = node.first + len(node.outs) - 1
+        metas.update((node.first + k, m) for k, m in enumerate(node.outs) if m is not None)
+    for why in _faults_outside(graph, metas):
+        raise _error(why, f"outputs {graph.outputs}, donated {sorted(graph.donated)}", "")
+
+
+def _error(why: str, got: str, line: str) -> GraphError:
+    return GraphError(
+        f"a graph is not well formed: {why}",
+        got=got,
+        where=line,
+        next="report this, with the program that recorded it",
+    )
+
+
+def _faults(graph: Graph, node: Node, metas: dict[int, TensorMeta], last: int) -> Iterator[str]:
+    """What is wrong with a node, given the values that are defined before it."""
+    defined = range(node.first, node.first + len(node.outs))
+    if node.first <= last:
+        yield f"it numbers its results from {node.first} on, but {last} is given away"
+    if taken := sorted(graph.inputs.keys() & set(defined)):
+        yield f"it defines {taken}, which are inputs"
+    items = list(leaves(node.args, *node.kwargs.values()))
+    read = [*node.writes, *(int(i) for i in items if type(i) is Ref)]
+    if unknown := [value for value in read if value not in metas]:
+        yield f"it reads {unknown}, which are not defined before it"
+        return
+    if any(type(i) is Scalar and i < 0 for i in items):
+        yield "it reads a scalar at a negative position"
+    yield from _faults_of_writes(node, metas, [i for i in items if type(i) is Write])
+    yield from _faults_of_results(node)
+
+
+def _faults_of_writes(
+    node: Node, metas: dict[int, TensorMeta], written: list[Write]
+) -> Iterator[str]:
+    if {w.base for w in written} != set(range(len(node.writes))):
+        yield f"it has {len(node.writes)} writes, and operands {written} for them"
+        return
+    if len(node.writes) > len(node.outs):
+        yield "it has fewer values than writes"
+        return
+    for old, new in zip(node.writes, node.outs[len(node.outs) - len(node.writes) :], strict=True):
+        if new is not metas[old]:
+            yield f"it writes %{old}: {metas[old]!r}, which becomes {new!r}"
+    for w in written:
+        if why := _fault_of_lens(metas[node.writes[w.base]], w.lens):
+            yield f"operand {w!r} is no part of {metas[node.writes[w.base]]}: {why}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _fault_of_lens(meta: TensorMeta, lens: Lens) -> str:
+    try:
+        apply_lens(meta.meta_tensor(), lens)
+    except Exception as error:  # whatever a view op raises for arguments that do not fit
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _faults_of_results(node: Node) -> Iterator[str]:
+    for meta in node.outs:
+        if (
+            meta is not None
+            and TensorMeta.of(meta.size, meta.stride, meta.offset, meta.dtype) is not meta
+        ):
+            yield f"the meta {meta!r} is not interned"
+    count = len(node.outs) - len(node.writes)
+    positions = [s for s in leaves(node.result) if type(s) is int]
+    if sorted(positions) != list(range(count)):
+        yield f"it has {count} results and returns {node.result!r}"
+    if node.view and not (node.args and type(node.args[0]) is Ref and not node.writes):
+        yield "it is a view of no value, or one that writes"
+
+
+def _faults_outside(graph: Graph, metas: dict[int, TensorMeta]) -> Iterator[str]:
+    if unknown := [value for value in graph.outputs if value not in metas]:
+        yield f"outputs {unknown} are not defined"
+    if len(set(graph.outputs)) < len(graph.outputs):
+        yield "an output is there twice"
+    if unknown := sorted(graph.donated - graph.inputs.keys()):
+        yield f"donated values {unknown} are no inputs"
