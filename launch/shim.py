@@ -25,7 +25,7 @@ from ltc_core.errors import (
     CollectiveTimeoutError,
     RankTimeoutError,
 )
-from ltc_core.runtime.devices import give_up
+from ltc_core.runtime.devices import abandon_work
 from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import ranks
 from ltc_dist.processes import child
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
         raise
     except BaseException as error:
         _report(error)
-        give_up()  # what else failed with it is not worth a word
+        abandon_work()  # what else failed with it is not worth a word
         host_collectives.leave()
         sys.exit(_exit_code(error))
 

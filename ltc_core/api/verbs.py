@@ -23,7 +23,7 @@ from ltc_core.graph.ir import Graph
 from ltc_core.graph.passes import prune
 from ltc_core.record import random_state
 from ltc_core.record.view_recorder import make_operands
-from ltc_core.runtime.devices import Context, checked, context, contexts, fetch, upload
+from ltc_core.runtime.devices import DeviceContext, checked, context, contexts, fetch, upload
 from ltc_core.serialization.plain import save
 from ltc_core.settings import settings
 from ltc_core.tensor import pickling
@@ -162,7 +162,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
     closures.run_step_closures()
 
 
-def _chosen(device: DeviceLike) -> list[Context]:
+def _chosen(device: DeviceLike) -> list[DeviceContext]:
     if device is not None and device != "":
         return [context(_index(device))]
     own = getattr(_thread, "device", None)

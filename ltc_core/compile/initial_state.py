@@ -1,7 +1,7 @@
 """Values made of nothing: those that begin a state, such as an optimizer's first moments.
 
-`without_operands` writes `zeros_like(x)` and its kin as what does not wait for `x`. `first_values` finds the nodes that
-make the first version of something that outlives the graph. Used by executors that compile.
+`without_operands` rewrites `zeros_like(x)` and its kin so that they do not wait for `x`. `initial_values` finds the
+nodes that make the first version of a state that outlives the graph. Used by executors that compile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ltc_core.graph.ir import Graph, Node, references
 from ltc_core.graph.passes import origins
 
-__all__ = ["first_values", "without_operands"]
+__all__ = ["initial_values", "without_operands"]
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def without_operands(graph: Graph) -> Graph:
     return dataclasses.replace(graph, nodes=tuple(map(_without_operand, graph.nodes)))
 
 
-def first_values(graph: Graph) -> set[int]:
+def initial_values(graph: Graph) -> set[int]:
     """Give the positions of nodes that need nothing, and whose value is written until it is an output."""
     versions = origins(graph.nodes, graph.outputs).values()
     firsts = {older[-1] for older in versions if older}

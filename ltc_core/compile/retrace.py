@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ltc_core.compile.scalar_inputs import WHOLE_RULES, base_name, kinds, rule_for
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.graph.arguments import leaves, map_leaves, place_results
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import apply_lens, real_view
 
-__all__ = ["Refused", "Replay", "apply_rule"]
+__all__ = ["Refused", "Retrace", "apply_rule"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ class Refused(Exception):
         self.op = op
 
 
-class Replay:
+class Retrace:
     """Calls a part's nodes on whatever tensors it is given.
 
     Args:
@@ -49,7 +49,7 @@ class Replay:
     spelled_out: Mapping[str, Spelled] = {}  # by name of the op
     all_by_rule = False  # whether a rule for a whole op is taken where no number is an input, too
 
-    def __init__(self, part: Part, copied: frozenset[int], device: str) -> None:
+    def __init__(self, part: Subgraph, copied: frozenset[int], device: str) -> None:
         self._part = part
         self._copied = copied
         self._device = device
@@ -172,7 +172,7 @@ class Replay:
         if self._device != "cpu" and any(a.name == "device" for a in node.op._schema.arguments):
             kwargs["device"] = self._device
         result = self.call(node, real_view(node.op), args, kwargs)
-        if node.follows_default:
+        if node.uses_default_dtype:
             assert node.outs[0] is not None
             result = result.to(node.outs[0].dtype)
         place_results(node.result, result, self._values, node.first)

@@ -24,7 +24,7 @@ __all__ = [
     "base_name",
     "kinds",
     "rule_for",
-    "takes_number",
+    "takes_scalar",
     "vector_metas",
 ]
 
@@ -39,7 +39,7 @@ def base_name(op: torch._ops.OpOverload) -> str:
     return op._opname.removeprefix("_foreach_").rstrip("_")
 
 
-def takes_number(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
+def takes_scalar(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
     """Tell whether a number of an op is an input of its program.
 
     Floats of arithmetic always are. What mostly is structure (the 2 of `x * 2`, the -inf of a mask, a batch norm's

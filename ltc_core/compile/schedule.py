@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node, references
 
-__all__ = ["Kind", "Stage", "stages"]
+__all__ = ["Kind", "Stage", "schedule"]
 
 
 class Kind(enum.IntEnum):
@@ -24,7 +24,7 @@ class Kind(enum.IntEnum):
 Stage = tuple[int, Kind]
 
 
-def stages(graph: Graph, eager: set[int]) -> list[Stage]:
+def schedule(graph: Graph, eager: set[int]) -> list[Stage]:
     """Give each node its stage. `eager` are the positions of those that run op by op.
 
     That is the first one it can have, with two exceptions. What only a later reduction needs comes after the start of

@@ -2,7 +2,7 @@
 
 A part's graph is written in a canonical form: values and numbers counted from zero, numbers that are no inputs written
 as constants, so that equal parts of different programs are equal. An executor that compiles decides which nodes go
-together (`stages`), and `parts_of` writes them down.
+together (`stages`), and `subgraphs_of` writes them down.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from ltc_core.compile.scalar_inputs import takes_number
+from ltc_core.compile.scalar_inputs import takes_scalar
 from ltc_core.compile.schedule import Kind, Stage
 from ltc_core.graph.arguments import map_leaves
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, references
 from ltc_core.graph.passes import prune
 
-__all__ = ["Part", "parts_of"]
+__all__ = ["Subgraph", "subgraphs_of"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Subgraph:
     """Some nodes of a graph, in canonical form.
 
     Attributes:
@@ -71,17 +71,17 @@ def _node_text(node: Node) -> str:
     outs = " ".join(map(_meta_text, node.outs))
     return (
         f"{node.first} {node.op} {node.args} {sorted(node.kwargs.items())} {node.writes} "
-        f"{node.result} {node.follows_default} {outs}"
+        f"{node.result} {node.uses_default_dtype} {outs}"
     )
 
 
-def parts_of(
+def subgraphs_of(
     graph: Graph,
     stage_of: Sequence[Stage],
     scalars: Sequence[Any],
     varied: frozenset[int],
     refused: Set[int] = frozenset(),
-) -> list[Part]:
+) -> list[Subgraph]:
     """Cut a graph into the parts that its stages are, in their order.
 
     Args:
@@ -170,7 +170,9 @@ class _Canonical:
         self._numbers: dict[int, int] = {}
         self._constants: dict[int, Any] = {}
 
-    def part(self, compiled: bool, nodes: Sequence[Node], outputs: Sequence[int]) -> Part | None:
+    def part(
+        self, compiled: bool, nodes: Sequence[Node], outputs: Sequence[int]
+    ) -> Subgraph | None:
         nodes = prune(nodes, outputs)
         if not nodes:
             return None
@@ -186,7 +188,7 @@ class _Canonical:
             frozenset(self._values[v] for v in read if self._is_donated(v)),
         )
         numbers = tuple(self._numbers)
-        return Part(
+        return Subgraph(
             compiled,
             graph,
             tuple(read),
@@ -197,12 +199,12 @@ class _Canonical:
             self._constants,
         )
 
-    def passing(self, values: Sequence[int]) -> Part:
+    def passing(self, values: Sequence[int]) -> Subgraph:
         """Make the part without nodes."""
         inputs = {k: self._metas[v] for k, v in enumerate(values)}
         donated = frozenset(k for k, v in enumerate(values) if self._is_donated(v))
         graph = Graph((), inputs, tuple(inputs), donated)
-        return Part(False, graph, tuple(values), tuple(values), (), (), (), {})
+        return Subgraph(False, graph, tuple(values), tuple(values), (), (), (), {})
 
     def _is_donated(self, value: int) -> bool:
         if value in self._later:
@@ -229,7 +231,7 @@ class _Canonical:
 
     def _number(self, position: int, op: torch._ops.OpOverload, compiled: bool) -> Any:
         value = self._scalars[position]
-        if compiled and not takes_number(op, value, position in self._varied):
+        if compiled and not takes_scalar(op, value, position in self._varied):
             self._constants[position] = value
             return value
         return Scalar(self._numbers.setdefault(position, len(self._numbers)))

@@ -25,7 +25,7 @@ __all__ = ["graph_hash", "on_cut", "say"]
 
 _WIDTH = 80
 
-# Why a graph was cut, by the reason that `Context.cut` is given; any other reason is the op that needed a value.
+# Why a graph was cut, by the reason that `DeviceContext.cut` is given; any other reason is the op that needed a value.
 _CAUSES = {
     "MarkStep": "user mark_step",
     "SyncMulti": "user sync of some tensors",
@@ -42,8 +42,8 @@ _CALLERS = {
 }
 
 
-class Compiled(Protocol):
-    """What a report says of a compiled graph; `runtime.program_cache.Compiled` has it."""
+class CompiledGraph(Protocol):
+    """What a report says of a compiled graph; `runtime.program_cache.CompiledGraph` has it."""
 
     graph: Graph
     program: Program
@@ -51,7 +51,7 @@ class Compiled(Protocol):
     runs: int
 
 
-def on_cut(device: torch.device, reason: str, compiled: Compiled, elapsed_ns: int) -> None:
+def on_cut(device: torch.device, reason: str, compiled: CompiledGraph, elapsed_ns: int) -> None:
     """Report a cut as `settings.debug`, `settings.emit_steplog` and `settings.save_tensors_file` ask."""
     if settings.save_tensors_file is not None:
         _save(device, reason, compiled)
@@ -89,7 +89,7 @@ def say(title: str, lines: Iterable[str]) -> None:
         ) from None
 
 
-def _report(device: torch.device, reason: str, compiled: Compiled, elapsed_ns: int) -> None:
+def _report(device: torch.device, reason: str, compiled: CompiledGraph, elapsed_ns: int) -> None:
     is_new = compiled.runs == 1
     cause = _cause(reason)
     if is_new:
@@ -109,7 +109,7 @@ def _cause(reason: str) -> str:
     return _CAUSES.get(reason) or f"{_LOOKING} ({reason})"
 
 
-def _facts(compiled: Compiled) -> list[str]:
+def _facts(compiled: CompiledGraph) -> list[str]:
     graph = compiled.graph
     frames = source.user_frames(settings.debug_frames)
     return [
@@ -123,7 +123,7 @@ def _facts(compiled: Compiled) -> list[str]:
     ]
 
 
-def _sizes(compiled: Compiled) -> list[str]:
+def _sizes(compiled: CompiledGraph) -> list[str]:
     graph, program = compiled.graph, compiled.program
     metas = graph.metas()
     aliased = set(program.reuses.values())
@@ -136,7 +136,7 @@ def _sizes(compiled: Compiled) -> list[str]:
     return [f"{name}: {bytes_text(size)}" for name, size in sizes.items()]
 
 
-def _save(device: torch.device, reason: str, compiled: Compiled) -> None:
+def _save(device: torch.device, reason: str, compiled: CompiledGraph) -> None:
     path = settings.save_tensors_file
     assert path is not None
     text = graph_text(compiled.graph, settings.save_tensors_fmt, lines=settings.ir_debug)

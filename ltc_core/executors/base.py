@@ -1,6 +1,6 @@
 """What an executor is: four verbs, one file for each executor.
 
-`place` puts a CPU tensor on the device, `fetch` brings one back, `compile` makes a program of a graph, and the
+`upload` puts a CPU tensor on the device, `fetch` brings one back, `compile` makes a program of a graph, and the
 program runs. Programs run in the device's worker, one after the other.
 """
 
@@ -134,12 +134,12 @@ class Executor(abc.ABC):
         self.hardware = hardware
 
     @abc.abstractmethod
-    def place(self, tensor: torch.Tensor) -> Any:
+    def upload(self, tensor: torch.Tensor) -> Any:
         """Copy a CPU tensor to the device."""
 
-    def place_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def upload_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Copy CPU tensors to the device, in one transfer where it has such."""
-        return [self.place(tensor) for tensor in tensors]
+        return [self.upload(tensor) for tensor in tensors]
 
     @abc.abstractmethod
     def copy(self, data: Any) -> Any:

@@ -26,7 +26,7 @@ class NullProgram(Program):
 class NullExecutor(Executor):
     name = "null"
 
-    def place(self, tensor: torch.Tensor) -> Any:
+    def upload(self, tensor: torch.Tensor) -> Any:
         return tensor
 
     def copy(self, data: Any) -> Any:

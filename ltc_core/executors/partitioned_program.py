@@ -1,7 +1,7 @@
-"""A compiled program: the parts of a graph, one after the other, on the data of a run.
+"""A compiled program: the subgraphs of a graph, one after the other, on the data of a run.
 
-How a part runs is its `Link`. Parts that are not compiled run on the reference executor: `EagerLink`. What compiled
-ones do is the executor's own; `inductor.chain` and `torch_xla` have a link each.
+A `SubgraphRunner` runs one subgraph. `EagerRunner` runs it op by op on the reference executor; runners of compiled
+subgraphs are the executors' own: `inductor.compiled_subgraph`, `xla.executor`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.base import NodeFailure, Remains, Stopped
 from ltc_core.executors.reference import ReferenceProgram, rest_runner
 from ltc_core.executors.remains import remains
@@ -20,10 +20,10 @@ from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node
 from ltc_core.graph.passes import origins, plan
 
-__all__ = ["Chain", "EagerLink", "Link", "storage_of"]
+__all__ = ["PartitionedProgram", "EagerRunner", "SubgraphRunner", "storage_of"]
 
 
-class Link(abc.ABC):
+class SubgraphRunner(abc.ABC):
     """How a part runs.
 
     Attributes:
@@ -33,7 +33,7 @@ class Link(abc.ABC):
 
     waits = False
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Subgraph) -> None:
         self.part = part
 
     @abc.abstractmethod
@@ -61,7 +61,7 @@ def storage_of(data: torch.Tensor) -> int:
     return int(data.untyped_storage()._cdata)
 
 
-class Chain:
+class PartitionedProgram:
     """Runs parts.
 
     Args:
@@ -74,7 +74,7 @@ class Chain:
     def __init__(
         self,
         graph: Graph,
-        links: Sequence[Link],
+        links: Sequence[SubgraphRunner],
         memory_of: Callable[[Any], int] = storage_of,
         hardware: torch.device | None = None,
     ) -> None:
@@ -116,7 +116,7 @@ class Chain:
         return [values[i] for i in self._outputs]
 
     @staticmethod
-    def _note_stop(link: Link, stopped: Stopped, values: dict[int, Any]) -> None:
+    def _note_stop(link: SubgraphRunner, stopped: Stopped, values: dict[int, Any]) -> None:
         """Put the values that a link left among those of the graph; drop those that it has overwritten."""
         there = link.whole_numbers(stopped.values)
         for number, value in zip(link.part.graph.inputs, link.part.inputs, strict=True):
@@ -156,7 +156,7 @@ def _never(node: Node, values: dict[int, Any]) -> None:
     raise AssertionError(node)
 
 
-def _frees(graph: Graph, parts: Sequence[Part]) -> list[list[int]]:
+def _frees(graph: Graph, parts: Sequence[Subgraph]) -> list[list[int]]:
     """List, for each part, what nobody reads after it."""
     kept = {*graph.inputs, *graph.outputs}
     frees: list[list[int]] = []
@@ -171,10 +171,10 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
-class EagerLink(Link):
+class EagerRunner(SubgraphRunner):
     """A part on the reference executor."""
 
-    def __init__(self, part: Part, hardware: torch.device) -> None:
+    def __init__(self, part: Subgraph, hardware: torch.device) -> None:
         super().__init__(part)
         self.waits = any(node.op in collective.FINISHES for node in part.nodes)
         self._program = ReferenceProgram(part.graph, plan(part.graph), None, hardware)

@@ -45,7 +45,7 @@ class _Instruction:
         draws = "generator" in node.kwargs
         if draws and hardware.type != "cpu":
             call = on_cpu(call, hardware)
-        if node.follows_default:
+        if node.uses_default_dtype:
             call = _casting(node, call)
         self.call = call if types is None else types.call(node, call)
         self.first = node.first
@@ -291,7 +291,7 @@ class ReferenceExecutor(Executor):
         """Whether tensors are stored as something else than they report."""
         return self._types is not None
 
-    def place(self, tensor: torch.Tensor) -> Any:
+    def upload(self, tensor: torch.Tensor) -> Any:
         dtype = tensor.dtype if self._types is None else self._types.of(tensor.dtype)
         return tensor.detach().to(self.hardware, dtype, copy=True)
 

@@ -203,7 +203,7 @@ class Node:
     The first of them are the op's own results (None where ATen returns an undefined tensor), the last
     `len(writes)` the new values of the operands it wrote: value `writes[k]` becomes value
     `first + len(outs) - len(writes) + k`. `result` says what the op returns: positions in `outs`, names of
-    written arguments, or lists of these. `follows_default` says that its dtypes follow torch.get_default_dtype().
+    written arguments, or lists of these. `uses_default_dtype` says that its dtypes follow torch.get_default_dtype().
     """
 
     op: torch._ops.OpOverload
@@ -215,7 +215,7 @@ class Node:
     view: bool = False
     result: Any = None
     line: str = ""
-    follows_default: bool = False
+    uses_default_dtype: bool = False
 
     @property
     def first_write(self) -> int:

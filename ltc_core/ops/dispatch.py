@@ -19,7 +19,7 @@ from ltc_core.graph.op_schema import OpSchema
 from ltc_core.ops.composites import RULE_MAKERS, RULES
 from ltc_core.ops.fallback import run_real
 from ltc_core.ops.special import SPECIAL, on_other_device, share
-from ltc_core.record.fast_path import follow_op, turn
+from ltc_core.record.fast_path import add_op, enable
 from ltc_core.record.make_node import OutResized
 from ltc_core.record.recorder import recorder
 from ltc_core.record.signature import NotRecordable, find_trace
@@ -66,13 +66,13 @@ def handler_of(op: torch._ops.OpOverload) -> Handler:
     handler = _choose(op, schema)
     if not settings.eager:
         return handler
-    turn(False)
+    enable(False)
     return _run_at_once(handler)
 
 
 def choose_anew() -> None:
     """Choose every op's handler again at its next use: a setting that decides about it has changed."""
-    turn(not settings.eager and not settings.force_fallback)
+    enable(not settings.eager and not settings.force_fallback)
     HANDLERS.clear()
 
 
@@ -95,7 +95,7 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     special = SPECIAL.get(op)
     if special is not None:
         if special is share or op in _RECORDED_AS_THEY_ARE:
-            follow_op(op, schema, shares=special is share)
+            add_op(op, schema, shares=special is share)
         return _with_rescue(schema, special)
     if schema.counter in settings.force_fallback and not schema.view:
         return _on_real_values(schema)
@@ -111,7 +111,7 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if not schema.yields_tensors or not (schema.returns or schema.writes):
         # Its answer, or its refusal (as of a singular matrix), is in the values.
         return _on_real_values(schema)
-    follow_op(op, schema)
+    add_op(op, schema)
     return _with_rescue(schema, recorder(schema))
 
 

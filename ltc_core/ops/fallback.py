@@ -20,7 +20,7 @@ from ltc_core.graph.lens import Pending, close_lens, open_lens
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.record import random_state
 from ltc_core.record.signature import two_devices
-from ltc_core.runtime.devices import Context, context, real
+from ltc_core.runtime.devices import DeviceContext, context, real
 from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, base_of, lens_of
@@ -36,7 +36,7 @@ _open_lens = in_own_state(open_lens)
 class _RealCall:
     """One call on real values: turns lazy tensors into CPU tensors and brings results back."""
 
-    def __init__(self, schema: OpSchema, ctx: Context) -> None:
+    def __init__(self, schema: OpSchema, ctx: DeviceContext) -> None:
         self.schema = schema
         self.ctx = ctx
         self.written: dict[int, tuple[Cell, torch.Tensor]] = {}  # whole memory, by its cell
@@ -129,8 +129,8 @@ def _kind(item: torch.Tensor) -> str:
     return "quantized" if item.is_quantized else str(item.layout).removeprefix("torch.")
 
 
-def _value(ctx: Context, data: torch.Tensor, meta: TensorMeta) -> Value:
-    placed = ctx.executor.place(meta.laid_out(data))
+def _value(ctx: DeviceContext, data: torch.Tensor, meta: TensorMeta) -> Value:
+    placed = ctx.executor.upload(meta.laid_out(data))
     return Value.of(Buffer.ready(ctx.memory, placed, meta.nbytes))
 
 

@@ -159,7 +159,7 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     ctx = context(handle.trace.device.index)
     meta = handle.meta
     if type(handle) is Cell and host.shape == meta.size and not meta.overlaps:
-        value = ctx.place(host, meta)
+        value = ctx.upload(host, meta)
         with handle.trace.lock:
             handle.rebind(value)
         return destination
@@ -207,9 +207,9 @@ def _histc(args: Any, kwargs: Any) -> Any:
     are_equal = torch.as_tensor(first == last, device=x.device).to(torch.int64)
     first, last = first - are_equal, last + are_equal
     is_counted = (x >= first) & (x <= last)
-    place = ((x - first) * bins // (last - first)).clamp(0, bins - 1)
+    upload = ((x - first) * bins // (last - first)).clamp(0, bins - 1)
     counts = torch.zeros(bins, dtype=torch.int64, device=x.device)
-    return counts.scatter_add_(0, place, is_counted.to(torch.int64)).to(dtype)
+    return counts.scatter_add_(0, upload, is_counted.to(torch.int64)).to(dtype)
 
 
 # -- losses of two dtypes ------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def _strided_view(t: LazyTensor, size: Any, stride: Any, offset: int | None) -> 
                 value, value_meta = record_view_step(trace, value, value_meta, step)
             return View(base, lens, value_meta, value)
         except BaseException:
-            trace.settle()
+            trace.rewind()
             raise
 
 
@@ -372,7 +372,7 @@ def _set_storage(args: Any, kwargs: Any) -> Any:
         shape = meta if fills else TensorMeta.packed((count,), dtype)
         host = torch.empty(0, dtype=dtype).set_(storage.host, 0, shape.size, shape.stride)
         ctx = context(storage.device.index)
-        whole = storage.whole[dtype] = wrap(Cell(ctx.trace, ctx.place(host, shape), shape))
+        whole = storage.whole[dtype] = wrap(Cell(ctx.trace, ctx.upload(host, shape), shape))
     if offset == 0 and whole._h.meta is meta:
         set_handle(t, whole._h)
     else:

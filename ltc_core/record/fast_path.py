@@ -25,7 +25,7 @@ from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, View
 from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty
 
-__all__ = ["extension", "follow_op", "install", "num_followed", "turn"]
+__all__ = ["extension", "add_op", "install", "num_fast_calls", "enable"]
 
 extension = Extension("_ltc_follow", Path(__file__).parent / "csrc" / "ltc_follow.cpp", "-O2")
 
@@ -58,12 +58,12 @@ def install() -> bool:
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
                 native.add(*names, *op)
-            native.turn(_is_on is not False)  # LTC_EAGER is read with the first op
+            native.enable(_is_on is not False)  # LTC_EAGER is read with the first op
             _native = native
     return True
 
 
-def follow_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) -> None:
+def add_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) -> None:
     """Let calls of an op be followed; `shares` says that its result is its first operand."""
     kind = "share" if shares else "view" if schema.view else "recorded"
     writes = tuple(name in schema.writes for name in schema.names)
@@ -76,13 +76,13 @@ def follow_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False)
             _native.add(*names, *_ops[names])
 
 
-def turn(on: bool) -> bool:
+def enable(on: bool) -> bool:
     """Follow calls, or leave all of them to Python; gives whether they were followed before."""
     global _is_on
     with _lock:
         was_on, _is_on = _is_wanted(), on
         if _native is not None:
-            _native.turn(on)
+            _native.enable(on)
     return was_on
 
 
@@ -90,6 +90,6 @@ def _is_wanted() -> bool:
     return not settings.eager if _is_on is None else _is_on
 
 
-def num_followed() -> int:
+def num_fast_calls() -> int:
     """Count the calls that were followed so far; 0 without the C++ part."""
     return 0 if _native is None else int(_native.count())

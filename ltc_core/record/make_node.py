@@ -110,7 +110,7 @@ def grow(
     return Node(
         schema.op, node_args, node_kwargs, trace.count, (*outs, *(c.meta for c in bases)),
         tuple(cell.value.index for cell in bases), result=spec, line=source.user_line(),
-        follows_default=_follows_default(outs, args, kwargs),
+        uses_default_dtype=_uses_default_dtype(outs, args, kwargs),
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def _infer(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
 
 
-def _follows_default(outs: list[TensorMeta | None], args: Any, kwargs: dict[str, Any]) -> bool:
+def _uses_default_dtype(outs: list[TensorMeta | None], args: Any, kwargs: dict[str, Any]) -> bool:
     """Tell whether a result's dtype may be torch's default dtype: a float that comes from no float."""
     if not any(_is_float(meta.dtype) for meta in outs if meta is not None):
         return False

@@ -112,23 +112,23 @@ def _record_on(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]
             trace.on_limit()  # type: ignore[misc]
         try:
             before = trace.count
-            numbers: list[Any] = []
+            scalars: list[Any] = []
             bases: dict[int, Cell] = {}
-            key = _signature(schema, trace, args, kwargs, numbers, bases)
+            key = _signature(schema, trace, args, kwargs, scalars, bases)
             cells = list(bases.values())
             step = trace.advance(
-                key, lambda: grow(schema, trace, args, kwargs, cells), before, len(numbers)
+                key, lambda: grow(schema, trace, args, kwargs, cells), before, len(scalars)
             )
-            trace.scalars += numbers
+            trace.scalars += scalars
             return _results(trace, step, cells, schema, args, kwargs)
         except Stale:
-            trace.settle()
+            trace.rewind()
             make_operands(args, kwargs)
             if schema.draws:
                 make_operand(random_state.stream(trace, kwargs.get("generator")))
             return _record_on(trace, schema, args, kwargs)
         except BaseException:
-            trace.settle()
+            trace.rewind()
             raise
 
 
@@ -137,7 +137,7 @@ def _signature(
     trace: Trace,
     args: Any,
     kwargs: dict[str, Any],
-    numbers: list[Any],
+    scalars: list[Any],
     bases: dict[int, Cell],
 ) -> tuple[Any, ...]:
     """Build the signature of a call. Operands that it writes go in as (number of the whole tensor, lens), those that
@@ -148,7 +148,7 @@ def _signature(
         if name in writes and a is not None:
             key.append(written(trace, a, bases))
         else:
-            key.append(argument(trace, a, code, numbers))
+            key.append(argument(trace, a, code, scalars))
     generator = None
     for name, a in kwargs.items():
         if name == "generator":
@@ -161,7 +161,7 @@ def _signature(
             key.append(
                 written(trace, a, bases)
                 if is_written
-                else argument(trace, a, schema.named[name], numbers)
+                else argument(trace, a, schema.named[name], scalars)
             )
     if schema.draws:
         key.append(written_cell(trace, random_state.stream(trace, generator), bases))

@@ -22,7 +22,7 @@ from ltc_core.tensor.handles import Cell, View, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
 __all__ = [
-    "DROPPED", "NotRecordable", "SharedRead", "Stale", "argument", "check_device", "find_trace", "number", "operand",
+    "DROPPED", "NotRecordable", "SharedRead", "Stale", "argument", "check_device", "find_trace", "scalar", "operand",
     "shared_reads", "two_devices", "written", "written_cell",
 ]  # fmt: skip
 
@@ -72,25 +72,25 @@ def operand(trace: Trace, handle: Cell | View) -> Any:
     return value.index if value.epoch == trace.epoch else trace.bind(value, handle.meta)
 
 
-def number(a: Any, numbers: list[Any]) -> Any:
+def scalar(a: Any, scalars: list[Any]) -> Any:
     """Give a number's part of the signature, its type, and put its value among the step's numbers."""
     if a is None:
         return None
     if isinstance(a, bool | int | float | complex):
-        numbers.append(a)
+        scalars.append(a)
         return type(a)
     if isinstance(a, torch.Tensor):
         raise NotRecordable
     return a
 
 
-def _sequence(trace: Trace, a: Any, code: Arg, numbers: list[Any]) -> Any:
+def _sequence(trace: Trace, a: Any, code: Arg, scalars: list[Any]) -> Any:
     if type(a) not in (list, tuple):
-        return number(a, numbers) if code != Arg.GENERATOR else None
-    return tuple([argument(trace, i, Arg.TENSOR, numbers) for i in a])
+        return scalar(a, scalars) if code != Arg.GENERATOR else None
+    return tuple([argument(trace, i, Arg.TENSOR, scalars) for i in a])
 
 
-def argument(trace: Trace, a: Any, code: Arg, numbers: list[Any]) -> Any:
+def argument(trace: Trace, a: Any, code: Arg, scalars: list[Any]) -> Any:
     if type(a) is LazyTensor:
         h = a._h
         v = h.value
@@ -100,10 +100,10 @@ def argument(trace: Trace, a: Any, code: Arg, numbers: list[Any]) -> Any:
     if code == Arg.STATIC:
         return tuple(a) if type(a) is list else a
     if code in (Arg.NUMBER, Arg.TENSOR):
-        return number(a, numbers)
+        return scalar(a, scalars)
     if code == Arg.STATIC_NUMBER:
         return typed(a)
-    return _sequence(trace, a, code, numbers)
+    return _sequence(trace, a, code, scalars)
 
 
 def check_device(trace: Trace, device: Any) -> None:
@@ -116,8 +116,8 @@ def check_device(trace: Trace, device: Any) -> None:
 def written(trace: Trace, a: Any, bases: dict[int, Cell]) -> Any:
     if type(a) is LazyTensor:
         handle = a._h
-        number = written_cell(trace, base_of(handle), bases)
-        return number if type(handle) is Cell else (number, lens_of(handle))
+        scalar = written_cell(trace, base_of(handle), bases)
+        return scalar if type(handle) is Cell else (scalar, lens_of(handle))
     if not isinstance(a, list | tuple):
         raise NotRecordable
     return tuple([written(trace, i, bases) for i in a])

@@ -60,7 +60,7 @@ class Step:
             return self.next
         return self.children.get(key) if self.children is not None else None
 
-    def follow(self, key: tuple[Any, ...], step: Step) -> None:
+    def prefer(self, key: tuple[Any, ...], step: Step) -> None:
         """Make `step` the one that is tried first here."""
         if self.next is not None and self.next is not step and self.next_key is not None:
             if self.children is None:
@@ -159,7 +159,7 @@ class Trace:
         self.inputs.append((index, weakref.ref(value), buffer, meta))
         return meta
 
-    def settle(self) -> None:
+    def rewind(self) -> None:
         """Make the trace agree with its cursor, after an op that was not recorded or only half (Ctrl-C).
 
         Inputs bound for it are let go. What it would have defined is dead, whatever was numbered of it.
@@ -197,9 +197,9 @@ class Trace:
             step.end = node.first + len(node.outs)
             step.num_scalars = cursor.num_scalars + numbers
             self.steps += 1
-            if node.follows_default:
+            if node.uses_default_dtype:
                 key = (*key, default)
-        cursor.follow(key, step)
+        cursor.prefer(key, step)
         self.cursor = step
         return step
 

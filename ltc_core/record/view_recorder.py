@@ -64,7 +64,7 @@ def _record_view_on(trace: Trace, schema: OpSchema, handle: Handle, static: tupl
             )
             return _wrap_views(trace, step, base_of(handle), lens_of(handle))
         except BaseException:
-            trace.settle()
+            trace.rewind()
             raise
 
 

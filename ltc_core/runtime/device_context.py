@@ -1,8 +1,8 @@
 """One device at work: cutting its trace, launching programs, waiting for values.
 
-A `Context` has the trace, worker, executor and memory of a device. `cut` hands what was recorded to the worker and
-returns; an error in the background is kept until the next sync point and raised there, once, with the user's line of
-the op that failed. Comes from `recorder` and `runtime`, goes to `compiler` and the executors.
+A `DeviceContext` owns the trace, worker, executor and memory of a device. `cut` hands the recorded graph to the worker
+and returns. An error in the background is kept until the next sync point and raised there, once, with the user's line
+of the op that failed. Called by `devices`; calls `program_cache` and the executor.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ltc_core.graph.ir import Graph, Node, TensorMeta, references
 from ltc_core.graph.passes import origins
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
-from ltc_core.runtime.placement import Place
-from ltc_core.runtime.program_cache import Compiled, Compiler
-from ltc_core.runtime.sigint import Uninterrupted
+from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
+from ltc_core.runtime.sigint import DeferredInterrupts
 from ltc_core.runtime.unbounded_loop import LoopWatch
 from ltc_core.runtime.worker import Job, Worker
 from ltc_core.settings import settings
@@ -33,7 +33,7 @@ from ltc_core.tensor.buffer import Buffer, MemoryCounter
 from ltc_core.tensor.handles import Cell, Value
 from ltc_core.thread_state import in_own_state
 
-__all__ = ["Context", "forget_jobs"]
+__all__ = ["DeviceContext", "forget_jobs"]
 
 # Steps kept in a device's trie, about 2 KiB each: a program that never repeats itself must not grow for ever.
 _TRIE_STEPS = 300_000
@@ -67,14 +67,14 @@ class _Failure(NamedTuple):
         return any(ref() is not None for ref in self.carriers)
 
 
-class Context:
+class DeviceContext:
     """One device."""
 
     def __init__(self, index: int) -> None:
         self.device = torch.device(settings.device_name, index)
         self.memory = MemoryCounter()
         self.executor = make(index)
-        self.compiler = Compiler(self.executor)
+        self.compiler = ProgramCache(self.executor)
         self.trace = Trace(self.device, self.memory)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps)
@@ -92,9 +92,9 @@ class Context:
             if not self.trace:
                 return None
             fast_path.install()
-            self.worker.wait_for_place()  # here Ctrl-C loses nothing yet
+            self.worker.wait_for_slot()  # here Ctrl-C loses nothing yet
             started = time.perf_counter_ns()
-            with Uninterrupted():
+            with DeferredInterrupts():
                 compiled, job = self._hand_over(reason)
             if compiled is None:
                 return None
@@ -104,7 +104,7 @@ class Context:
         debug.on_cut(self.device, reason, compiled, time.perf_counter_ns() - started)
         return job
 
-    def _hand_over(self, reason: str) -> tuple[Compiled | None, Job | None]:
+    def _hand_over(self, reason: str) -> tuple[CompiledGraph | None, Job | None]:
         """Take the trace apart and launch its program; (None, None) if nothing of it is alive."""
         cut = self.trace.cut()
         if not cut.alive:
@@ -113,7 +113,7 @@ class Context:
         try:
             compiled = self.compiler.compile(self.trace, cut, donated, reason)
         except BaseException as error:
-            self._give_up(cut, error)
+            self._fail_outputs(cut, error)
             raise
         job = self._launch(compiled, cut)
         if self.trace.steps > _TRIE_STEPS:
@@ -122,7 +122,7 @@ class Context:
             metrics.count("TrieForgotten")
         return compiled, job
 
-    def _give_up(self, cut: Cut, error: BaseException) -> None:
+    def _fail_outputs(self, cut: Cut, error: BaseException) -> None:
         """Leave every value of a graph that could not be compiled as it was before the step, or lost."""
         nodes = [step.node for step in self.trace.path(cut.path) if step.node is not None]
         chains = origins(nodes, [index for index, _ in cut.alive])
@@ -138,7 +138,7 @@ class Context:
                 buffer = Buffer.ready(self.memory, data, buffer.nbytes)
             value.buffer = buffer
 
-    def _launch(self, compiled: Compiled, cut: Cut) -> Job:
+    def _launch(self, compiled: CompiledGraph, cut: Cut) -> Job:
         inputs = [cut.inputs[k][2] for k in compiled.input_slots]
         outputs = []
         more_bytes = 0
@@ -148,18 +148,18 @@ class Context:
             outputs.append(buffer)
         self.memory.add(more_bytes)
         scalars, num_threads = cut.scalars, torch.get_num_threads()
-        place = self._place(compiled, num_threads)
-        if place is Place.SPARING:
+        upload = self._placement(compiled, num_threads)
+        if upload is Placement.SPARING:
             num_threads -= 1
         run = self._run(compiled, inputs, scalars, outputs, num_threads)
         earlier: list[Job] = []
         job = Job(
             lambda: _end(run, earlier),
-            lambda: self._settle(self._lost_at_a_fork(), {}, compiled, outputs),
+            lambda: self._resolve(self._lost_at_a_fork(), {}, compiled, outputs),
         )
         if compiled.groups:
             earlier += self._stand_in_line(compiled.groups, job)
-        if place is Place.HERE and not earlier:
+        if upload is Placement.HERE and not earlier:
             self._take_the_cores()
             is_done = _begin(run)
             if is_done:
@@ -174,7 +174,7 @@ class Context:
             self.worker.submit(job)
         except BaseException as error:  # an interrupt: nobody will run it
             lost = errors.op_error(error, what=f"a program was not handed over on {self.device}")
-            self._settle(lost, {}, compiled, outputs)
+            self._resolve(lost, {}, compiled, outputs)
             job.cancel()
             raise
         return job
@@ -193,13 +193,17 @@ class Context:
                 _last_jobs[group] = self.device.index, job
         return found
 
-    def _place(self, compiled: Compiled, num_threads: int) -> Place:
+    def _placement(self, compiled: CompiledGraph, num_threads: int) -> Placement:
         if compiled.program.holds_lock:
-            return Place.HERE if compiled.pace.is_small and self.worker.is_idle else Place.WORKER
+            return (
+                Placement.HERE
+                if compiled.placement.is_small and self.worker.is_idle
+                else Placement.WORKER
+            )
         if settings.compile != "async":
             # Sums over fewer threads end in other digits, and such a run is to be repeatable: none is spared.
             num_threads = 1
-        return compiled.pace.place(time.perf_counter_ns(), num_threads)
+        return compiled.placement.choose(time.perf_counter_ns(), num_threads)
 
     def _take_the_cores(self) -> None:
         """Wait until the worker has done its work and left the cores."""
@@ -210,7 +214,7 @@ class Context:
 
     def _run(
         self,
-        compiled: Compiled,
+        compiled: CompiledGraph,
         inputs: list[Buffer],
         scalars: list[Any],
         outputs: list[Buffer],
@@ -230,7 +234,7 @@ class Context:
             if found.older:  # whoever holds what is lost may never read it
                 assert isinstance(lost, errors.LtcError)
                 self.failures.append(_Failure(lost))
-            self._settle(lost, found.data, compiled, outputs)
+            self._resolve(lost, found.data, compiled, outputs)
             return
         self.memory.note_peak(compiled.program.peak_bytes)
         steps = compiled.program.run_in_steps(data, scalars)
@@ -249,7 +253,7 @@ class Context:
                     fault, what=f"a program was left half done on {self.device}", next="report this"
                 )
                 self.failures.append(_Failure(failed))
-                self._settle(failed, {}, compiled, outputs)
+                self._resolve(failed, {}, compiled, outputs)
                 return
             cost_ns += time.thread_time_ns() - started_cpu
             if results is None:
@@ -258,10 +262,10 @@ class Context:
         for buffer, result in zip(outputs, results, strict=True):
             buffer.set(result)
         elapsed = time.perf_counter_ns() - started
-        compiled.pace.note_run(cost_ns, elapsed)
+        compiled.placement.note_run(cost_ns, elapsed)
         metrics.observe("ExecuteTime", elapsed)
 
-    def _fail(self, failure: NodeFailure, compiled: Compiled, outputs: list[Buffer]) -> None:
+    def _fail(self, failure: NodeFailure, compiled: CompiledGraph, outputs: list[Buffer]) -> None:
         assert failure.__cause__ is not None
         first = self._error_of(failure.node, failure.__cause__, compiled)
         found = {id(failure.__cause__): first}  # an exception of the user's may have no hash
@@ -280,11 +284,11 @@ class Context:
             if failure.older or carriers:
                 self.failures.append(_Failure(error, () if failure.older else carriers))
         # Last: who sees values that are older than they should be finds the failure.
-        self._settle(first, failure.salvaged, compiled, outputs, others)
+        self._resolve(first, failure.salvaged, compiled, outputs, others)
         metrics.count("FailedExecution")
 
     def _error_of(
-        self, node: Node | None, original: BaseException, compiled: Compiled
+        self, node: Node | None, original: BaseException, compiled: CompiledGraph
     ) -> errors.LtcError:
         error = errors.op_error(
             original,
@@ -296,11 +300,11 @@ class Context:
         error.where_words = "first recorded at"  # this graph may have come from elsewhere since
         return error
 
-    def _settle(
+    def _resolve(
         self,
         error: BaseException,
         kept: dict[int, Any],
-        compiled: Compiled,
+        compiled: CompiledGraph,
         outputs: list[Buffer],
         others: Mapping[int, BaseException] | None = None,
     ) -> None:
@@ -385,20 +389,20 @@ class Context:
 
     @in_own_state
     def _zeros(self, meta: TensorMeta) -> Any:
-        return self.executor.place(torch.zeros(meta.size, dtype=meta.dtype))
+        return self.executor.upload(torch.zeros(meta.size, dtype=meta.dtype))
 
-    def place(self, tensor: torch.Tensor, meta: TensorMeta) -> Value:
+    def upload(self, tensor: torch.Tensor, meta: TensorMeta) -> Value:
         """Copy a CPU tensor to the device, with the dtype and the strides of `meta`."""
-        return self.place_all([tensor], [meta])[0]
+        return self.upload_all([tensor], [meta])[0]
 
     @in_own_state
-    def place_all(
+    def upload_all(
         self, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta]
     ) -> list[Value]:
         """Copy CPU tensors to the device, each with the dtype and the strides of its meta."""
         tensors = [meta.laid_out(t) for t, meta in zip(tensors, metas, strict=True)]
         with metrics.timer("TransferToDeviceTime"):
-            placed = self.executor.place_all(tensors)
+            placed = self.executor.upload_all(tensors)
         metrics.observe("OutboundData", sum(tensor.nbytes for tensor in tensors))
         sizes = map(self.executor.nbytes, metas)
         return [

@@ -19,14 +19,14 @@ from ltc_core import errors, metrics, source
 from ltc_core.device import register
 from ltc_core.graph.ir import TensorMeta, contiguous_stride
 from ltc_core.graph.lens import apply_lens
-from ltc_core.runtime.device_context import Context, forget_jobs
+from ltc_core.runtime.device_context import DeviceContext, forget_jobs
 from ltc_core.settings import settings
 from ltc_core.tensor.handles import Cell, Handle, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 from ltc_core.thread_state import in_own_state
 
 __all__ = [
-    "Context",
+    "DeviceContext",
     "checked",
     "context",
     "context_of",
@@ -39,7 +39,7 @@ __all__ = [
 
 # -- the devices of this process -------------------------------------------------------------------
 
-_contexts: dict[int, Context] = {}
+_contexts: dict[int, DeviceContext] = {}
 _forking = threading.local()  # the contexts a forking thread holds still
 _contexts_lock = threading.Lock()
 # A fork waits so long for devices that other threads use; the first waits for a lock, which it gives back then.
@@ -65,7 +65,7 @@ def checked(index: int) -> int:
     return index
 
 
-def context(index: int) -> Context:
+def context(index: int) -> DeviceContext:
     """Give the context of device `index`, made on first use."""
     found = _contexts.get(index)
     if found is None:
@@ -73,16 +73,16 @@ def context(index: int) -> Context:
             found = _contexts.get(index)
             if found is None:
                 settings.check_environment()
-                found = _contexts[index] = Context(index)
+                found = _contexts[index] = DeviceContext(index)
     return found
 
 
-def contexts() -> list[Context]:
+def contexts() -> list[DeviceContext]:
     """List the devices used so far."""
     return [_contexts[i] for i in sorted(_contexts)]
 
 
-def context_of(handle: Handle) -> Context:
+def context_of(handle: Handle) -> DeviceContext:
     index = handle.trace.device.index
     return _contexts[index]
 
@@ -100,7 +100,7 @@ def real(handle: Handle, reason: str) -> torch.Tensor:
 
 
 @in_own_state
-def _view(ctx: Context, data: Any, handle: Handle) -> torch.Tensor:
+def _view(ctx: DeviceContext, data: Any, handle: Handle) -> torch.Tensor:
     whole = ctx.executor.view(data, base_of(handle).meta)
     lens = lens_of(handle)
     return apply_lens(whole, lens) if lens else whole
@@ -154,7 +154,7 @@ def _uploaded(
 ) -> list[LazyTensor]:
     ctx = context(index)
     metas = _metas_of_copies(tensors, like)
-    values = ctx.place_all(tensors, metas)
+    values = ctx.upload_all(tensors, metas)
     return [wrap(Cell(ctx.trace, value, meta)) for value, meta in zip(values, metas, strict=True)]
 
 
@@ -174,25 +174,25 @@ def _meta_of(tensor: torch.Tensor) -> TensorMeta:
 # -- leaving and forking ---------------------------------------------------------------------------
 
 
-_given_up = False
+_is_abandoned = False
 
 
-def give_up() -> None:
+def abandon_work() -> None:
     """Let this process end without finishing what was handed over, and without a word about it."""
-    global _given_up
-    _given_up = True
+    global _is_abandoned
+    _is_abandoned = True
 
 
 def exit_patience_s() -> float:
     """Give the seconds this process waits for what was handed over, at its end."""
-    return 0.0 if _given_up else settings.exit_timeout_s
+    return 0.0 if _is_abandoned else settings.exit_timeout_s
 
 
 def at_exit() -> None:
     """Finish what was handed over; say so if it is dropped."""
     for ctx in contexts():
         done = ctx.worker.stop(exit_patience_s())
-        if not done and not _given_up:
+        if not done and not _is_abandoned:
             print(
                 f"ltc: {ctx.device} was still running after {settings.exit_timeout_s:g} s; its pending "
                 "work is dropped. Next: call wait_device_ops() before the end, or set "
@@ -200,7 +200,7 @@ def at_exit() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-        for failure in () if _given_up else ctx.failures:
+        for failure in () if _is_abandoned else ctx.failures:
             if not failure.error.seen:
                 print(
                     f"ltc: an error was not seen before the end: {failure.error}",
@@ -216,7 +216,7 @@ def before_fork() -> None:
     _forking.held = _held_still(contexts())
 
 
-def _held_still(chosen: Sequence[Context]) -> list[Context]:
+def _held_still(chosen: Sequence[DeviceContext]) -> list[DeviceContext]:
     """Take the locks of idle devices, of all of them or of none; returns those whose lock is held.
 
     Each wait is bounded: a job that runs, or a thread that records on two devices, may need a lock that is held here.

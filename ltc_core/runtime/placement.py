@@ -4,8 +4,8 @@ Beside each other they share the cores. A program whose threads take all of them
 that gains: each parallel loop waits for the core that records (ResNet-18 of design section 6 on two cores: 55 ms a
 step in the worker, 47 in the thread that cuts, 41 alone). Where recording takes as long as the program, it may be
 best to leave one core to it (MLP of design section 6: 4.9 ms in the thread that cuts, 3.9 with one thread in the
-worker). On other machines it is the other way round, so `Pace` measures. Made and asked by `compiler` and `context`,
-for each program.
+worker). On other machines it is the other way round, so `PlacementPolicy` measures.
+One for each program, made by `program_cache`, asked by `device_context`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import statistics
 
-__all__ = ["Pace", "Place"]
+__all__ = ["PlacementPolicy", "Placement"]
 
 _UNSETTLED = 2  # launches after a change that are not measured: the queue empties or fills
 _MEASURED = 7
@@ -26,7 +26,7 @@ _SMALL_OP_NS = 20_000
 _SMALL_RUN_NS = 5_000_000
 
 
-class Place(enum.Enum):
+class Placement(enum.Enum):
     """Where a program runs: in the worker, there with a thread less, or in the thread that cuts."""
 
     WORKER = enum.auto()
@@ -34,7 +34,7 @@ class Place(enum.Enum):
     HERE = enum.auto()
 
 
-class Pace:
+class PlacementPolicy:
     """The place of one program.
 
     Args:
@@ -51,13 +51,13 @@ class Pace:
         self._begin()
 
     def _begin(self) -> None:
-        self._place = Place.WORKER
+        self._place = Placement.WORKER
         self._settled = False
         self._count = 0
         self._last_ns = 0
         self._samples: list[int] = []  # from launch to launch
         self._runs: list[int] = []
-        self._medians: dict[Place, float] = {}
+        self._medians: dict[Placement, float] = {}
 
     def note_run(self, cost_ns: int, elapsed_ns: int) -> None:
         """Learn from the processor time of a run, and from how long it took."""
@@ -72,7 +72,7 @@ class Pace:
         cost = self._cost_ns
         return 0 < cost < _SMALL_RUN_NS and cost < _SMALL_OP_NS * self._size
 
-    def place(self, now_ns: int, num_threads: int) -> Place:
+    def choose(self, now_ns: int, num_threads: int) -> Placement:
         """Choose, at a launch of a program that does not hold the lock; `num_threads` are those it may have."""
         count, last = self._count, self._last_ns
         self._count, self._last_ns = count + 1, now_ns
@@ -96,24 +96,24 @@ class Pace:
         In the worker that is at least a run: launches come quicker only as long as its queue fills.
         """
         launches = statistics.median(self._samples)
-        if self._place is Place.HERE or not self._runs:
+        if self._place is Placement.HERE or not self._runs:
             return launches
         return max(launches, statistics.median(self._runs))
 
-    def _next(self, num_threads: int) -> Place:
+    def _next(self, num_threads: int) -> Placement:
         """Give the next place to measure, or the best one once all are."""
-        if Place.HERE not in self._medians:
-            return Place.HERE
-        if Place.SPARING not in self._medians and self._may_spare(num_threads):
-            return Place.SPARING
+        if Placement.HERE not in self._medians:
+            return Placement.HERE
+        if Placement.SPARING not in self._medians and self._may_spare(num_threads):
+            return Placement.SPARING
         self._settled = True
-        best = Place.WORKER
-        for place in (Place.SPARING, Place.HERE):
+        best = Placement.WORKER
+        for place in (Placement.SPARING, Placement.HERE):
             if place in self._medians and self._medians[place] < _GAIN * self._medians[best]:
                 best = place
         return best
 
     def _may_spare(self, num_threads: int) -> bool:
         """Whether recording takes longer than the program would with a thread less."""
-        recording_ns = self._medians[Place.HERE] - self._cost_ns
+        recording_ns = self._medians[Placement.HERE] - self._cost_ns
         return num_threads > 1 and recording_ns > self._cost_ns / num_threads

@@ -18,14 +18,14 @@ from ltc_core.graph.check import check
 from ltc_core.graph.ir import Graph, TensorMeta, references
 from ltc_core.graph.passes import count_ops, prune
 from ltc_core.record.trace import Cut, Step, Trace
-from ltc_core.runtime.placement import Pace
+from ltc_core.runtime.placement import PlacementPolicy
 from ltc_core.settings import settings
 from ltc_core.thread_state import in_own_state
 
-__all__ = ["Compiled", "Compiler"]
+__all__ = ["CompiledGraph", "ProgramCache"]
 
 
-class Compiled:
+class CompiledGraph:
     """A program with what the runtime must know to launch it: which inputs, what comes out.
 
     `recorded` counts all ops of the path, those that turned out dead included. `outputs` are, for each output, its
@@ -39,7 +39,7 @@ class Compiled:
         "input_slots",
         "key",
         "outputs",
-        "pace",
+        "placement",
         "path",
         "program",
         "recorded",
@@ -60,28 +60,30 @@ class Compiled:
         self.input_slots = input_slots
         self.outputs = outputs
         self.recorded = recorded
-        self.pace = Pace(len(graph.nodes))
+        self.placement = PlacementPolicy(len(graph.nodes))
         self.path: Step | None = None
         self.key: Any = None
         self.cause: Cause | None = None
         self.runs = 0
 
 
-class Compiler:
+class ProgramCache:
     """Programs of one device, at most `settings.compilation_cache_size` of them; the longest unused go first."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self._known = KnownGraphs()
-        self._recent: OrderedDict[int, Compiled] = OrderedDict()
+        self._recent: OrderedDict[int, CompiledGraph] = OrderedDict()
 
-    def compile(self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str) -> Compiled:
+    def compile(
+        self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str
+    ) -> CompiledGraph:
         """Give the program for a cut, made for `reason`. Cost: compiles if this path was never cut so before."""
         outputs = tuple(index for index, _ in cut.alive)
         key = (outputs, donated)
         if cut.path.programs is None:
             cut.path.programs = {}
-        found: Compiled | None = cut.path.programs.get(key)
+        found: CompiledGraph | None = cut.path.programs.get(key)
         if found is None:
             found = self._build(trace, cut, outputs, donated)
             found.path, found.key = cut.path, key
@@ -100,7 +102,7 @@ class Compiler:
     @in_own_state
     def _build(
         self, trace: Trace, cut: Cut, outputs: tuple[int, ...], donated: tuple[int, ...]
-    ) -> Compiled:
+    ) -> CompiledGraph:
         started = time.perf_counter_ns()
         path = trace.path(cut.path)
         nodes = [step.node for step in path if step.node is not None]
@@ -115,7 +117,7 @@ class Compiler:
         program = self.executor.compile(graph)
         metrics.observe("CompileTime", time.perf_counter_ns() - started)
         metrics.observe("TensorsGraphSize", len(kept))
-        return Compiled(graph, program, slots, self._outputs(graph, program), count_ops(nodes))
+        return CompiledGraph(graph, program, slots, self._outputs(graph, program), count_ops(nodes))
 
     def _outputs(self, graph: Graph, program: Program) -> tuple[tuple[int, int], ...]:
         metas = graph.metas()

@@ -10,10 +10,10 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Uninterrupted"]
+__all__ = ["DeferredInterrupts"]
 
 
-class Uninterrupted:
+class DeferredInterrupts:
     """Context: SIGINT in the main thread is noted, and delivered to its handler at the end. Cost: 2 us."""
 
     __slots__ = ("_noted", "_previous")

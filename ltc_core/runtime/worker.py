@@ -91,7 +91,7 @@ class Worker:
         last = self._last
         return last is None or last.is_done
 
-    def wait_for_place(self) -> None:
+    def wait_for_slot(self) -> None:
         """Block while as many jobs wait as may. Only one thread at a time submits to a worker."""
         self._places.acquire()
         self._places.release()

@@ -24,7 +24,7 @@ import torch.distributed
 import ltc_core as ltc
 from ltc_core.errors import LtcError, RankEndedError, RankError, RankTimeoutError, listed
 from ltc_core.runtime.collective_tokens import hand_over
-from ltc_core.runtime.devices import contexts, exit_patience_s, give_up
+from ltc_core.runtime.devices import abandon_work, contexts, exit_patience_s
 from ltc_core.serialization.weights_only import load_weights_only
 from ltc_core.settings import settings
 from ltc_dist.job.ranks import ranks
@@ -101,7 +101,7 @@ def abandon() -> None:
     """Let this process end at once: the job is over, and nobody waits for it."""
     global _has_left
     _has_left = os.getpid()
-    give_up()
+    abandon_work()
 
 
 def leave() -> None:

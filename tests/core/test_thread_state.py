@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltc_core as ltc
-from ltc_core.runtime.device_context import Context
-from ltc_core.runtime.placement import Place
+from ltc_core.runtime.device_context import DeviceContext
+from ltc_core.runtime.placement import Placement
 from ltc_core.thread_state import in_own_state
 from tests.core import child
 
@@ -65,10 +65,10 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.fixture(params=[Place.HERE, Place.WORKER])
+@pytest.fixture(params=[Placement.HERE, Placement.WORKER])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run programs in the thread that cuts, or in the worker."""
-    monkeypatch.setattr(Context, "_place", lambda *args: request.param)
+    monkeypatch.setattr(DeviceContext, "_place", lambda *args: request.param)
 
 
 @pytest.mark.parametrize("state", STATES)

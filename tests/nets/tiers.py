@@ -17,9 +17,9 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.compile.retrace import Refused
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors import Executor, Program
-from ltc_core.executors.inductor.compiled_part import compiled_chain
+from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.inductor.lower import Lowered, lower
 from ltc_core.executors.inductor.partition import partition
@@ -27,7 +27,7 @@ from ltc_core.executors.inductor.request import Request, decode, encode
 from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.graph.ir import Graph
 from ltc_core.runtime import devices
-from ltc_core.runtime.program_cache import Compiler
+from ltc_core.runtime.program_cache import ProgramCache
 from ltc_core.settings import settings
 from tests.core.stand_ins import Interpreted
 
@@ -58,11 +58,11 @@ class _LoweredProgram(TieredProgram):
                 assert error.op not in refused
                 refused |= {error.op}
                 continue
-            self._chains.append(compiled_chain(self.graph, parts, models, self.hardware))
+            self._chains.append(compiled_program(self.graph, parts, models, self.hardware))
             return
 
 
-def _lowered(part: Part) -> Lowered:
+def _lowered(part: Subgraph) -> Lowered:
     """Lower a part in a thread of its own, which has none of the modes of the thread that asks."""
     request = decode(encode(Request(part, "cpu", torch.get_num_threads())))
     results: list[Lowered] = []
@@ -108,7 +108,7 @@ def tier(name: str, num_devices: int = 1) -> Iterator[None]:
         _use(before)
 
 
-def _use(executors: Sequence[tuple[devices.Context, Executor]]) -> None:
+def _use(executors: Sequence[tuple[devices.DeviceContext, Executor]]) -> None:
     with contextlib.suppress(
         RuntimeError
     ):  # an error of the block, which the block has seen or reports
@@ -119,4 +119,4 @@ def _use(executors: Sequence[tuple[devices.Context, Executor]]) -> None:
                 context.trace.cut()
             context.trace.forget()
             context.executor = executor
-            context.compiler = Compiler(executor)
+            context.compiler = ProgramCache(executor)

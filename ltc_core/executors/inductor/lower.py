@@ -19,9 +19,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ltc_core.compile.decompositions import WHERE_IT_PAYS
-from ltc_core.compile.retrace import Refused, Replay
+from ltc_core.compile.retrace import Refused, Retrace
 from ltc_core.compile.scalar_inputs import vector_metas
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.inductor.exact import exact_decompositions
 from ltc_core.executors.inductor.gemm import use_onednn
 from ltc_core.graph.ir import Graph, Node, TensorMeta
@@ -59,7 +59,7 @@ class Lowered:
         self.mode = mode
 
 
-def lower(part: Part, device: str) -> Lowered:
+def lower(part: Subgraph, device: str) -> Lowered:
     """Trace a part.
 
     Raises:
@@ -70,7 +70,7 @@ def lower(part: Part, device: str) -> Lowered:
     with mode:
         fakes = [_fake(meta, device) for meta in part.graph.inputs.values()]
         fakes += [_fake(meta, device) for meta in vector_metas(part.types)]
-    module = _traced(_Replay(part, memory.copied, device).run, fakes, mode)
+    module = _traced(_Retrace(part, memory.copied, device).run, fakes, mode)
     if _writing(module):  # decompositions run below functionalization: their own writes are left
         module = _traced(module, fakes, mode)
         left = _writing(module)
@@ -144,7 +144,7 @@ def _fake(meta: TensorMeta, device: str) -> Tensor:
     return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=device)
 
 
-class _Replay(Replay):
+class _Retrace(Retrace):
     spelled_out = WHERE_IT_PAYS
 
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...]:

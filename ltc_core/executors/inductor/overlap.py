@@ -1,7 +1,7 @@
 """Reductions that go on while the rest of a graph computes.
 
-`spread` writes each reduction of a graph as what it is made of: vectors that compiled code fills, a start for each,
-and one finish. `stages` puts other nodes between them. Used by `part`.
+`overlap_reductions` replaces each reduction of a graph by its pieces: vectors that compiled code fills, a start for
+each, and one finish. `schedule` puts other nodes between them. Used by `partition`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, Write
 from ltc_core.graph.lens import apply_lens
 from ltc_core.settings import settings
 
-__all__ = ["spread"]
+__all__ = ["overlap_reductions"]
 
 aten = torch.ops.aten
 _all_reduce = collective.ops.all_reduce
 _REDUCTIONS = (_all_reduce.default, collective.ops.all_reduce_.default)
 
 
-def spread(graph: Graph) -> Graph:
+def overlap_reductions(graph: Graph) -> Graph:
     """Write reductions over transports that can overlap as vectors, starts and a finish."""
     if not any(node.op in _REDUCTIONS for node in graph.nodes):
         return graph

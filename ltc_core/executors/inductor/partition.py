@@ -14,11 +14,11 @@ import torch
 
 from ltc_core.compile.initial_state import without_operands
 from ltc_core.compile.scalar_inputs import base_name
-from ltc_core.compile.schedule import stages
-from ltc_core.compile.subgraph import Part, parts_of
+from ltc_core.compile.schedule import schedule
+from ltc_core.compile.subgraph import Subgraph, subgraphs_of
 from ltc_core.executors.inductor.index_checks import find_bounds
 from ltc_core.executors.inductor.layout import keep_channels_last
-from ltc_core.executors.inductor.overlap import spread
+from ltc_core.executors.inductor.overlap import overlap_reductions
 from ltc_core.graph import collective
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Lens, Node, Scalar, TensorMeta, Write
@@ -43,7 +43,7 @@ _CHECKED = frozenset(
 
 def partition(
     graph: Graph, scalars: Sequence[Any], varied: frozenset[int], refused: frozenset[str]
-) -> list[Part]:
+) -> list[Subgraph]:
     """Cut `graph` into parts.
 
     Args:
@@ -51,11 +51,11 @@ def partition(
         varied: positions of numbers seen with another value before.
         refused: names of ops the compiler cannot take.
     """
-    graph = spread(graph)
+    graph = overlap_reductions(graph)
     graph = without_operands(graph)
-    stage_of = stages(graph, _eager_nodes(graph, scalars, refused))
+    stage_of = schedule(graph, _eager_nodes(graph, scalars, refused))
     graph = keep_channels_last(graph, stage_of)
-    return parts_of(graph, stage_of, scalars, varied)
+    return subgraphs_of(graph, stage_of, scalars, varied)
 
 
 def _eager_nodes(graph: Graph, scalars: Sequence[Any], refused: frozenset[str]) -> set[int]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ltc_core.compile.retrace import Refused
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.graph.ir import TensorMeta
 
 __all__ = ["Request", "compiler_variables", "decode", "encode", "is_decisive", "key"]
@@ -44,7 +44,7 @@ _WHERE = (
 class Request:
     """A part to be compiled for a device, and best with so many threads."""
 
-    part: Part
+    part: Subgraph
     device: str
     num_threads: int
 

@@ -21,15 +21,15 @@ import torch
 
 from ltc_core import metrics
 from ltc_core.compile.scalar_inputs import vector_metas
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.errors import listed
 from ltc_core.executors.base import Program, Remains, run_to_end
-from ltc_core.executors.inductor.compiled_part import compiled_chain
+from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.launcher import Model, load
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.request import Request, encode, key
 from ltc_core.executors.inductor.service import CompileService, Outcome, service
-from ltc_core.executors.partitioned_program import Chain
+from ltc_core.executors.partitioned_program import PartitionedProgram
 from ltc_core.executors.reference import ReferenceProgram
 from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.settings import settings
@@ -65,7 +65,7 @@ class TieredProgram(Program):
         self.peak_bytes = reference.peak_bytes
         self.hardware = hardware
         self._reference = reference
-        self._chains: list[Chain] = []
+        self._chains: list[PartitionedProgram] = []
         self._build: _Build | None = None
         self._runs = 0
         self._numbers: list[Any] | None = None
@@ -101,7 +101,7 @@ class TieredProgram(Program):
             pairs = zip(self._numbers, scalars, strict=True)
             self._varied.update(k for k, (a, b) in enumerate(pairs) if a != b)
 
-    def _compiled(self, scalars: Sequence[Any]) -> Chain | None:
+    def _compiled(self, scalars: Sequence[Any]) -> PartitionedProgram | None:
         """Give the compiled program for these numbers if it is there now; see to it that it will be."""
         self._runs += 1
         build = self._build  # the service's thread takes it away once it is done
@@ -136,7 +136,7 @@ class TieredProgram(Program):
         build.submit()
         return build
 
-    def install(self, chain: Chain, seconds: float) -> None:
+    def install(self, chain: PartitionedProgram, seconds: float) -> None:
         """Take a compiled program, that was there after so many seconds: the next run uses it."""
         self._build = None
         self._runs = 0
@@ -187,7 +187,9 @@ class TieredProgram(Program):
 class _Build:
     """One attempt to compile the parts of a program. Outcomes arrive in the service's thread."""
 
-    def __init__(self, program: TieredProgram, parts: list[Part], compiler: CompileService) -> None:
+    def __init__(
+        self, program: TieredProgram, parts: list[Subgraph], compiler: CompileService
+    ) -> None:
         self._program = weakref.ref(program)
         self._graph = program.graph
         self._hardware = program.hardware
@@ -238,7 +240,7 @@ class _Build:
             if len(self._models) == len(self.requests):
                 program = self._program()
                 if program is not None:
-                    chain = compiled_chain(self._graph, self._parts, self._models, self._hardware)
+                    chain = compiled_program(self._graph, self._parts, self._models, self._hardware)
                     program.install(chain, time.monotonic() - self._started)
                 self.done.set()
 
@@ -250,5 +252,5 @@ class _Build:
         self.done.set()
 
 
-def _input_metas(part: Part) -> list[TensorMeta]:
+def _input_metas(part: Subgraph) -> list[TensorMeta]:
     return [*part.graph.inputs.values(), *vector_metas(part.types)]

@@ -16,11 +16,11 @@ import torch
 
 from ltc_core import metrics
 from ltc_core.compile import random_keys
-from ltc_core.compile.initial_state import first_values, without_operands
+from ltc_core.compile.initial_state import initial_values, without_operands
 from ltc_core.compile.retrace import Refused
 from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, kinds
-from ltc_core.compile.schedule import stages
-from ltc_core.compile.subgraph import Part, parts_of
+from ltc_core.compile.schedule import schedule
+from ltc_core.compile.subgraph import Subgraph, subgraphs_of
 from ltc_core.errors import CollectiveError
 from ltc_core.executors.base import (
     CPU,
@@ -32,7 +32,7 @@ from ltc_core.executors.base import (
     run_to_end,
 )
 from ltc_core.executors.narrow_dtypes import StorageTypes
-from ltc_core.executors.partitioned_program import Chain, Link
+from ltc_core.executors.partitioned_program import PartitionedProgram, SubgraphRunner
 from ltc_core.executors.reference import ReferenceProgram
 from ltc_core.executors.xla.device import XlaDevice
 from ltc_core.executors.xla.launch import Launch
@@ -71,10 +71,10 @@ class XlaExecutor(Executor):
         self.xla = XlaDevice(index)
         super().__init__(torch.device("xla", index))
 
-    def place(self, tensor: Tensor) -> Any:
-        return self.place_all([tensor])[0]
+    def upload(self, tensor: Tensor) -> Any:
+        return self.upload_all([tensor])[0]
 
-    def place_all(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def upload_all(self, tensors: Sequence[Tensor]) -> list[Any]:
         # Copies: the transfer may still read while the caller writes.
         stored = self.xla.stored
         return self.xla.send([t.detach().to(stored(t.dtype), copy=True) for t in tensors])
@@ -119,10 +119,10 @@ class XlaProgram(Program):
         self.reuses = memory.reuses
         self._graph = graph
         self._device = device
-        self._chains: list[Chain] = []
+        self._chains: list[PartitionedProgram] = []
         self._numbers: list[Any] | None = None
         self._varied: set[int] = set()
-        self._firsts = first_values(graph)
+        self._firsts = initial_values(graph)
         self._runs = 0
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
@@ -135,7 +135,7 @@ class XlaProgram(Program):
             chain = self._make(scalars)
         return run_to_end(chain.run_in_steps(inputs, scalars))
 
-    def _make(self, scalars: Sequence[Any]) -> Chain:
+    def _make(self, scalars: Sequence[Any]) -> PartitionedProgram:
         """Make the chain for these numbers; those seen to change are inputs of it where ops allow that."""
         if self._numbers is None:
             self._numbers = list(scalars)
@@ -165,7 +165,7 @@ def _chain(
     varied: frozenset[int],
     device: XlaDevice,
     firsts: Set[int] = frozenset(),
-) -> Chain:
+) -> PartitionedProgram:
     """Make the chain of a graph.
 
     Args:
@@ -178,12 +178,12 @@ def _chain(
     refused = {at for at, node in enumerate(graph.nodes) if LOWERING.refuses(node, metas)}
     others = {at for at, node in enumerate(graph.nodes) if _runs_on_host(node, device)}
     others |= {at for at, node in enumerate(graph.nodes) if node.first in first_ones}
-    parts = parts_of(graph, stages(graph, refused | others), scalars, varied, refused)
+    parts = subgraphs_of(graph, schedule(graph, refused | others), scalars, varied, refused)
     of_host = random_keys.of_host(graph)
     links = [
         _Compiled(part, device) if part.compiled else _Host(part, device, of_host) for part in parts
     ]
-    return Chain(graph, links, memory_of=id)
+    return PartitionedProgram(graph, links, memory_of=id)
 
 
 def _runs_on_host(node: Node, device: XlaDevice) -> bool:
@@ -192,10 +192,10 @@ def _runs_on_host(node: Node, device: XlaDevice) -> bool:
     return node.op is random_keys.NEXT_KEY or random_keys.is_draw(node)
 
 
-class _Host(Link):
+class _Host(SubgraphRunner):
     """A part on the host, op by op. What is `of_host` stays there, other results go to the device."""
 
-    def __init__(self, part: Part, device: XlaDevice, of_host: frozenset[int]) -> None:
+    def __init__(self, part: Subgraph, device: XlaDevice, of_host: frozenset[int]) -> None:
         super().__init__(part)
         self._device = device
         # The graph names stored dtypes already; this is for ops without a narrow kernel.
@@ -225,14 +225,14 @@ class _Host(Link):
         values.update(zip(part.outputs, results, strict=True))
 
 
-class _Compiled(Link):
+class _Compiled(SubgraphRunner):
     """A part as one program of XLA; as a chain of its own once an op of it turned out not to be lowered."""
 
-    def __init__(self, part: Part, device: XlaDevice) -> None:
+    def __init__(self, part: Subgraph, device: XlaDevice) -> None:
         super().__init__(part)
         self._device = device
         self._launch: Launch | None = None
-        self._chain: Chain | None = None
+        self._chain: PartitionedProgram | None = None
         typed = list(zip(part.numbers, part.types, strict=True))
         self._vectors = [
             (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind]) for kind in kinds(part.types)

@@ -18,8 +18,8 @@ import torch
 
 from ltc_core.compile.decompositions import EVERYWHERE
 from ltc_core.compile.random_draws import DRAWS
-from ltc_core.compile.retrace import Refused, Replay
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.retrace import Refused, Retrace
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.xla.collectives import plan_of
 from ltc_core.executors.xla.device import TRACING, XlaDevice
 from ltc_core.executors.xla.lowering import LOWERING
@@ -49,7 +49,7 @@ class Launch:
         inputs: what it is traced on: data of this run, on the device.
     """
 
-    def __init__(self, part: Part, device: XlaDevice, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, part: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]) -> None:
         self._device = device
         library = self._library = device.library
         with TRACING, torch.no_grad():
@@ -61,7 +61,7 @@ class Launch:
                 device.collectives.begin()
                 library._clear_pending_irs(device.name)
 
-    def _make(self, part: Part, inputs: Sequence[Tensor]) -> None:
+    def _make(self, part: Subgraph, inputs: Sequence[Tensor]) -> None:
         """Trace and compile."""
         replay, outputs = _trace(part, self._device, inputs)
         # Not before: an op that ran on the host while it was traced may have given its operands others.
@@ -168,12 +168,12 @@ def _shape_of(graph: Graph) -> tuple[int, ...]:
 
 
 def _trace(
-    part: Part, device: XlaDevice, inputs: Sequence[Tensor]
-) -> tuple[_Replay, tuple[Tensor, ...]]:
+    part: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]
+) -> tuple[_Retrace, tuple[Tensor, ...]]:
     """Give the outputs, and what made them."""
     while True:
         device.collectives.begin()
-        replay = _Replay(part, device)
+        replay = _Retrace(part, device)
         try:
             return replay, replay.run(*inputs)
         except _Again:
@@ -184,11 +184,11 @@ class _Again(BaseException):
     """An op is to be traced as what it consists of."""
 
 
-class _Replay(Replay):
+class _Retrace(Retrace):
     spelled_out = EVERYWHERE
     all_by_rule = True
 
-    def __init__(self, part: Part, device: XlaDevice) -> None:
+    def __init__(self, part: Subgraph, device: XlaDevice) -> None:
         super().__init__(part, plan(part.graph).copied, device.name)
         self._types = device.types
         self._library = device.library

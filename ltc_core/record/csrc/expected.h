@@ -73,7 +73,7 @@ struct Noted {
           PyTuple_GET_ITEM(row, 1) != metas[i])
         return;
     }
-    const Object follows(PyObject_GetAttr(step_of.node.of(step), name_follows_default));
+    const Object follows(PyObject_GetAttr(step_of.node.of(step), name_uses_default_dtype));
     if (!follows)
       return PyErr_Clear();
     if (follows.get() == Py_True)

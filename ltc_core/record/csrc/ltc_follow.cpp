@@ -265,8 +265,8 @@ PyMODINIT_FUNC PyInit__ltc_follow() {
   name_handle = PyUnicode_InternFromString("_h");
   name_outs = PyUnicode_InternFromString("outs");
   name_result = PyUnicode_InternFromString("result");
-  name_settle = PyUnicode_InternFromString("settle");
-  name_follows_default = PyUnicode_InternFromString("follows_default");
+  name_rewind = PyUnicode_InternFromString("rewind");
+  name_uses_default_dtype = PyUnicode_InternFromString("uses_default_dtype");
   number_zero = PyLong_FromLong(0);
   maker_type.tp_dealloc = free_maker;
   expected_type.tp_dealloc = free_expected;

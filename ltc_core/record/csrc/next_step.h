@@ -4,7 +4,7 @@
 
 namespace ltc {
 
-// Nothing is changed before the whole call was found as expected; if making it fails after that, the trace is settled.
+// Nothing is changed before the whole call was found as expected; if making it fails after that, the trace is rewound.
 class NextStep : Operands {
  public:
   NextStep(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args) : Operands(op, trace, args) {}
@@ -36,7 +36,7 @@ class NextStep : Operands {
       result = op.kind == kView ? views() : results();
     if (result && trace_of.count.set_number(trace, count))
       return result;
-    settle();
+    rewind();
     return std::nullopt;
   }
 
@@ -162,7 +162,7 @@ class NextStep : Operands {
     const Object made(define());
     if (!made || !trace_of.count.set_number(trace, count) ||
         !cell_of.version.set_number(handle.get(), cell_of.version.number(handle.get()) + 1)) {
-      settle();
+      rewind();
       return false;
     }
     trace_of.cursor.set(trace, step_of.next.of(cursor));
@@ -171,10 +171,10 @@ class NextStep : Operands {
   }
 
   // Makes the trace agree with its cursor after an error.
-  void settle() {
+  void rewind() {
     const ErrorAside aside;
-    const Object settled(PyObject_CallMethodNoArgs(trace, name_settle));
-    if (!settled)
+    const Object rewound(PyObject_CallMethodNoArgs(trace, name_rewind));
+    if (!rewound)
       PyErr_WriteUnraisable(trace);
   }
 

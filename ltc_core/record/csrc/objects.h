@@ -96,7 +96,7 @@ inline struct {
 inline Slot buffer_error;
 
 inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type; // given by `setup`, never let go
-inline PyObject *name_acquire, *name_release, *name_handle, *name_outs, *name_result, *name_settle, *name_follows_default;
+inline PyObject *name_acquire, *name_release, *name_handle, *name_outs, *name_result, *name_rewind, *name_uses_default_dtype;
 inline PyObject* number_zero;
 inline PyObject *detach, *python_dispatch; // the op; what stood where `dispatch` stands
 inline std::atomic<bool> is_on = true; // also read without the GIL

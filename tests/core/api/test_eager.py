@@ -94,13 +94,13 @@ def test_calls_are_followed_again() -> None:
     device = ltc.lazy_device()
     with eager_mode_context(True):
         train(device)
-        before = fast_path.num_followed()
+        before = fast_path.num_fast_calls()
         train(device)
-        assert fast_path.num_followed() == before
+        assert fast_path.num_fast_calls() == before
     for _ in range(4):
         train(device)
         ltc.mark_step()
-    assert fast_path.num_followed() > before
+    assert fast_path.num_fast_calls() > before
 
 
 def test_a_program_that_starts_with_it_can_leave_it() -> None:

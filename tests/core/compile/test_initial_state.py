@@ -2,7 +2,7 @@
 
 import torch
 
-from ltc_core.compile.initial_state import first_values, without_operands
+from ltc_core.compile.initial_state import initial_values, without_operands
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, Write
 
 aten = torch.ops.aten
@@ -30,17 +30,17 @@ def moments(*outputs: int) -> Graph:
 
 
 def test_what_is_written_until_it_is_an_output_begins_a_state() -> None:
-    assert first_values(without_operands(moments(3, 4))) == {0}
+    assert initial_values(without_operands(moments(3, 4))) == {0}
 
 
 def test_what_does_not_outlive_the_graph_begins_none() -> None:
-    assert first_values(without_operands(moments(4))) == set()
+    assert initial_values(without_operands(moments(4))) == set()
 
 
 def test_what_waits_for_an_operand_is_none() -> None:
-    assert first_values(moments(3, 4)) == set()
+    assert initial_values(moments(3, 4)) == set()
     cloned = Graph((node(aten.clone.default, 1, Ref(0)), added(2, 1, 0)), {0: META}, (2,))
-    assert first_values(cloned) == set()
+    assert initial_values(cloned) == set()
 
 
 def test_zeros_like_is_written_as_what_it_makes() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ltc_core.compile.retrace import apply_rule
-from ltc_core.compile.scalar_inputs import rule_for, takes_number
+from ltc_core.compile.scalar_inputs import rule_for, takes_scalar
 from ltc_core.graph.ir import TensorMeta
 
 aten = torch.ops.aten
@@ -80,12 +80,12 @@ def test_numbers_in_a_masks_place() -> None:
 
 
 def test_learning_rates_are_inputs_and_structure_is_not() -> None:
-    assert takes_number(aten.add.Tensor, 0.1, varied=False)
-    assert takes_number(aten._foreach_addcdiv_.ScalarList, 0.1, varied=False)
-    assert not takes_number(aten.mul.Tensor, 2, varied=False)
-    assert takes_number(aten.mul.Tensor, 2, varied=True)
-    assert not takes_number(aten.pow.Tensor_Scalar, 2.0, varied=True)
-    assert not takes_number(aten.masked_fill.Scalar, float("-inf"), varied=False)
-    assert not takes_number(aten.mul.Tensor, 1j, varied=True)
-    assert takes_number(aten._fused_sgd_.default, 0.1, varied=False)
+    assert takes_scalar(aten.add.Tensor, 0.1, varied=False)
+    assert takes_scalar(aten._foreach_addcdiv_.ScalarList, 0.1, varied=False)
+    assert not takes_scalar(aten.mul.Tensor, 2, varied=False)
+    assert takes_scalar(aten.mul.Tensor, 2, varied=True)
+    assert not takes_scalar(aten.pow.Tensor_Scalar, 2.0, varied=True)
+    assert not takes_scalar(aten.masked_fill.Scalar, float("-inf"), varied=False)
+    assert not takes_scalar(aten.mul.Tensor, 1j, varied=True)
+    assert takes_scalar(aten._fused_sgd_.default, 0.1, varied=False)
     assert rule_for(aten.div.Tensor_mode) is None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
 
@@ -23,7 +23,7 @@ def written(op: Any, first: int, target: Write, old: int, *args: Any) -> Node:
     return Node(op, (target, *args), {}, first, (META,), (old,), result="self")
 
 
-def ops(part: Part) -> list[str]:
+def ops(part: Subgraph) -> list[str]:
     return [n.op._opname for n in part.graph.nodes]
 
 
@@ -32,11 +32,11 @@ def cut(
     *scalars: Any,
     varied: frozenset[int] = NOTHING,
     refused: frozenset[str] = NOTHING,
-) -> list[Part]:
+) -> list[Subgraph]:
     return partition(graph, scalars, varied, refused)
 
 
-def kinds(parts: list[Part]) -> list[tuple[bool, list[str]]]:
+def kinds(parts: list[Subgraph]) -> list[tuple[bool, list[str]]]:
     return [(part.compiled, ops(part)) for part in parts]
 
 
@@ -70,7 +70,7 @@ class TestWhatIsCompiled:
         floats = Node(op, (Ref(0), divisor), named, 1, (META,), result=0)
         assert cut(Graph((floats,), {0: META}, (1,)), 2, 0)[0].compiled
 
-    def test_a_refused_op_runs_between_compiled_parts(self) -> None:
+    def test_a_refused_op_runs_between_compiled_subgraphs(self) -> None:
         graph = Graph(
             (
                 node(aten.exp.default, 1, Ref(0)),

@@ -20,7 +20,7 @@ from ltc_core.executors.reference import ReferenceExecutor
 from ltc_core.runtime import device_context as context_module
 from ltc_core.runtime import program_cache as compiler_module
 from ltc_core.runtime.devices import context
-from ltc_core.runtime.program_cache import Compiled, Compiler
+from ltc_core.runtime.program_cache import Compiled, ProgramCache
 from ltc_core.settings import settings
 from tests.core.debug.explain_scenarios import SCENARIOS, Training, device, line_of, look
 from tests.core.models import OPTIMIZERS, Run
@@ -33,7 +33,7 @@ def causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cause]]:
     found: list[Cause] = []
     ltc.mark_step(wait=True)
     context(0).trace.forget()
-    monkeypatch.setattr(context(0), "compiler", Compiler(ReferenceExecutor()))
+    monkeypatch.setattr(context(0), "compiler", ProgramCache(ReferenceExecutor()))
     monkeypatch.setattr(compiler_module, "on_compile", found.append)
     yield found
     ltc.mark_step(wait=True)
@@ -204,14 +204,14 @@ def test_causes_are_counted_and_summed_up(causes: list[Cause]) -> None:
 
 def test_a_program_that_is_found_again_has_its_cause(causes: list[Cause]) -> None:
     compiled: list[Compiled] = []
-    original = Compiler.compile
+    original = ProgramCache.compile
 
-    def compile(self: Compiler, *args: Any) -> Compiled:
+    def compile(self: ProgramCache, *args: Any) -> Compiled:
         compiled.append(original(self, *args))
         return compiled[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Compiler, "compile", compile)
+        patch.setattr(ProgramCache, "compile", compile)
         for _ in range(2):
             kept = torch.ones(3).to(device()) * 2
             ltc.mark_step()

@@ -15,7 +15,7 @@ from ltc_core.errors import DeviceError
 from ltc_core.executors.hardware import hardware
 from ltc_core.executors.reference import ReferenceExecutor, on_cpu
 from ltc_core.runtime.devices import context
-from ltc_core.runtime.program_cache import Compiler
+from ltc_core.runtime.program_cache import ProgramCache
 from ltc_core.settings import settings
 from tests.core.child import run
 from tests.core.models import MODELS, Run
@@ -67,7 +67,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     ltc.wait_device_ops()
     executor = ReferenceExecutor(META)
     monkeypatch.setattr(context(0), "executor", executor)
-    monkeypatch.setattr(context(0), "compiler", Compiler(executor))
+    monkeypatch.setattr(context(0), "compiler", ProgramCache(executor))
     monkeypatch.setattr(torch.Tensor, "cpu", brought_from_meta)
     context(0).trace.forget()
     yield ltc.lazy_device()

@@ -92,7 +92,7 @@ def test_outputs_are_zeros_of_the_right_kind(meta: TensorMeta) -> None:
     executor = NullExecutor()
     program = executor.compile(Graph((node,), {0: META}, (1,)))
     assert isinstance(program, Program)
-    (out,) = program.run([executor.place(torch.ones(2, 3))], ())
+    (out,) = program.run([executor.upload(torch.ones(2, 3))], ())
     seen = executor.view(out, meta)
     assert (seen.shape, seen.dtype) == (meta.size, meta.dtype)
     assert not seen.any()
@@ -111,7 +111,7 @@ def test_nothing_is_run() -> None:
 def test_what_was_placed_is_what_is_fetched() -> None:
     executor = NullExecutor()
     data = torch.arange(6.0).view(2, 3)
-    assert torch.equal(executor.view(executor.place(data), META), data)
+    assert torch.equal(executor.view(executor.upload(data), META), data)
 
 
 def test_a_training_loop_runs_without_maths() -> None:

@@ -186,7 +186,7 @@ def test_an_empty_graph_runs() -> None:
     ids=["transposed", "expanded", "0-dim", "empty"],
 )
 def test_place_copies(tensor: torch.Tensor) -> None:
-    placed = executor().place(tensor)
+    placed = executor().upload(tensor)
     assert torch.equal(placed, tensor)
     assert placed.numel() == 0 or memory_of(placed) != memory_of(tensor)
     assert torch.equal(executor().view(placed, TensorMeta.like(tensor)), tensor)

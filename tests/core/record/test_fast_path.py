@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ltc_core as ltc
 from ltc_core import build, errors
 from ltc_core.record import fast_path, recorder, view_recorder
-from ltc_core.runtime.device_context import Context
+from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.devices import context
 from tests.core import child
 from tests.core.beside_eager import assert_same
@@ -39,9 +39,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _on() -> Iterator[None]:
-    before = fast_path.turn(True)
+    before = fast_path.enable(True)
     yield
-    fast_path.turn(before)
+    fast_path.enable(before)
 
 
 def run(program: Program, device: torch.device) -> Any:
@@ -73,10 +73,10 @@ def follows(program: Program) -> None:
     for _ in range(ROUNDS - 1):
         assert_same(run(program, ltc.lazy_device()), expected)
         ltc.mark_step()
-    before = fast_path.num_followed()
+    before = fast_path.num_fast_calls()
     with NoNewSteps(), calls_of_python() as names:
         got = run(program, ltc.lazy_device())
-    assert not names and fast_path.num_followed() > before
+    assert not names and fast_path.num_fast_calls() > before
     assert_same(got, expected)
 
 
@@ -147,9 +147,9 @@ def test_a_number_that_changes_is_followed() -> None:
     x = data(ltc.lazy_device(), 3)
     found = []
     for k in range(6):
-        before = fast_path.num_followed()
+        before = fast_path.num_fast_calls()
         y = x * (0.5 + k)
-        found.append(fast_path.num_followed() - before)
+        found.append(fast_path.num_fast_calls() - before)
         assert y.tolist() == [0.0, 0.5 + k, 2 * (0.5 + k)]
     assert found[2:] == [1] * 4
 
@@ -350,11 +350,11 @@ def test_switched_off_it_records_the_same_steps() -> None:
         return F.gelu(x @ x.t()), x.sum(0), torch._foreach_sub([x], 1)
 
     follows(program)
-    fast_path.turn(False)
-    before = fast_path.num_followed()
+    fast_path.enable(False)
+    before = fast_path.num_fast_calls()
     with NoNewSteps():
         got = run(program, ltc.lazy_device())
-    assert fast_path.num_followed() == before
+    assert fast_path.num_fast_calls() == before
     assert_same(got, run(program, torch.device("cpu")))
 
 
@@ -394,7 +394,7 @@ def test_a_call_that_is_not_recorded_is_not_taken_for_the_step_of_another_thread
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = ltc.lazy_device()
-    found = Context.value_data
+    found = DeviceContext.value_data
     flipped: list[torch.Tensor] = []
 
     def meanwhile(*args: Any) -> Any:
@@ -407,7 +407,7 @@ def test_a_call_that_is_not_recorded_is_not_taken_for_the_step_of_another_thread
     for _ in range(ROUNDS):
         ltc.wait_device_ops()
         with monkeypatch.context() as patch:
-            patch.setattr(Context, "value_data", meanwhile)
+            patch.setattr(DeviceContext, "value_data", meanwhile)
             copy = x.cpu()
         assert copy.device.type == "cpu" and copy.tolist() == [1] * 4
         assert flipped.pop().tolist() == [3, 2, 1, 0]

@@ -65,7 +65,7 @@ class Recording:
             trace.scalars += numbers
             return trace.define()
         except BaseException:
-            trace.settle()
+            trace.rewind()
             raise
 
     def state(self) -> tuple[object, ...]:
@@ -189,7 +189,7 @@ def test_a_value_that_died_meanwhile_can_be_taken_back(recording: Recording) -> 
     x = recording.input()
     recording.trace.bind(x, META)
     del x
-    recording.trace.settle()
+    recording.trace.rewind()
     assert recording.trace.count == 0
     assert recording.op("a", recording.input()).index == 1
 
@@ -199,12 +199,12 @@ def test_only_what_came_since_the_last_op_is_taken_back(recording: Recording) ->
     a = recording.op("a", x, numbers=(0.5,))
     recording.trace.bind(y, META)
     recording.trace.scalars.append(7)
-    recording.trace.settle()
+    recording.trace.rewind()
     assert (x.index, a.index, y.index, y.epoch) == (0, 1, -1, -1)
     assert recording.trace.count == 2
     assert recording.trace.scalars == [0.5]
     before = recording.state()
-    recording.trace.settle()
+    recording.trace.rewind()
     assert recording.state() == before
 
 

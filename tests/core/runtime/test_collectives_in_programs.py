@@ -11,8 +11,8 @@ import ltc_core as ltc
 from ltc_core.errors import LtcError
 from ltc_core.executors.base import NodeFailure
 from ltc_core.executors.inductor.tiers import TieredProgram
-from ltc_core.runtime.device_context import Context
-from ltc_core.runtime.placement import Place
+from ltc_core.runtime.device_context import DeviceContext
+from ltc_core.runtime.placement import Placement
 
 
 class Others:
@@ -38,7 +38,7 @@ class Others:
 def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
     ltc.wait_device_ops()
     found = Others()
-    monkeypatch.setattr(Context, "_place", lambda *args: Place.HERE)
+    monkeypatch.setattr(DeviceContext, "_place", lambda *args: Placement.HERE)
     monkeypatch.setattr(TieredProgram, "run_in_steps", lambda *args: found.run(*args))
     yield found
     found.came.set()

@@ -12,7 +12,7 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.runtime import devices
-from ltc_core.runtime.devices import Context
+from ltc_core.runtime.devices import DeviceContext
 from ltc_core.settings import settings
 from tests.core import child
 from tests.core.counting import Counting
@@ -25,7 +25,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def context(device: torch.device) -> Iterator[Context]:
+def context(device: torch.device) -> Iterator[DeviceContext]:
     found = devices.context(device.index)
     gc.collect()  # what earlier tests left in cycles would count
     found.wait()
@@ -34,8 +34,8 @@ def context(device: torch.device) -> Iterator[Context]:
 
 
 class TestContexts:
-    def test_there_is_one_for_each_device(self, context: Context) -> None:
-        found: list[Context] = []
+    def test_there_is_one_for_each_device(self, context: DeviceContext) -> None:
+        found: list[DeviceContext] = []
         threads = [
             threading.Thread(target=lambda: found.append(devices.context(0))) for _ in range(8)
         ]
@@ -57,19 +57,21 @@ class TestContexts:
 
 
 class TestCut:
-    def test_nothing_recorded_is_no_cut(self, context: Context) -> None:
+    def test_nothing_recorded_is_no_cut(self, context: DeviceContext) -> None:
         with Counting() as counted:
             assert context.cut("MarkStep") is None
         assert not counted.syncs
 
-    def test_nothing_alive_is_no_run(self, context: Context, device: torch.device) -> None:
+    def test_nothing_alive_is_no_run(self, context: DeviceContext, device: torch.device) -> None:
         torch.ones(3, device=device).exp()
         with Counting() as counted:
             assert context.cut("MarkStep") is None
         assert not counted.syncs and not counted.ops
         assert not context.trace
 
-    def test_each_is_counted_under_its_reason(self, context: Context, device: torch.device) -> None:
+    def test_each_is_counted_under_its_reason(
+        self, context: DeviceContext, device: torch.device
+    ) -> None:
         x = torch.ones(3, device=device)
         with Counting() as counted:
             job = context.cut("MarkStep")
@@ -93,7 +95,7 @@ class TestCut:
         }
 
     def test_a_value_that_was_fetched_is_there(
-        self, context: Context, device: torch.device
+        self, context: DeviceContext, device: torch.device
     ) -> None:
         x = torch.rand(3, device=device) * 2
         first = x.cpu()
@@ -102,7 +104,7 @@ class TestCut:
             assert x.sum(0).shape == ()
         assert first.equal(second) and not counted.syncs
 
-    def test_what_was_fetched_is_a_copy(self, context: Context, device: torch.device) -> None:
+    def test_what_was_fetched_is_a_copy(self, context: DeviceContext, device: torch.device) -> None:
         x = torch.zeros(3, device=device)
         host = x.cpu()
         host += 1
@@ -110,7 +112,7 @@ class TestCut:
         x += 5
         assert host.tolist() == [1.0] * 3
 
-    def test_what_was_uploaded_is_a_copy(self, context: Context) -> None:
+    def test_what_was_uploaded_is_a_copy(self, context: DeviceContext) -> None:
         host = torch.zeros(3)
         x = devices.upload(host, 0)
         host += 1
@@ -118,7 +120,9 @@ class TestCut:
         x += 5
         assert host.tolist() == [1.0] * 3
 
-    def test_memory_nobody_wrote_can_be_read(self, context: Context, device: torch.device) -> None:
+    def test_memory_nobody_wrote_can_be_read(
+        self, context: DeviceContext, device: torch.device
+    ) -> None:
         x = torch.empty(2, 3, device=device)
         assert x.cpu().shape == (2, 3)
         ltc.mark_step()
@@ -135,7 +139,7 @@ class TestCut:
         ):
             assert make(device).cpu().stride() == make("cpu").cpu().clone().stride()
 
-    def test_an_uploaded_tensor_has_eagers_strides(self, context: Context) -> None:
+    def test_an_uploaded_tensor_has_eagers_strides(self, context: DeviceContext) -> None:
         for host in (
             torch.ones(2, 3).t(),
             torch.ones(4, 6)[:, ::2].t(),
@@ -155,7 +159,9 @@ class TestWhereItRuns:
         assert [name.startswith("ltc-worker") for name in ran_in] == [True]
         assert x.sum().item() == 7
 
-    def test_recording_goes_on_while_it_runs(self, context: Context, device: torch.device) -> None:
+    def test_recording_goes_on_while_it_runs(
+        self, context: DeviceContext, device: torch.device
+    ) -> None:
         with Gate() as gate:
             held = gate(torch.ones(3, device=device))
             ltc.mark_step()
@@ -225,7 +231,7 @@ class TestWhereItRuns:
 
 
 class TestMemory:
-    def test_a_parameter_is_updated_in_its_buffer(self, context: Context) -> None:
+    def test_a_parameter_is_updated_in_its_buffer(self, context: DeviceContext) -> None:
         """A step needs no second copy of what it updates."""
         weight = torch.zeros(250_000, device=context.device)
         for _ in range(3):
@@ -251,7 +257,7 @@ class TestMemory:
         assert [t.tolist() for t in seen] == [[float(i)] * 3 for i in range(4)]
 
     def test_operands_are_freed_while_a_step_runs(
-        self, context: Context, device: torch.device
+        self, context: DeviceContext, device: torch.device
     ) -> None:
         x = torch.ones(100_000, device=device)
         context.wait()

@@ -1,30 +1,30 @@
 """Where a program runs: what is small, and what measuring the places decides."""
 
-from ltc_core.runtime.placement import Pace, Place
+from ltc_core.runtime.placement import Placement, PlacementPolicy
 
-WORKER, SPARING, HERE = Place
+WORKER, SPARING, HERE = Placement
 
 
 def test_a_program_is_small_when_its_ops_are_short() -> None:
-    pace = Pace(10)
-    assert not pace.is_small  # nothing is known of it yet
-    pace.note_run(10 * 5_000, 1)
-    assert pace.is_small
-    pace.note_run(10 * 500_000, 1)
-    assert not pace.is_small
+    placement = PlacementPolicy(10)
+    assert not placement.is_small  # nothing is known of it yet
+    placement.note_run(10 * 5_000, 1)
+    assert placement.is_small
+    placement.note_run(10 * 500_000, 1)
+    assert not placement.is_small
 
 
 def test_a_long_program_is_not_small_however_short_its_ops() -> None:
-    pace = Pace(400)
-    pace.note_run(6_000_000, 1)
-    assert not pace.is_small
+    placement = PlacementPolicy(400)
+    placement.note_run(6_000_000, 1)
+    assert not placement.is_small
 
 
 def test_one_slow_run_is_forgiven_in_time() -> None:
-    pace = Pace(10)
+    placement = PlacementPolicy(10)
     for cost in (10 * 100_000, *([10 * 1_000] * 12)):
-        pace.note_run(cost, 1)
-    assert pace.is_small
+        placement.note_run(cost, 1)
+    assert placement.is_small
 
 
 class Loop:
@@ -37,18 +37,18 @@ class Loop:
     def __init__(
         self, here_ns: int, there_ns: int, sparing_ns: int = 1, run_ns: int = 0, elapsed_ns: int = 1
     ) -> None:
-        self.pace = Pace(10)
+        self.placement = PlacementPolicy(10)
         self.lengths = {HERE: here_ns, WORKER: there_ns, SPARING: sparing_ns}
         self.run_ns = run_ns or here_ns
         self.elapsed_ns = elapsed_ns
         self.now_ns = 0
 
-    def steps(self, n: int, num_threads: int = 2) -> list[Place]:
+    def steps(self, n: int, num_threads: int = 2) -> list[Placement]:
         places = []
         for _ in range(n):
-            places.append(self.pace.place(self.now_ns, num_threads))
+            places.append(self.placement.choose(self.now_ns, num_threads))
             self.now_ns += self.lengths[places[-1]]
-            self.pace.note_run(self.run_ns, self.elapsed_ns)
+            self.placement.note_run(self.run_ns, self.elapsed_ns)
         return places
 
 

@@ -19,7 +19,7 @@ from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.graph.passes import plan
 from ltc_core.runtime import device_context as context_module
 from ltc_core.runtime.devices import context
-from ltc_core.runtime.program_cache import Compiler
+from ltc_core.runtime.program_cache import ProgramCache
 from ltc_core.settings import Settings, settings
 from tests.core.counting import Counting
 
@@ -56,7 +56,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedExecutor]:
     context(0).trace.forget()
     watched = WatchedExecutor()
     monkeypatch.setattr(context(0), "executor", watched)
-    monkeypatch.setattr(context(0), "compiler", Compiler(watched))
+    monkeypatch.setattr(context(0), "compiler", ProgramCache(watched))
     yield watched
     ltc.mark_step(wait=True)
     context(0).trace.forget()  # its programs are not the next test's

@@ -54,7 +54,7 @@ class TestLoopHead:
 
 
 @pytest.fixture
-def context() -> Iterator[devices.Context]:
+def context() -> Iterator[devices.DeviceContext]:
     """A device that may warn anew, with limits of 400 and 2000 values."""
     found = devices.context(ltc.lazy_device().index)
 
@@ -133,7 +133,7 @@ LOOPS = [accumulate, with_a_helper_before, nested, one_line, with_a_model]
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
 def test_each_kind_of_loop(
-    loop: Callable[[torch.device, int], torch.Tensor], context: devices.Context
+    loop: Callable[[torch.device, int], torch.Tensor], context: devices.DeviceContext
 ) -> None:
     """Cut again and again, told once, few programs, eager's answer."""
     results: list[torch.Tensor] = []
@@ -147,14 +147,14 @@ def test_each_kind_of_loop(
     torch.testing.assert_close(results[0].cpu(), loop(torch.device("cpu"), 2500))
 
 
-def test_the_warning_names_the_loop_and_points_to_it(context: devices.Context) -> None:
+def test_the_warning_names_the_loop_and_points_to_it(context: devices.DeviceContext) -> None:
     [text] = told(lambda: accumulate(context.device, 1000))
     assert f"in {accumulate.__name__}" in text
     assert str(context.device) in text
     assert "recorded 4" in text  # hundreds of values
 
 
-def test_a_loop_that_marks_its_steps_is_left_alone(context: devices.Context) -> None:
+def test_a_loop_that_marks_its_steps_is_left_alone(context: devices.DeviceContext) -> None:
     def loop() -> None:
         for _ in range(40):
             accumulate(context.device, 20)
@@ -166,7 +166,7 @@ def test_a_loop_that_marks_its_steps_is_left_alone(context: devices.Context) -> 
 
 
 def test_a_graph_that_is_long_but_no_loop_is_cut_at_the_hard_limit(
-    context: devices.Context,
+    context: devices.DeviceContext,
 ) -> None:
     def lines(count: int) -> str:
         return "\n".join(f"x = x + {i}" for i in range(count))
@@ -180,7 +180,7 @@ def test_a_graph_that_is_long_but_no_loop_is_cut_at_the_hard_limit(
     assert scope["x"].tolist() == [float(sum(range(2600)))] * 2
 
 
-def test_memory_is_flat(context: devices.Context) -> None:
+def test_memory_is_flat(context: devices.DeviceContext) -> None:
     """What a piece made is freed with it: a longer loop holds no more."""
     told(lambda: accumulate(context.device, 1000))
     ltc.mark_step(wait=True)
@@ -195,7 +195,9 @@ def test_memory_is_flat(context: devices.Context) -> None:
     assert context.memory.peak_bytes <= short + 64
 
 
-def test_the_second_loop_of_a_program_is_cut_at_its_own_head(context: devices.Context) -> None:
+def test_the_second_loop_of_a_program_is_cut_at_its_own_head(
+    context: devices.DeviceContext,
+) -> None:
     def both() -> None:
         accumulate(context.device, 600)
         nested(context.device, 600)
@@ -206,7 +208,7 @@ def test_the_second_loop_of_a_program_is_cut_at_its_own_head(context: devices.Co
     assert counted.compiles <= 8
 
 
-def test_a_gradient_may_cross_the_cuts(context: devices.Context) -> None:
+def test_a_gradient_may_cross_the_cuts(context: devices.DeviceContext) -> None:
     def program(device: torch.device) -> torch.Tensor:
         w = torch.full((3,), 0.5, device=device, requires_grad=True)
         x = torch.zeros(3, device=device)

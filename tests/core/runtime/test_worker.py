@@ -112,12 +112,12 @@ def test_one_job_more_than_the_limit_blocks(worker: Worker) -> None:
 
 
 def test_a_place_can_be_waited_for_without_taking_it(worker: Worker) -> None:
-    worker.wait_for_place()
-    worker.wait_for_place()
-    worker.wait_for_place()  # none of them took one
+    worker.wait_for_slot()
+    worker.wait_for_slot()
+    worker.wait_for_slot()  # none of them took one
     _, go = held(worker)
     worker.submit(Job(lambda: None))
-    thread, returned = in_thread(worker.wait_for_place)
+    thread, returned = in_thread(worker.wait_for_slot)
     assert not returned.wait(0.1)
     go.set()
     assert returned.wait(10)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.inductor import gemm
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.partition import partition
@@ -25,7 +25,7 @@ def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "_is_quicker", lambda: True)
 
 
-def product(*calls: tuple[torch.Tensor, ...]) -> Part:
+def product(*calls: tuple[torch.Tensor, ...]) -> Subgraph:
     """A part of matrix products, each (left, right) or (bias, left, right)."""
     inputs = {k: TensorMeta.like(t) for k, t in enumerate(t for call in calls for t in call)}
     nodes: list[Node] = []

@@ -8,10 +8,10 @@ import torch
 
 from ltc_core.executors.base import NodeFailure
 from ltc_core.executors.inductor import index_checks
-from ltc_core.executors.inductor.compiled_part import compiled_chain
+from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.index_checks import Bound, find_bounds, hold
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.partitioned_program import Chain
+from ltc_core.executors.partitioned_program import PartitionedProgram
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, ViewStep, Write
 from tests.core.stand_ins import ended
 
@@ -143,7 +143,7 @@ def test_hold(values: list[int], bound: Bound, expected: bool) -> None:
 class TestInAProgram:
     """A compiled part whose indices are out of range runs op by op, where the op at fault raises."""
 
-    def chain(self, launched: list[int]) -> Chain:
+    def chain(self, launched: list[int]) -> PartitionedProgram:
         graph = graph_of([TABLE, INDEX], (aten.embedding.default, (Ref(0), Ref(1)), meta(3, 4)))
         parts = partition(graph, [], frozenset(), frozenset())
         assert [part.compiled for part in parts] == [True]
@@ -155,7 +155,7 @@ class TestInAProgram:
                 return [torch.nn.functional.embedding(index, table)]
 
         library: Any = Library()
-        return compiled_chain(graph, parts, {0: (library, (2,))}, torch.device("cpu"))
+        return compiled_program(graph, parts, {0: (library, (2,))}, torch.device("cpu"))
 
     def test_in_range(self) -> None:
         launched: list[int] = []

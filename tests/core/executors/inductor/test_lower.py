@@ -1,6 +1,6 @@
 """What the compiler is given: functional FX graphs, writes at the end, numbers as inputs, convolutions channels-last.
 
-That they compute what eager computes is in test_compiled_part.py, on random graphs.
+That they compute what eager computes is in test_compiled_subgraph.py, on random graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ltc_core.compile.decompositions import WHERE_IT_PAYS, attention, attention_backward
 from ltc_core.compile.retrace import Refused
 from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, WHOLE_RULES
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.inductor.lower import Lowered, lower
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
@@ -36,7 +36,7 @@ def lowered(graph: Graph, *scalars: Any, varied: frozenset[int] = frozenset()) -
     return lower(part, "cpu")
 
 
-def only_part(graph: Graph, *scalars: Any, varied: frozenset[int] = frozenset()) -> Part:
+def only_part(graph: Graph, *scalars: Any, varied: frozenset[int] = frozenset()) -> Subgraph:
     [part] = partition(graph, scalars, varied, frozenset())
     assert part.compiled
     return part

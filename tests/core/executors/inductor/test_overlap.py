@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.compile.subgraph import Part
-from ltc_core.executors.inductor.compiled_part import compiled_chain
+from ltc_core.compile.subgraph import Subgraph
+from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.partitioned_program import Chain
+from ltc_core.executors.partitioned_program import PartitionedProgram
 from ltc_core.executors.reference import ReferenceExecutor
 from ltc_core.graph import collective
 from ltc_core.graph.buckets import deal, deal_backwards
@@ -89,27 +89,27 @@ def backward_of_two_layers() -> tuple[Graph, list[torch.Tensor]]:
     return graph, [torch.arange(6.0).reshape(2, 3), torch.zeros(1, dtype=torch.uint8)]
 
 
-def parts_of(graph: Graph) -> list[Part]:
+def subgraphs_of(graph: Graph) -> list[Subgraph]:
     return partition(graph, [], frozenset(), frozenset())
 
 
-def names(part: Part) -> list[str]:
+def names(part: Subgraph) -> list[str]:
     return [str(n.op).partition(".")[2] for n in part.graph.nodes]
 
 
-def chain_of(graph: Graph) -> Chain:
+def chain_of(graph: Graph) -> PartitionedProgram:
     models: dict[int, Any] = {}
-    parts = parts_of(graph)
+    parts = subgraphs_of(graph)
     for k, part in enumerate(parts):
         if part.compiled:
             lowered = lower(part, "cpu")
             models[k] = Interpreted(lowered.module), lowered.returned
-    return compiled_chain(graph, parts, models, CPU)
+    return compiled_program(graph, parts, models, CPU)
 
 
 def test_the_second_vector_is_computed_while_the_first_is_under_way(twin: Twin) -> None:
     graph, inputs = backward_of_two_layers()
-    parts = parts_of(graph)
+    parts = subgraphs_of(graph)
     assert [(part.compiled, names(part)) for part in parts] == [
         (True, ["sin.default", "cos.default", "mul.Tensor", "neg.default"]),
         # A vector of one tensor is that tensor: a view, taken where it is used.
@@ -153,7 +153,7 @@ def test_gradients_that_are_views_of_their_whole_memory(twin: Twin) -> None:
     node = Node(ops.all_reduce_.default, args, {}, 3, (square, row, TOKEN), (0, 1, 2))
     graph = Graph((node,), {0: square, 1: row, 2: TOKEN}, (3, 4, 5), frozenset({0, 1, 2}))
     inputs = [torch.ones(2, 2), torch.arange(3.0)[None], torch.zeros(1, dtype=torch.uint8)]
-    assert [n for part in parts_of(graph) for n in names(part)].count("all_reduce.start") == 2
+    assert [n for part in subgraphs_of(graph) for n in names(part)].count("all_reduce.start") == 2
     got, _ = ended(chain_of(graph).run_in_steps([t.clone() for t in inputs], []))
     torch.testing.assert_close(got[:2], [2 * t for t in inputs[:2]])
 
@@ -168,7 +168,7 @@ def test_what_has_no_memory_of_its_own_stays_one_op(twin: Twin, how: str) -> Non
     args = (items, Write(1, ()), "sum", 1.0, "tensors", "twins")
     node = Node(ops.all_reduce_.default, args, {}, 2, (meta, TOKEN), (0, 1))
     graph = Graph((node,), {0: meta, 1: TOKEN}, (2, 3), frozenset({0, 1}))
-    (part,) = parts_of(graph)
+    (part,) = subgraphs_of(graph)
     assert names(part) == ["all_reduce_.default"]
 
 
@@ -199,7 +199,7 @@ def test_images_go_from_part_to_part_as_convolutions_want_them(twin: Twin) -> No
     )
     graph = Graph(nodes, {0: image, 1: kernel, 2: TOKEN}, (6, 7), frozenset({2}))
     inputs = [torch.randn(2, 3, 4, 4), torch.randn(3, 3, 1, 1), torch.zeros(1, dtype=torch.uint8)]
-    first, second = [part for part in parts_of(graph) if part.compiled]
+    first, second = [part for part in subgraphs_of(graph) if part.compiled]
     assert 3 in first.outputs and 3 in second.inputs and 4 in first.outputs
     handed_over = second.graph.inputs[second.inputs.index(3)]
     assert handed_over.stride == first.graph.metas()[first.graph.outputs[0]].stride

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ltc_core.compile.retrace import Refused
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.inductor import request as module
 from ltc_core.executors.inductor.compiler_process import CompilerProcess
 from ltc_core.executors.inductor.lower import lower
@@ -60,7 +60,7 @@ def make_request(
     return Request(part, device, num_threads)
 
 
-def same(a: Part, b: Part) -> bool:
+def same(a: Subgraph, b: Subgraph) -> bool:
     """Nodes compare by identity: compare what they say, and the metas, which are interned."""
     nodes = [
         [repr((n.op, n.args, n.kwargs, n.first, n.writes, n.result)) for n in p.graph.nodes]

@@ -193,7 +193,7 @@ def test_a_graph_that_is_refused_stays_op_by_op(
     assert metrics.counter_value("CompileRefused") == 2
 
 
-def test_an_op_that_is_refused_runs_between_compiled_parts(
+def test_an_op_that_is_refused_runs_between_compiled_subgraphs(
     service: Service, capfd: pytest.CaptureFixture[str]
 ) -> None:
     nodes = (

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.executors.inductor.compiled_part import compiled_chain
+from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.partitioned_program import Chain
+from ltc_core.executors.partitioned_program import PartitionedProgram
 from tests.core.random_graphs import RandomGraph, random_graph
 from tests.core.stand_ins import Interpreted, ended
 
@@ -21,14 +21,14 @@ def chain_of(
     found: RandomGraph,
     varied: frozenset[int] = frozenset(),
     refused: frozenset[str] = frozenset(),
-) -> Chain:
+) -> PartitionedProgram:
     parts = partition(found.graph, found.scalars, varied, refused)
     models: dict[int, Any] = {}
     for k, part in enumerate(parts):
         if part.compiled:
             lowered = lower(part, "cpu")
             models[k] = (Interpreted(lowered.module), lowered.returned)
-    return compiled_chain(found.graph, parts, models, torch.device("cpu"))
+    return compiled_program(found.graph, parts, models, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("num_ops", [4, 12, 30])

@@ -13,25 +13,25 @@ from typing import Any
 import torch
 
 from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, kinds
-from ltc_core.compile.subgraph import Part
+from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.base import Stopped
 from ltc_core.executors.inductor.index_checks import find_bounds, hold
 from ltc_core.executors.inductor.launcher import Mismatch, Model
-from ltc_core.executors.partitioned_program import Chain, EagerLink, Link
+from ltc_core.executors.partitioned_program import EagerRunner, PartitionedProgram, SubgraphRunner
 from ltc_core.graph.ir import Graph
 from ltc_core.graph.passes import plan
 
-__all__ = ["compiled_chain"]
+__all__ = ["compiled_program"]
 
 _log = logging.getLogger("ltc")
 
 
-def compiled_chain(
+def compiled_program(
     graph: Graph,
-    parts: Sequence[Part],
+    parts: Sequence[Subgraph],
     models: Mapping[int, tuple[Model, Sequence[int]]],
     hardware: torch.device,
-) -> Chain:
+) -> PartitionedProgram:
     """Make the chain of a graph's parts.
 
     Args:
@@ -41,17 +41,19 @@ def compiled_chain(
         hardware: PyTorch's device that has the data.
     """
     links = [
-        _Compiled(part, hardware, *models[k]) if part.compiled else EagerLink(part, hardware)
+        _CompiledRunner(part, hardware, *models[k])
+        if part.compiled
+        else EagerRunner(part, hardware)
         for k, part in enumerate(parts)
     ]
-    return Chain(graph, links, hardware=hardware)
+    return PartitionedProgram(graph, links, hardware=hardware)
 
 
-class _Compiled(Link):
+class _CompiledRunner(SubgraphRunner):
     """A part as a library."""
 
     def __init__(
-        self, part: Part, hardware: torch.device, model: Model, returned: Sequence[int]
+        self, part: Subgraph, hardware: torch.device, model: Model, returned: Sequence[int]
     ) -> None:
         super().__init__(part)
         self._hardware = hardware
@@ -59,7 +61,7 @@ class _Compiled(Link):
         self._metas = list(part.graph.inputs.values())
         # A GPU looks at indices itself, as it does in eager; looking at them here would wait for it.
         self._bounds = find_bounds(part.graph)[0] if hardware.type == "cpu" else []
-        self._reference: EagerLink | None = None
+        self._reference: EagerRunner | None = None
         self._is_told = False
         reuses = plan(part.graph).reuses
         names = dict(zip(part.graph.outputs, part.outputs, strict=True))
@@ -117,5 +119,5 @@ class _Compiled(Link):
 
     def _run_by_reference(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         if self._reference is None:
-            self._reference = EagerLink(self.part, self._hardware)
+            self._reference = EagerRunner(self.part, self._hardware)
         self._reference.run(values, scalars)
