@@ -69,7 +69,7 @@ KINDS = {
         ),
     ),
 }  # fmt: skip
-PARTS = re.compile(r"/_?ltc_(device|follow|launch|memory)|ltc_core/(\w+/)*csrc/")
+PARTS = re.compile(r"/_?ltc_(device|launch|memory|record)|ltc_core/(\w+/)*csrc/")
 # It runs without the sanitizer, under which bash does not start. What PyTorch's compiler builds is left as it is; our
 # parts keep their symbols.
 COMPILER = """\

@@ -51,7 +51,7 @@ class TensorMeta:
     nbytes: int
     contiguous: bool
     _wrapper: tuple[Any, ...]
-    _maker: Any  # of `csrc/ltc_follow.cpp`
+    _maker: Any  # of `csrc/ltc_record.cpp`
 
     @classmethod
     def of(

@@ -1,6 +1,6 @@
 """Recording without Python what was recorded before: the fast way into `recorder` and `record_view`.
 
-`csrc/ltc_follow.cpp` stands in front of what PyTorch's dispatcher does for a tensor subclass, op by op. A call that
+`csrc/ltc_record.cpp` stands in front of what PyTorch's dispatcher does for a tensor subclass, op by op. A call that
 repeats the next step of its trace is made there; every other one goes on to `LazyTensor.__torch_dispatch__`, and
 Python alone says what recording is. Without a C++ compiler, or with LTC_EAGER, all calls go there; so they do while the
 C++ part is built, beside the first program of a machine. `dispatch` names the ops, `context` says when the part may
@@ -27,7 +27,7 @@ from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty
 
 __all__ = ["extension", "add_op", "install", "num_fast_calls", "enable"]
 
-extension = Extension("_ltc_follow", Path(__file__).parent / "csrc" / "ltc_follow.cpp", "-O2")
+extension = Extension("_ltc_record", Path(__file__).parent / "csrc" / "ltc_record.cpp", "-O2")
 
 _native: Any = None
 _lock = threading.Lock()

@@ -50,7 +50,7 @@ class Step:
         self.next: Step | None = None
         self.programs: dict[Any, Any] | None = None
         self.lenses: tuple[Any, ...] | None = None
-        self.expected: Any = None  # of `csrc/ltc_follow.cpp`
+        self.expected: Any = None  # of `csrc/ltc_record.cpp`
         self.end = 0  # values of the trace after this step
         self.num_scalars = 0  # and its scalars
 

@@ -36,7 +36,7 @@ inline void free_expected(PyObject* self) {
   }
   Py_TYPE(self)->tp_free(self);
 }
-inline PyTypeObject expected_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_follow.Expected", sizeof(Expected)};
+inline PyTypeObject expected_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.Expected", sizeof(Expected)};
 
 // What was noted of a call that goes to Python.
 struct Noted {

@@ -37,7 +37,7 @@ inline void free_maker(PyObject* self) {
   delete maker->dims;
   Py_TYPE(self)->tp_free(self);
 }
-inline PyTypeObject maker_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_follow.Maker", sizeof(Maker)};
+inline PyTypeObject maker_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.Maker", sizeof(Maker)};
 
 inline bool read_dims(PyObject* from, std::vector<int64_t>& dims) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(from); ++i)

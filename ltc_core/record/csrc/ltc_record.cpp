@@ -235,8 +235,8 @@ PyObject* setup(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// turn(on): follow calls, or leave all of them to Python. Gives what it was.
-PyObject* turn(PyObject*, PyObject* on) {
+// enable(on): record calls here, or leave all of them to Python. Gives what it was.
+PyObject* enable(PyObject*, PyObject* on) {
   const bool was_on = is_on.exchange(PyObject_IsTrue(on) == 1);
   return PyBool_FromLong(was_on);
 }
@@ -248,17 +248,17 @@ PyObject* count(PyObject*, PyObject*) {
 PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},
-    {"turn", turn, METH_O, nullptr},
+    {"enable", enable, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_follow", nullptr, -1, methods};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_record", nullptr, -1, methods};
 
 
 } // namespace
 } // namespace ltc
 
-PyMODINIT_FUNC PyInit__ltc_follow() {
+PyMODINIT_FUNC PyInit__ltc_record() {
   using namespace ltc;
   name_acquire = PyUnicode_InternFromString("acquire");
   name_release = PyUnicode_InternFromString("release");
