@@ -230,9 +230,9 @@ def test_compiled_programs() -> None:
         """
         from torch.utils._python_dispatch import TorchDispatchMode
         from ltc_core import metrics
-        from ltc_core.runtime.device_context import Context
-        from ltc_core.runtime.placement import Place
-        Context._place = lambda *args: Place.HERE
+        from ltc_core.runtime.device_context import DeviceContext
+        from ltc_core.runtime.placement import Placement
+        DeviceContext._placement = lambda *args: Placement.HERE
         class Mode(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                 raise AssertionError(func)

@@ -422,10 +422,10 @@ def test_the_first_program_of_a_machine_runs_while_it_is_built(tmp_path: Path) -
     out, err = child.run(
         """
         import time
-        from ltc_core.record import fast_path as follow
+        from ltc_core.record import fast_path
         x = torch.ones(3, device=device)
-        assert (x * 2 + 1).sum().item() == 9 and not follow.extension.loaded
-        while not follow.num_followed():
+        assert (x * 2 + 1).sum().item() == 9 and not fast_path.extension.loaded
+        while not fast_path.num_fast_calls():
             assert (x * 2 + 1).sum().item() == 9
             time.sleep(0.05)
         """,
