@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ltc_core import debug, errors, metrics
-from ltc_core.executors import NodeFailure, make
-from ltc_core.executors.openmp import release_team, use_threads
-from ltc_core.graph.ir import Graph, Node, TensorMeta, references
+from ltc_core.executors import make
+from ltc_core.executors.openmp import release_team
+from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
+from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
 from ltc_core.runtime.sigint import DeferredInterrupts
@@ -37,7 +37,6 @@ __all__ = ["DeviceContext", "forget_jobs"]
 
 # Steps kept in a device's trie, about 2 KiB each: a program that never repeats itself must not grow for ever.
 _TRIE_STEPS = 300_000
-_DONE = object()
 
 # Name of a group -> the last job handed over that runs its collectives, and the index of that job's device.
 _last_jobs: dict[str, tuple[int, Job]] = {}
@@ -51,22 +50,6 @@ def forget_jobs() -> None:
     _last_jobs_lock = threading.Lock()
 
 
-class _Failure(NamedTuple):
-    """An error of the background.
-
-    Attributes:
-        error: the error.
-        carriers: the buffers that raise it when they are read; none if other values, which do not, are changed too.
-    """
-
-    error: errors.LtcError
-    carriers: tuple[weakref.ref[Buffer], ...] = ()
-
-    @property
-    def is_carried(self) -> bool:
-        return any(ref() is not None for ref in self.carriers)
-
-
 class DeviceContext:
     """One device."""
 
@@ -78,7 +61,7 @@ class DeviceContext:
         self.trace = Trace(self.device, self.memory)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps)
-        self.failures: deque[_Failure] = deque()
+        self.failures: deque[Failure] = deque()
         self._worker_has_team = False
 
     # -- cutting -------------------------------------------------------------------------------
@@ -139,7 +122,48 @@ class DeviceContext:
             value.buffer = buffer
 
     def _launch(self, compiled: CompiledGraph, cut: Cut) -> Job:
+        """Run a program on the values of a cut: in this thread, or in the worker."""
+        num_threads = torch.get_num_threads()
+        placement = self._placement(compiled, num_threads)
+        if placement is Placement.SPARING:
+            num_threads -= 1
         inputs = [cut.inputs[k][2] for k in compiled.input_slots]
+        outputs = self._output_buffers(compiled, cut, inputs)
+        launch = Launch(
+            self.device,
+            self.memory,
+            compiled,
+            inputs,
+            cut.scalars,
+            outputs,
+            self.failures,
+            num_threads,
+        )
+        earlier = self._stand_in_line(compiled.groups, launch) if compiled.groups else []
+        if placement is Placement.HERE and not earlier:
+            self._take_the_cores()
+            if launch.begin():
+                return launch
+            # It waits for other processes: the worker runs the rest, beside the recording of the next step.
+        launch.run_after(earlier)
+        for buffer in outputs:
+            buffer.made_by(launch)
+        release_team()
+        self._worker_has_team = True
+        try:
+            self.worker.submit(launch)
+        except BaseException as error:  # an interrupt: nobody will run it
+            launch.resolve(
+                errors.op_error(error, what=f"a program was not handed over on {self.device}")
+            )
+            launch.cancel()
+            raise
+        return launch
+
+    def _output_buffers(
+        self, compiled: CompiledGraph, cut: Cut, inputs: Sequence[Buffer]
+    ) -> list[Buffer]:
+        """Give the values that are alive their buffers, with the memory of donated inputs where a program reuses it."""
         outputs = []
         more_bytes = 0
         for (_, value), (nbytes, taken) in zip(cut.alive, compiled.outputs, strict=True):
@@ -147,37 +171,7 @@ class DeviceContext:
             more_bytes += nbytes if taken < 0 else nbytes - inputs[taken].hand_over_bytes()
             outputs.append(buffer)
         self.memory.add(more_bytes)
-        scalars, num_threads = cut.scalars, torch.get_num_threads()
-        upload = self._placement(compiled, num_threads)
-        if upload is Placement.SPARING:
-            num_threads -= 1
-        run = self._run(compiled, inputs, scalars, outputs, num_threads)
-        earlier: list[Job] = []
-        job = Job(
-            lambda: _end(run, earlier),
-            lambda: self._resolve(self._lost_at_a_fork(), {}, compiled, outputs),
-        )
-        if compiled.groups:
-            earlier += self._stand_in_line(compiled.groups, job)
-        if upload is Placement.HERE and not earlier:
-            self._take_the_cores()
-            is_done = _begin(run)
-            if is_done:
-                job.execute()
-                return job
-            # It waits for other processes: so does the worker from here on, beside the recording of the next step.
-        for buffer in outputs:
-            buffer.made_by(job)
-        release_team()
-        self._worker_has_team = True
-        try:
-            self.worker.submit(job)
-        except BaseException as error:  # an interrupt: nobody will run it
-            lost = errors.op_error(error, what=f"a program was not handed over on {self.device}")
-            self._resolve(lost, {}, compiled, outputs)
-            job.cancel()
-            raise
-        return job
+        return outputs
 
     def _stand_in_line(self, groups: Sequence[str], job: Job) -> list[Job]:
         """The jobs of other devices that run collectives of these groups and were handed over before this job.
@@ -212,110 +206,6 @@ class DeviceContext:
             self._worker_has_team = False
         self.worker.drain()
 
-    def _run(
-        self,
-        compiled: CompiledGraph,
-        inputs: list[Buffer],
-        scalars: list[Any],
-        outputs: list[Buffer],
-        num_threads: int,
-    ) -> Iterator[None]:
-        """Run a program. The buffers' old contents are dropped as early as possible.
-
-        Yields where it waits for other processes. Another thread may go on then, and none raises.
-        """
-        _use_threads(num_threads)
-        started, cost_ns = time.perf_counter_ns(), 0
-        data = [buffer.data for buffer in inputs]
-        lost = next((error for buffer in inputs if (error := buffer.error) is not None), None)
-        inputs.clear()
-        if lost is not None:
-            found = compiled.program.salvage(data, scalars)
-            if found.older:  # whoever holds what is lost may never read it
-                assert isinstance(lost, errors.LtcError)
-                self.failures.append(_Failure(lost))
-            self._resolve(lost, found.data, compiled, outputs)
-            return
-        self.memory.note_peak(compiled.program.peak_bytes)
-        steps = compiled.program.run_in_steps(data, scalars)
-        results: list[Any] | None = None
-        while results is None:
-            started_cpu = time.thread_time_ns()
-            try:
-                next(steps)
-            except StopIteration as end:
-                results = end.value
-            except NodeFailure as failure:
-                self._fail(failure, compiled, outputs)
-                return
-            except BaseException as fault:  # an op that exits, or a fault of the executor
-                failed = errors.op_error(
-                    fault, what=f"a program was left half done on {self.device}", next="report this"
-                )
-                self.failures.append(_Failure(failed))
-                self._resolve(failed, {}, compiled, outputs)
-                return
-            cost_ns += time.thread_time_ns() - started_cpu
-            if results is None:
-                yield
-                _use_threads(num_threads)
-        for buffer, result in zip(outputs, results, strict=True):
-            buffer.set(result)
-        elapsed = time.perf_counter_ns() - started
-        compiled.placement.note_run(cost_ns, elapsed)
-        metrics.observe("ExecuteTime", elapsed)
-
-    def _fail(self, failure: NodeFailure, compiled: CompiledGraph, outputs: list[Buffer]) -> None:
-        assert failure.__cause__ is not None
-        first = self._error_of(failure.node, failure.__cause__, compiled)
-        found = {id(failure.__cause__): first}  # an exception of the user's may have no hash
-        for node, original in failure.causes.values():
-            if id(original) not in found:
-                found[id(original)] = self._error_of(node, original, compiled)
-        others = {o: found[id(original)] for o, (_, original) in failure.causes.items()}
-        lost = [
-            (others.get(number, first), weakref.ref(buffer))
-            for number, buffer in zip(compiled.graph.outputs, outputs, strict=True)
-            if number not in failure.salvaged
-        ]
-        for error in found.values():
-            # An op may have failed whose results are lost to an earlier failure, too.
-            carriers = tuple(ref for by, ref in lost if by is error)
-            if failure.older or carriers:
-                self.failures.append(_Failure(error, () if failure.older else carriers))
-        # Last: who sees values that are older than they should be finds the failure.
-        self._resolve(first, failure.salvaged, compiled, outputs, others)
-        metrics.count("FailedExecution")
-
-    def _error_of(
-        self, node: Node | None, original: BaseException, compiled: CompiledGraph
-    ) -> errors.LtcError:
-        error = errors.op_error(
-            original,
-            what=f"{_what_failed(node)} on {self.device}",
-            got=_operands(node, compiled.graph),
-            where="" if node is None else node.line,
-            next=_advice(original),
-        )
-        error.where_words = "first recorded at"  # this graph may have come from elsewhere since
-        return error
-
-    def _resolve(
-        self,
-        error: BaseException,
-        kept: dict[int, Any],
-        compiled: CompiledGraph,
-        outputs: list[Buffer],
-        others: Mapping[int, BaseException] | None = None,
-    ) -> None:
-        """Give the outputs of a run that failed what was kept of them; the rest fail with `error` or as in `others`."""
-        for number, buffer in zip(compiled.graph.outputs, outputs, strict=True):
-            data = kept.get(number)
-            if data is not None:
-                buffer.set(data)
-            else:
-                buffer.fail(others.get(number, error) if others else error)
-
     # -- forking -------------------------------------------------------------------------------
 
     def after_fork(self, is_whole: bool) -> None:
@@ -328,14 +218,7 @@ class DeviceContext:
         self.worker.after_fork()
         if not is_whole:
             for _, value in self.trace.cut().alive:
-                value.buffer = Buffer.failed(self.memory, self._lost_at_a_fork())
-
-    def _lost_at_a_fork(self) -> errors.LtcError:
-        return errors.ExecutionError(
-            f"this process was forked while {self.device} was busy in another thread: the value is lost here",
-            got="a device that did not become idle before the fork",
-            next="call wait_device_ops() in the thread that uses the device, or start processes by spawn",
-        )
+                value.buffer = Buffer.failed(self.memory, lost_at_a_fork(self.device))
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -409,46 +292,3 @@ class DeviceContext:
             Value.of(Buffer.ready(self.memory, data, nbytes))
             for data, nbytes in zip(placed, sizes, strict=True)
         ]
-
-
-def _use_threads(count: int) -> None:
-    """Compute with as many threads as the user asked for in another thread."""
-    if count != torch.get_num_threads():
-        use_threads(count)
-
-
-@in_own_state
-def _begin(run: Iterator[None]) -> bool:
-    """Go on with a run up to the next wait for other processes; returns whether it is done."""
-    return next(run, _DONE) is _DONE
-
-
-@in_own_state
-def _end(run: Iterator[None], earlier: Sequence[Job] = ()) -> None:
-    for job in earlier:
-        job.wait()
-    for _ in run:
-        pass
-
-
-def _what_failed(node: Node | None) -> str:
-    if node is None:
-        return "a compiled program failed while it ran"
-    return f"{node.op} failed while its graph ran"
-
-
-def _operands(node: Node | None, graph: Graph) -> str:
-    if node is None:
-        return f"a graph of {len(graph.nodes)} ops"
-    metas = graph.metas()
-    return ", ".join(str(metas.get(int(r))) for r in references(node))[:500]
-
-
-def _advice(error: BaseException) -> str:
-    kept = (
-        "the op's results are lost, what does not depend on them was computed op by op; parameters keep the values "
-        "they had before it. "
-    )
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):
-        return kept + "Use a smaller batch; get_memory_info() tells what the device holds"
-    return kept + "LTC_EAGER=1 runs each op where it is called"

@@ -68,7 +68,7 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.fixture(params=[Placement.HERE, Placement.WORKER])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run programs in the thread that cuts, or in the worker."""
-    monkeypatch.setattr(DeviceContext, "_place", lambda *args: request.param)
+    monkeypatch.setattr(DeviceContext, "_placement", lambda *args: request.param)
 
 
 @pytest.mark.parametrize("state", STATES)

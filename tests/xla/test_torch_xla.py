@@ -305,7 +305,7 @@ def run_script(code: str, **environ: str) -> str:
 NARROW = """
 import torch, ltc_core as ltc
 from torch import nn
-from ltc_core.runtime import context
+from ltc_core.runtime.devices import context
 
 def losses(device):
     torch.manual_seed(0)

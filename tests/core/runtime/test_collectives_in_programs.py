@@ -38,7 +38,7 @@ class Others:
 def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
     ltc.wait_device_ops()
     found = Others()
-    monkeypatch.setattr(DeviceContext, "_place", lambda *args: Placement.HERE)
+    monkeypatch.setattr(DeviceContext, "_placement", lambda *args: Placement.HERE)
     monkeypatch.setattr(TieredProgram, "run_in_steps", lambda *args: found.run(*args))
     yield found
     found.came.set()

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 import ltc_core as ltc
-from ltc_core import metrics, runtime
+from ltc_core import metrics
+from ltc_core.runtime import devices as runtime
 from tests.core.counting import Counting
 from tests.core.custom_ops import Gate, fail
 a, b, c = (ltc.lazy_device(i) for i in range(3))

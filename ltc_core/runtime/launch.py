@@ -1,0 +1,256 @@
+"""One launch of a program: where it runs, what it leaves, and what is said where it fails.
+
+A `Launch` is made by `device_context` at a cut. It runs in the thread that cuts (`begin`) or in the device's worker
+(`execute`), and the worker goes on where `begin` had to wait for other processes. Whatever happens, each output buffer
+ends with a value or with an error.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ltc_core import errors, metrics
+from ltc_core.executors import NodeFailure
+from ltc_core.executors.openmp import use_threads
+from ltc_core.graph.ir import Graph, Node, references
+from ltc_core.runtime.program_cache import CompiledGraph
+from ltc_core.runtime.worker import Job
+from ltc_core.tensor.buffer import Buffer, MemoryCounter
+from ltc_core.thread_state import in_own_state
+
+__all__ = ["Failure", "Launch", "lost_at_a_fork"]
+
+
+class Failure(NamedTuple):
+    """An error of a launch, kept until a sync point raises it.
+
+    Attributes:
+        error: the error.
+        carriers: the buffers that raise it when they are read; none if other values, which do not, are changed too.
+    """
+
+    error: errors.LtcError
+    carriers: tuple[weakref.ref[Buffer], ...] = ()
+
+    @property
+    def is_carried(self) -> bool:
+        return any(ref() is not None for ref in self.carriers)
+
+
+class Launch(Job):
+    """One run of a program.
+
+    Args:
+        device: the device it runs on.
+        memory: counts its bytes.
+        compiled: the program.
+        inputs: the buffers it reads; their data is dropped as early as possible.
+        scalars: the Python numbers of this run.
+        outputs: the buffers it fills.
+        failures: gets what fails.
+        num_threads: how many threads it computes with.
+    """
+
+    __slots__ = (
+        "_compiled", "_cost_ns", "_device", "_earlier", "_failures", "_inputs", "_memory", "_num_threads",
+        "_outputs", "_scalars", "_started_ns", "_steps",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        device: torch.device,
+        memory: MemoryCounter,
+        compiled: CompiledGraph,
+        inputs: list[Buffer],
+        scalars: Sequence[Any],
+        outputs: list[Buffer],
+        failures: deque[Failure],
+        num_threads: int,
+    ) -> None:
+        super().__init__(self._run_to_end, self._lose_at_a_fork)
+        self._device = device
+        self._memory = memory
+        self._compiled = compiled
+        self._inputs = inputs
+        self._scalars = scalars
+        self._outputs = outputs
+        self._failures = failures
+        self._num_threads = num_threads
+        self._earlier: Sequence[Job] = ()
+        self._started_ns = self._cost_ns = 0
+        self._steps: Generator[None, None, list[Any]] | None = None
+
+    # -- running -------------------------------------------------------------------------------
+
+    def run_after(self, jobs: Sequence[Job]) -> None:
+        """Let the worker wait for these jobs of other devices first."""
+        self._earlier = jobs
+
+    @in_own_state
+    def begin(self) -> bool:
+        """Run in this thread up to the first wait for other processes; returns whether the program has ended."""
+        self._start()
+        is_done = self._run_on()
+        if is_done:
+            self.cancel()
+        return is_done
+
+    @in_own_state
+    def _run_to_end(self) -> None:
+        """Run, or go on where `begin` stopped."""
+        for job in self._earlier:
+            job.wait()
+        if not self._started_ns:
+            self._start()
+        while not self._run_on():
+            pass
+
+    def _start(self) -> None:
+        self._started_ns = time.perf_counter_ns()
+        data = [buffer.data for buffer in self._inputs]
+        lost = next((e for buffer in self._inputs if (e := buffer.error) is not None), None)
+        self._inputs.clear()
+        program = self._compiled.program
+        if lost is None:
+            self._memory.note_peak(program.peak_bytes)
+            self._steps = program.run_in_steps(data, self._scalars)
+            return
+        _use_threads(self._num_threads)
+        found = program.salvage(data, self._scalars)
+        if found.older:  # whoever holds what is lost may never read it
+            assert isinstance(lost, errors.LtcError)
+            self._failures.append(Failure(lost))
+        self.resolve(lost, found.data)
+
+    def _run_on(self) -> bool:
+        """Run up to the next wait for other processes; returns whether the program has ended, well or not."""
+        if self._steps is None:
+            return True
+        _use_threads(self._num_threads)
+        started_cpu = time.thread_time_ns()
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self._finish(end.value, time.thread_time_ns() - started_cpu)
+        except NodeFailure as failure:
+            self._fail(failure)
+        except BaseException as fault:  # an op that exits, or a fault of the executor
+            failed = errors.op_error(
+                fault, what=f"a program was left half done on {self._device}", next="report this"
+            )
+            self._failures.append(Failure(failed))
+            self.resolve(failed)
+        else:
+            self._cost_ns += time.thread_time_ns() - started_cpu
+            return False
+        self._steps = None
+        return True
+
+    # -- its ends ------------------------------------------------------------------------------
+
+    def _finish(self, results: Sequence[Any], last_cost_ns: int) -> None:
+        for buffer, result in zip(self._take_outputs(), results, strict=True):
+            buffer.set(result)
+        elapsed_ns = time.perf_counter_ns() - self._started_ns
+        self._compiled.placement.note_run(self._cost_ns + last_cost_ns, elapsed_ns)
+        metrics.observe("ExecuteTime", elapsed_ns)
+
+    def _fail(self, failure: NodeFailure) -> None:
+        assert failure.__cause__ is not None
+        first = self._error_of(failure.node, failure.__cause__)
+        found = {id(failure.__cause__): first}  # an exception of the user's may have no hash
+        for node, original in failure.causes.values():
+            if id(original) not in found:
+                found[id(original)] = self._error_of(node, original)
+        others = {o: found[id(original)] for o, (_, original) in failure.causes.items()}
+        lost = [
+            (others.get(number, first), weakref.ref(buffer))
+            for number, buffer in zip(self._compiled.graph.outputs, self._outputs, strict=True)
+            if number not in failure.salvaged
+        ]
+        for error in found.values():
+            # An op may have failed whose results are lost to an earlier failure, too.
+            carriers = tuple(ref for by, ref in lost if by is error)
+            if failure.older or carriers:
+                self._failures.append(Failure(error, () if failure.older else carriers))
+        # Last: who sees values that are older than they should be finds the failure.
+        self.resolve(first, failure.salvaged, others)
+        metrics.count("FailedExecution")
+
+    def _error_of(self, node: Node | None, original: BaseException) -> errors.LtcError:
+        error = errors.op_error(
+            original,
+            what=f"{_what_failed(node)} on {self._device}",
+            got=_operands(node, self._compiled.graph),
+            where="" if node is None else node.line,
+            next=_advice(original),
+        )
+        error.where_words = "first recorded at"  # this graph may have come from elsewhere since
+        return error
+
+    def _lose_at_a_fork(self) -> None:
+        self.resolve(lost_at_a_fork(self._device))
+
+    def resolve(
+        self,
+        error: BaseException,
+        kept: Mapping[int, Any] | None = None,
+        others: Mapping[int, BaseException] | None = None,
+    ) -> None:
+        """Fill the outputs with what was kept of them; the rest fail, with their error in `others` or with `error`."""
+        kept, others = kept or {}, others or {}
+        for number, buffer in zip(self._compiled.graph.outputs, self._take_outputs(), strict=True):
+            data = kept.get(number)
+            if data is not None:
+                buffer.set(data)
+            else:
+                buffer.fail(others.get(number, error))
+
+    def _take_outputs(self) -> list[Buffer]:
+        """The output buffers, which a launch that has ended does not keep alive."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+def lost_at_a_fork(device: torch.device) -> errors.LtcError:
+    """The error of a value that a forked child does not have."""
+    return errors.ExecutionError(
+        f"this process was forked while {device} was busy in another thread: the value is lost here",
+        got="a device that did not become idle before the fork",
+        next="call wait_device_ops() in the thread that uses the device, or start processes by spawn",
+    )
+
+
+def _use_threads(count: int) -> None:
+    """Compute with as many threads as the user asked for in another thread."""
+    if count != torch.get_num_threads():
+        use_threads(count)
+
+
+def _what_failed(node: Node | None) -> str:
+    if node is None:
+        return "a compiled program failed while it ran"
+    return f"{node.op} failed while its graph ran"
+
+
+def _operands(node: Node | None, graph: Graph) -> str:
+    if node is None:
+        return f"a graph of {len(graph.nodes)} ops"
+    metas = graph.metas()
+    return ", ".join(str(metas.get(int(r))) for r in references(node))[:500]
+
+
+def _advice(error: BaseException) -> str:
+    kept = (
+        "the op's results are lost, what does not depend on them was computed op by op; parameters keep the values "
+        "they had before it. "
+    )
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return kept + "Use a smaller batch; get_memory_info() tells what the device holds"
+    return kept + "LTC_EAGER=1 runs each op where it is called"
