@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ltc_dist as ltd
-import ltc_dist.processes.spawn as xmp
+import ltc_dist.multiprocessing as xmp
 
 DATA = Path(__file__).parent / "data"
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ltc_dist as ltd
-import ltc_dist.train.data_parallel as dp
+import ltc_dist.data_parallel as dp
 
 DATA = Path(__file__).parent / "data"
 

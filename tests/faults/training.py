@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import ltc_dist as ltd
-import ltc_dist.processes.spawn as xmp
+import ltc_dist.multiprocessing as xmp
 from ltc_dist.checkpoint import commit
 
 
