@@ -1,0 +1,62 @@
+"""What the documents name is there: files, folders, classes, functions, make's commands."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("docs/architecture.md", "docs/recording.md", "CONTRIBUTING.md")
+FOLDERS = ("", "ltc_core", "ltc_dist", "launch", "docs", "ltc_core/executors/inductor", "ltc_core/record")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def words_of(page: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text_of(page))
+
+
+@functools.cache
+def defined() -> frozenset[str]:
+    """Names that the packages define: classes, functions, attributes, types of C++."""
+    found = set()
+    for folder in ("ltc_core", "ltc_dist", "launch"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix == ".py":
+                text = path.read_text()
+                found.update(re.findall(r"(?:class|def) (\w+)", text))
+                found.update(re.findall(r"^\s*(?:self\.)?(\w+)(?::[^=\n]*)?(?: =|$)", text, re.MULTILINE))
+            elif path.suffix in (".cpp", ".h"):
+                found.update(re.findall(r"\b(\w+)\b", path.read_text()))
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_are_there(page: str) -> None:
+    named = re.findall(r"(?<![\w/.-])((?:[\w.]+/)*\w+\.(?:py|cpp|h|md))\b", text_of(page))
+    named += [word for word in words_of(page) if re.fullmatch(r"(?:\w+/)+", word)]
+    assert named
+    missing = [n for n in named if not any((ROOT / folder / n).exists() for folder in FOLDERS)]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_are_there(page: str) -> None:
+    words = [re.sub(r"\(.*\)$", "", word) for word in words_of(page)]
+    names = [w for w in words if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", w) and not w.endswith((".py", ".md"))]
+    ours = [w for w in names if not w.startswith(("ltc-", "torch", "LTC_", "python"))]
+    missing = [w for w in ours if w.split(".")[-1] not in defined() | KNOWN and w not in KNOWN]
+    assert not missing
+
+
+# What is not defined by the packages: PyTorch's, Python's, make's.
+KNOWN = frozenset({"__torch_dispatch__", "meta"})
+
+
+def test_commands_of_make_are_there() -> None:
+    rules = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        assert set(re.findall(r"`make ([\w-]+)", text_of(page))) <= rules, page
