@@ -64,6 +64,8 @@ def handler_of(op: torch._ops.OpOverload) -> Handler:
     """Make the handler of an overload, once."""
     schema = OpSchema.of(op)
     handler = _choose(op, schema)
+    if settings.check_graphs:
+        handler = _checked(schema, handler)
     if not settings.eager:
         return handler
     enable(False)
@@ -74,6 +76,27 @@ def choose_anew() -> None:
     """Choose every op's handler again at its next use: a setting that decides about it has changed."""
     enable(not settings.eager and not settings.force_fallback)
     HANDLERS.clear()
+
+
+def _checked(schema: OpSchema, handler: Handler) -> Handler:
+    """Check after each call that the trace has as many values as its last step says, whatever the call raised."""
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        try:
+            return handler(args, kwargs)
+        finally:
+            with contextlib.suppress(NotRecordable):  # no operand is a lazy tensor
+                trace = find_trace(args, kwargs)
+                with trace.lock:
+                    if not trace.count == len(trace.refs) == trace.cursor.end:
+                        raise errors.GraphError(
+                            f"the trace is not that of its last step after {schema.op}",
+                            got=f"{trace.count} values, {len(trace.refs)} of them known; {trace.cursor.end} expected",
+                            where=source.user_line(),
+                            next="report this, with the program that recorded it",
+                        )
+
+    return handle
 
 
 def _run_at_once(handler: Handler) -> Handler:

@@ -29,7 +29,6 @@ from ltc_core.record.signature import (
 )
 from ltc_core.record.trace import Step, Trace
 from ltc_core.record.view_recorder import make_operand, make_operands, record_view
-from ltc_core.settings import settings
 from ltc_core.shapes.shape_inference import infer
 from ltc_core.tensor.handles import Cell
 from ltc_core.tensor.lazy_tensor import LazyTensor, sizes_of, wrap
@@ -47,27 +46,7 @@ def recorder(schema: OpSchema) -> Callable[[Any, Any], Any]:
         record = record_view
     elif schema.name.startswith("_foreach_") and schema.writes:
         record = _record_writes
-    if settings.check_graphs:
-        return lambda args, kwargs: _record_checked(record, schema, args, kwargs or {})
     return lambda args, kwargs: record(schema, args, kwargs or {})
-
-
-def _record_checked(
-    record: Callable[..., Any], schema: OpSchema, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Record an op, and check that the trace then has as many values as its last step says, whatever was raised."""
-    trace = find_trace(args, kwargs)
-    with trace.lock:
-        try:
-            return record(schema, args, kwargs)
-        finally:
-            if not trace.count == len(trace.refs) == trace.cursor.end:
-                raise errors.GraphError(
-                    f"the trace is not that of its last step after {schema.op}",
-                    got=f"{trace.count} values, {len(trace.refs)} of them known; {trace.cursor.end} expected",
-                    where=source.user_line(),
-                    next="report this, with the program that recorded it",
-                )
 
 
 def _record(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:

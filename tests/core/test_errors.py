@@ -25,6 +25,7 @@ TREE = {
     "CheckpointIOError": OSError,
     "DataFormatError": ValueError,
     "LoaderError": RuntimeError,
+    "GraphError": AssertionError,
     "RankError": RuntimeError,
     "RankEndedError": RuntimeError,
     "RankTimeoutError": TimeoutError,

@@ -73,7 +73,7 @@ class TestReports:
             "  Number of Graph Ops: 1",
             "Python Frame Triggered Execution:",
         ]
-        assert re.fullmatch(r"  loop \(.*test_debug\.py:\d+\)", lines[9])
+        assert re.fullmatch(r"  loop \(.*test_report\.py:\d+\)", lines[9])
         assert lines[10].startswith("  test_level_1_shows_what_was_compiled (")
         assert len(lines) == 9 + settings.debug_frames
         assert sizes[:2] == ["Graph input size: 3.95KB", "Graph output size: 3.95KB"]
@@ -104,7 +104,7 @@ class TestReports:
             x = loop(device, 1, 1014)
         (graph,) = (lines for title, lines in blocks(capfd.readouterr().err) if title == "Graph")
         assert graph[0].startswith("%0: float32[1014] = input") and graph[-1].startswith("return %")
-        assert re.search(r"aten\.add.*# .*test_debug\.py:\d+ in loop", graph[1])
+        assert re.search(r"aten\.add.*# .*test_report\.py:\d+ in loop", graph[1])
         assert x[0].item() == 2.0
 
     def test_in_a_file(self, device: torch.device, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ class TestGraphsInAFile:
             loop(device, 1, 1022)
         text = path.read_text()
         assert "digraph G {" in text and "->" in text
-        assert re.search(r"test_debug\.py:\d+ in loop", text)
+        assert re.search(r"test_report\.py:\d+ in loop", text)
 
     def test_a_file_that_cannot_be_written(self, device: torch.device, tmp_path: Path) -> None:
         """It is said in our words, once; the training goes on, as with LTC_METRICS_FILE."""

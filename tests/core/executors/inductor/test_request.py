@@ -216,5 +216,6 @@ def test_an_edit_of_what_decides_is_in_the_key(
         (tmp_path / name).write_text("before")
     before = module._sources()
     assert module._sources() == before
+    (tmp_path / edited).parent.mkdir(exist_ok=True)
     (tmp_path / edited).write_text("after")
     assert module._sources() != before

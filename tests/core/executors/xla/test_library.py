@@ -115,7 +115,7 @@ class TestWhatItFinds:
         assert int(os.environ.get("XLA_THREAD_POOL_SIZE", "9")) > count
 
     def test_a_tpu_keeps_its_programs_on_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(library.xla_topology, "chip_variables", lambda e: {"A": "b"})
+        monkeypatch.setattr(library.topology, "chip_variables", lambda e: {"A": "b"})
         with settings.override(device="tpu", cache_dir="/c", compiled_cache_read_only=True):
             library._prepare_environment()
         assert os.environ["XLA_PERSISTENT_CACHE_PATH"] == "/c/xla"
