@@ -3,7 +3,7 @@
     python examples/stages.py
 
 Nothing here is needed to train, and what it looks at inside ltc_core may change. Where to read on:
-trace.py (recording), graph.py, passes.py (dead ops, memory), runtime.py (cut, run, buffers).
+docs/architecture.md.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import ltc_core as ltc
 from ltc_core import debug
 from ltc_core.graph.passes import plan
 from ltc_core.runtime import devices
-from ltc_core.runtime.program_cache import Compiled
+from ltc_core.runtime.program_cache import CompiledGraph
 
 
 def title(number: int, text: str) -> None:
@@ -24,9 +24,9 @@ def title(number: int, text: str) -> None:
 
 
 @contextlib.contextmanager
-def programs_run() -> Iterator[list[Compiled]]:
+def programs_run() -> Iterator[list[CompiledGraph]]:
     """Collect the program of each cut made in the block: `debug.on_cut` is told of every one."""
-    seen: list[Compiled] = []
+    seen: list[CompiledGraph] = []
     report = debug.on_cut
     debug.on_cut = lambda device, reason, compiled, elapsed_ns: seen.append(compiled)
     try:
@@ -55,7 +55,7 @@ def show_recorded(device: torch.device) -> None:
         print(f"   {step.node}")
 
 
-def show_graph(compiled: Compiled) -> None:
+def show_graph(compiled: CompiledGraph) -> None:
     graph = compiled.graph
     dead = sum(compiled.recorded.values()) - len(graph.nodes)
     title(2, "Graph: what the cut at mark_step() took; each node with the line that recorded it")
@@ -67,7 +67,7 @@ def show_graph(compiled: Compiled) -> None:
     print("donated inputs are values nobody can see after this step: their memory may be reused.")
 
 
-def show_program(compiled: Compiled) -> None:
+def show_program(compiled: CompiledGraph) -> None:
     title(3, "Program: where each node writes, and what can be freed after it")
     memory = plan(compiled.graph)
     for node, in_place, frees in zip(

@@ -8,7 +8,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("docs/architecture.md", "docs/recording.md", "CONTRIBUTING.md")
-FOLDERS = ("", "ltc_core", "ltc_dist", "launch", "docs", "ltc_core/executors/inductor", "ltc_core/record")
+FOLDERS = (
+    "",
+    "ltc_core",
+    "ltc_dist",
+    "launch",
+    "docs",
+    "ltc_core/executors/inductor",
+    "ltc_core/record",
+)
 
 
 def text_of(page: str) -> str:
@@ -28,7 +36,9 @@ def defined() -> frozenset[str]:
             if path.suffix == ".py":
                 text = path.read_text()
                 found.update(re.findall(r"(?:class|def) (\w+)", text))
-                found.update(re.findall(r"^\s*(?:self\.)?(\w+)(?::[^=\n]*)?(?: =|$)", text, re.MULTILINE))
+                found.update(
+                    re.findall(r"^\s*(?:self\.)?(\w+)(?::[^=\n]*)?(?: =|$)", text, re.MULTILINE)
+                )
             elif path.suffix in (".cpp", ".h"):
                 found.update(re.findall(r"\b(\w+)\b", path.read_text()))
     return frozenset(found)
@@ -46,7 +56,11 @@ def test_files_are_there(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_names_are_there(page: str) -> None:
     words = [re.sub(r"\(.*\)$", "", word) for word in words_of(page)]
-    names = [w for w in words if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", w) and not w.endswith((".py", ".md"))]
+    names = [
+        w
+        for w in words
+        if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", w) and not w.endswith((".py", ".md"))
+    ]
     ours = [w for w in names if not w.startswith(("ltc-", "torch", "LTC_", "python"))]
     missing = [w for w in ours if w.split(".")[-1] not in defined() | KNOWN and w not in KNOWN]
     assert not missing

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from tests.core import test_opinfo as core
+from tests.core.ops import test_opinfo as core
 
 pytestmark = pytest.mark.timeout(300)  # hundreds of compiles for some
 

@@ -20,7 +20,7 @@ from ltc_core.executors.reference import ReferenceExecutor
 from ltc_core.runtime import device_context as context_module
 from ltc_core.runtime import program_cache as compiler_module
 from ltc_core.runtime.devices import context
-from ltc_core.runtime.program_cache import Compiled, ProgramCache
+from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
 from ltc_core.settings import settings
 from tests.core.debug.explain_scenarios import SCENARIOS, Training, device, line_of, look
 from tests.core.models import OPTIMIZERS, Run
@@ -203,10 +203,10 @@ def test_causes_are_counted_and_summed_up(causes: list[Cause]) -> None:
 
 
 def test_a_program_that_is_found_again_has_its_cause(causes: list[Cause]) -> None:
-    compiled: list[Compiled] = []
+    compiled: list[CompiledGraph] = []
     original = ProgramCache.compile
 
-    def compile(self: ProgramCache, *args: Any) -> Compiled:
+    def compile(self: ProgramCache, *args: Any) -> CompiledGraph:
         compiled.append(original(self, *args))
         return compiled[-1]
 
