@@ -1,5 +1,4 @@
-# Everything one has to type: make setup | demo | test | check | bench | test-xla | test-programs | test-opinfo |
-# test-random.
+# Everything one has to type: make setup | demo | test | check | bench; `make help` lists the rest.
 #   PYTHON=...  the Python (3.11 or newer) the environment is made from; found by itself if not given
 #   VENV=...    where the environment lives (given on the command line only; default .venv)
 #   XLA_VENV=...  the same for the one with torch_xla (default .venv-xla)
@@ -14,6 +13,15 @@ XLA_STAMP := $(XLA_VENV)/.setup-done
 # What runs on torch_xla: its own tests, the lazy device's parity with eager, and the digits, on one device and on two.
 XLA_TESTS := tests/xla tests/core/programs/test_parity.py tests/core/compile/test_random_draws.py \
     tests/core/executors/xla/test_library.py tests/examples/test_mnist_threads.py
+# What finds most mistakes in a minute: the graph, recording, parts of compiling, op by op, verbs; no processes.
+QUICK_TESTS := tests/test_imports.py tests/test_documents.py tests/core/graph tests/core/tensor \
+    tests/core/compile tests/core/record/test_trace.py tests/core/record/test_recorder.py \
+    tests/core/record/test_random_state.py tests/core/shapes/test_shape_inference.py \
+    tests/core/executors/test_null.py tests/core/executors/test_reference.py tests/core/executors/test_remains.py \
+    tests/core/ops/test_special.py tests/core/ops/test_composites.py tests/core/runtime/test_worker.py \
+    tests/core/runtime/test_placement.py tests/core/runtime/test_program_cache.py tests/core/api/test_closures.py \
+    tests/core/programs/test_control_flow.py tests/core/test_errors.py tests/dist/job/test_ranks.py \
+    tests/dist/data/test_batch.py tests/launch/test_spec.py
 PYTHON ?=
 ARGS ?=
 JOBS ?= 2
@@ -24,13 +32,14 @@ unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV PIP_CONSTRAINT
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-xla test-programs test-opinfo test-random check bench clean
+.PHONY: help setup demo test test-quick test-xla test-programs test-opinfo test-random check bench clean
 .PHONY: test-storm test-sanitize test-public
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
 	@echo "make demo    train a CNN on handwritten digits, in two processes"
 	@echo "make test    run the tests"
+	@echo "make test-quick  run those that find most mistakes in a minute"
 	@echo "make test-xla  run the tests of the TPU executor on the CPU (an environment of 8 GB of its own)"
 	@echo "make test-programs  run small programs beside eager, op by op (ARGS=\"--tier compiled\": compiled, an hour)"
 	@echo "make test-opinfo  run PyTorch's operators beside eager: op by op, lowered, compiled (over an hour)"
@@ -71,6 +80,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(QUICK_TESTS) $(ARGS)
 
 # The nets at full size: each prints its seed, and what differs as a program that can be run.
 test-programs: $(STAMP)
