@@ -1,7 +1,8 @@
 """One program on two devices: `beside_eager(program)` runs it on the CPU and on the lazy device.
 
-The program takes the device and returns whatever it found, lazy tensors included; both answers
-must be the same, to the last bit unless told otherwise. Random numbers start at the same seed.
+The program takes the device and returns whatever it found, lazy tensors included. It runs several times on the lazy
+device: Python records its ops first, C++ records those that come back. All answers must be the same, to the last bit
+unless told otherwise. Random numbers start at the same seed.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 import ltc_core as ltc
 
-__all__ = ["assert_same", "beside_eager"]
+__all__ = ["ROUNDS", "assert_same", "beside_eager"]
+
+ROUNDS = 4
 
 
 def assert_same(got: Any, expected: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
@@ -37,10 +40,15 @@ def assert_same(got: Any, expected: Any, rtol: float = 0.0, atol: float = 0.0) -
 
 
 def beside_eager(
-    program: Callable[[torch.device], Any], rtol: float = 0.0, atol: float = 0.0
+    program: Callable[[torch.device], Any],
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    rounds: int = ROUNDS,
 ) -> None:
-    answers = []
-    for device in (torch.device("cpu"), ltc.lazy_device()):
+    """Run a program once on the CPU and `rounds` times on the device; a loop that repeats its steps needs one."""
+    torch.manual_seed(0)
+    expected = program(torch.device("cpu"))
+    for _ in range(rounds):
         torch.manual_seed(0)
-        answers.append(program(device))
-    assert_same(answers[1], answers[0], rtol, atol)
+        assert_same(program(ltc.lazy_device()), expected, rtol, atol)
+        ltc.mark_step()

@@ -78,7 +78,7 @@ def test_optimizer(name: str, variant: str) -> None:
         return train(model, optimizer, device)
 
     with Counting() as counted:
-        beside_eager(program, rtol=1e-4, atol=1e-5)
+        beside_eager(program, rtol=1e-4, atol=1e-5, rounds=1)
     if name == "asgd":  # it reads its step from the device, there as here
         assert counted.fallbacks.keys() == {"_local_scalar_dense"}
         return
@@ -102,7 +102,7 @@ def test_schedules_are_no_reason_to_compile(name: str) -> None:
             counts.append(counted.compiles)
         return losses, rates
 
-    beside_eager(program, rtol=1e-5, atol=1e-6)
+    beside_eager(program, rtol=1e-5, atol=1e-6, rounds=1)
     assert counts[-4:] == [0, 0, 0, 0]
 
 
@@ -118,7 +118,7 @@ def test_a_plateau_schedule_reads_the_loss() -> None:
             rates.append(optimizer.param_groups[0]["lr"])
         return rates
 
-    beside_eager(program)
+    beside_eager(program, rounds=1)
 
 
 def test_groups_and_missing_gradients() -> None:
@@ -133,7 +133,7 @@ def test_groups_and_missing_gradients() -> None:
         optimizer.add_param_group({"params": [unused], "lr": 1.0})
         return train(model, optimizer, device), unused
 
-    beside_eager(program, rtol=1e-5, atol=1e-6)
+    beside_eager(program, rtol=1e-5, atol=1e-6, rounds=1)
 
 
 def test_lbfgs_with_a_closure() -> None:
@@ -152,7 +152,7 @@ def test_lbfgs_with_a_closure() -> None:
 
         return [optimizer.step(closure).detach() for _ in range(2)]
 
-    beside_eager(program, rtol=1e-3, atol=1e-4)
+    beside_eager(program, rtol=1e-3, atol=1e-4, rounds=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}])
@@ -182,7 +182,7 @@ def test_hooks_of_an_optimizer() -> None:
         optimizer.register_step_pre_hook(clip)
         return train(model, optimizer, device), norms
 
-    beside_eager(program, rtol=1e-5, atol=1e-6)
+    beside_eager(program, rtol=1e-5, atol=1e-6, rounds=1)
 
 
 def test_sparse_gradients_are_refused_in_words() -> None:
