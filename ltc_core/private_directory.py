@@ -1,6 +1,6 @@
 """A directory for code that is built once and loaded later: nobody else may be able to put a file there.
 
-Whoever can write to a directory of shared libraries runs their code in every process that loads one. `extension`
+Whoever can write to a directory of shared libraries runs their code in every process that loads one. `native_extension`
 and the executors that compile keep what they build in such directories, below `settings.cache_dir`.
 """
 

@@ -3,7 +3,7 @@
 Inference mode, grad mode, autocast, dispatch modes, function modes (a default device is one) and levels of torch.func
 belong to the user's ops. A run, an upload, a shape inference and a fetch compute on ordinary tensors of the CPU in the
 state of a new thread, with grad mode off. `in_own_state` wraps the function that does it. Used by every file that calls
-PyTorch on the device's behalf; `context` wraps the runs.
+PyTorch on the device's behalf; `runtime.launch` wraps the runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The TPU chips of this host, as its PCI bus shows them: no library is asked, and no client made.
 
-Used by `settings` for the number of devices, and by `executors.xla_topology` for which chip a process gets.
+Used by `settings` for the number of devices, and by `executors.xla.topology` for which chip a process gets.
 """
 
 from __future__ import annotations

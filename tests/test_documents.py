@@ -1,5 +1,6 @@
 """What the documents name is there: files, folders, classes, functions, make's commands."""
 
+import ast
 import functools
 import re
 from pathlib import Path
@@ -37,6 +38,9 @@ def defined() -> frozenset[str]:
                 text = path.read_text()
                 found.update(re.findall(r"(?:class|def) (\w+)", text))
                 found.update(
+                    w for line in re.findall(r"import (.+)", text) for w in re.findall(r"\w+", line)
+                )
+                found.update(
                     re.findall(r"^\s*(?:self\.)?(\w+)(?::[^=\n]*)?(?: =|$)", text, re.MULTILINE)
                 )
             elif path.suffix in (".cpp", ".h"):
@@ -66,8 +70,43 @@ def test_names_are_there(page: str) -> None:
     assert not missing
 
 
-# What is not defined by the packages: PyTorch's, Python's, make's.
-KNOWN = frozenset({"__torch_dispatch__", "meta", "ltc_core", "nn.Module"})
+# What is not defined by the packages: names of PyTorch, and short names that scripts use.
+KNOWN = frozenset(
+    """
+    __torch_dispatch__ meta ltc_core ltc_launch elastic_launch async latest LTC_X LTC_ clone resize_ set_ t_ nonzero
+    scaled_dot_product_attention index_select materialize nn.Parameter nn.LazyLinear nn.TransformerEncoder
+    RandomSampler DistributedSampler OpOverload manifest.json pjrt _utils torch_xla_py xm xmp xf xp xr xu
+    xser pl dp met ltm
+    """.split()
+)
+
+
+def modules() -> list[Path]:
+    return [
+        p for folder in ("ltc_core", "ltc_dist", "launch") for p in (ROOT / folder).rglob("*.py")
+    ]
+
+
+def test_docstrings_of_modules_name_what_is_there() -> None:
+    """So that whoever follows "called by" finds a file."""
+    there = (
+        {path.stem for path in modules()}
+        | {path.parent.name for path in modules()}
+        | KNOWN
+        | defined()
+    )
+    missing = []
+    for path in modules():
+        for word in re.findall(
+            r"`([A-Za-z_][\w.]*)`", ast.get_docstring(ast.parse(path.read_text())) or ""
+        ):
+            if (
+                word not in there
+                and word.split(".")[-1] not in there
+                and not word.startswith("torch.")
+            ):
+                missing.append(f"{path.relative_to(ROOT)}: {word}")
+    assert not missing
 
 
 def test_commands_of_make_are_there() -> None:

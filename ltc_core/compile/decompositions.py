@@ -2,7 +2,7 @@
 
 `EVERYWHERE` is for a compiler that does not know them. `WHERE_IT_PAYS` is for PyTorch's compiler, which does: its rules
 give None where the op is better than its parts. Each rule is called as its op would be and gives the op's results.
-Used by `inductor.lower` and `torch_xla`.
+Used by `executors.inductor.lower` and `executors.xla`.
 """
 
 from __future__ import annotations

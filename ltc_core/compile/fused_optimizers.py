@@ -1,6 +1,6 @@
 """The arithmetic of fused optimizers, whose numbers may be tensors of no dimension.
 
-Each rule gives what its op writes, list after list in the order of its operands. Used by `number_rules`, for compilers
+Each rule gives what its op writes, list after list in the order of its operands. Used by `scalar_inputs`, for compilers
 that would run the kernel as it is, with learning rates as constants, or have none.
 Source: torch.optim, and the kernels of the ops on the CPU.
 """

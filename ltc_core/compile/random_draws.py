@@ -2,7 +2,7 @@
 
 A rule of `DRAWS` makes an op's numbers of a key, and of the two words that Threefry gives each element (`threefry`).
 One word is enough for most numbers; normal and Cauchy numbers, float64, permutations and integers of a range over 2**32
-take both. Used by `keys` and `torch_xla`.
+take both. Used by `random_keys` and `executors.xla`.
 """
 
 from __future__ import annotations

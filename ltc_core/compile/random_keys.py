@@ -1,8 +1,8 @@
 """Draws by key: a graph in which each draw is given a key, made of the state of its stream.
 
 The state is PyTorch's, 5 KB that only the host can go on from. So the host makes a key of it for each draw, and the
-next state: the op `next_key`. The device makes the numbers of the key (`draws`). States stay on the host. Used by
-`torch_xla`.
+next state: the op `next_key`. The device makes the numbers of the key (`random_draws`). States stay on the host.
+Used by `executors.xla`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A part run again on whatever tensors it is given, with nothing written: what a compiler traces.
 
 Nodes are called one after the other. In-place ops become new values; foreach ops become one op for each tensor, which
-compilers fuse again; numbers that are inputs are tensors of no dimension, taken by the rules of `number_rules`. What a
-compiler wants otherwise it says in a subclass. Used by `inductor.lower` on fake tensors, by `torch_xla` on real ones.
+compilers fuse again; numbers that are inputs are tensors of no dimension, taken by the rules of `scalar_inputs`. What a
+compiler wants otherwise it says in a subclass. Used by `inductor.lower` on fake tensors, by `xla.launch` on real ones.
 """
 
 from __future__ import annotations

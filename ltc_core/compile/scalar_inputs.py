@@ -4,7 +4,7 @@ A learning rate, Adam's bias correction or a loss scale changes from step to ste
 takes such numbers as Python scalars; a compiled program gets them as elements of one vector. So each op that may be
 given a changing number has a rule here: the same arithmetic with tensors of no dimension in the numbers' places.
 Numbers of other ops (an exponent, an epsilon) are constants of the program, which is compiled anew if they change.
-Comes from `part`, used by `lower`.
+Used by `subgraph` and `executors.inductor.lower`.
 """
 
 from __future__ import annotations

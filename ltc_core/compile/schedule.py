@@ -1,7 +1,7 @@
 """In which order the nodes of a graph run, where some of them run op by op and the others are compiled.
 
 A stage is a level and a kind. In a level come first eager nodes, then those that wait for other processes and eager
-ones after them, then compiled ones. Goes to `part`.
+ones after them, then compiled ones. Used by `subgraph`.
 """
 
 from __future__ import annotations

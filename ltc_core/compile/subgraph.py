@@ -1,8 +1,8 @@
-"""Parts of a graph: each is compiled whole, or runs op by op.
+"""Subgraphs of a graph: each is compiled as a whole, or runs op by op.
 
-A part's graph is written in a canonical form: values and numbers counted from zero, numbers that are no inputs written
-as constants, so that equal parts of different programs are equal. An executor that compiles decides which nodes go
-together (`stages`), and `subgraphs_of` writes them down.
+A subgraph has a canonical form: values and scalars are numbered from zero, scalars that are not inputs are constants.
+So equal subgraphs of different programs are equal. An executor that compiles decides which nodes go together
+(`schedule`); `subgraphs_of` makes the subgraphs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A block of two 32-bit words is a function of a key and a counter. The host takes one 64-bit key a draw from the state of
 a stream (`next_key`); each element of a draw has the words of block (i, 0), with i its place in row-major order. So
 numbers depend on the key and on their place alone: same seed, same run, and a state that is set again gives the same
-numbers again. Goes to `draws`.
+numbers again. Used by `random_draws`.
 
 Source: Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """

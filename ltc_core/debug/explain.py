@@ -2,7 +2,7 @@
 
 `explain` compares a new graph with the nearest known one; the rules of `causes` find the words. Each cause is counted
 as `CompileCause.<kind>`, and the metrics' summary ranks them; `on_compile` prints it where LTC_EXPLAIN=1 asks for it.
-Called by `compiler` for each program that it builds.
+Called by `runtime.program_cache` for each program that it builds.
 """
 
 from __future__ import annotations

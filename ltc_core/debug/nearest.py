@@ -2,7 +2,7 @@
 
 A graph is known by its ops in order, written as a string with one letter for each op: comparing two of them, or
 finding a piece of one in another, is a few calls of `str` methods whatever their length. `KnownGraphs` keeps the
-recent ones of a device. Made by `compiler`, read by `explain`.
+recent ones of a device. Made by `runtime.program_cache`, read by `explain`.
 """
 
 from __future__ import annotations

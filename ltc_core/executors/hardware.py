@@ -1,7 +1,7 @@
 """What the graphs of a device run on: this machine's processor, or one of its GPUs, as LTC_DEVICE says.
 
 Device `ltc:1` computes on the GPU after that of `ltc:0`; the processes of a host begin with one each, as
-LTC_DEVICE_ORDINAL says. Asked once for each device, when `context` makes its executor.
+LTC_DEVICE_ORDINAL says. Asked once for each device, when `runtime.device_context` makes its executor.
 """
 
 from __future__ import annotations

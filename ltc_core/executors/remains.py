@@ -2,7 +2,7 @@
 
 Outputs that do not depend on the failure are computed op by op. State, an output that descends by writes from an input
 of the graph, keeps the version it had when the op failed, as eager leaves it at the line that raises. Used by
-`reference` and `chain`.
+`reference` and `partitioned_program`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ values, each value is defined once and named by a small integer. An in-place ATe
 the operands it writes (`Node.writes`) are read as one value and come out as another, and an executor may reuse
 the memory when the old value dies there. A write through a view names the view steps (a lens) that lead from
 the whole tensor to the part that is written.
-Comes from `trace`, goes to `passes` and the executors.
+Made by `record.trace`, used by `passes` and the executors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TensorMeta:
     nbytes: int
     contiguous: bool
     _wrapper: tuple[Any, ...]
-    _maker: Any  # of `csrc/ltc_record.cpp`
+    _maker: Any  # of record/csrc
 
     @classmethod
     def of(

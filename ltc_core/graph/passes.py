@@ -2,7 +2,7 @@
 
 `prune` drops nodes nobody needs. `plan` decides, for each write, whether it may run in the old value's memory,
 when each value can be freed, and which outputs must be copied because they share memory with something that
-lives on. Comes from `compiler`, goes to the executors.
+lives on. Used by `runtime.program_cache` and the executors.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In a region PyTorch sends each op first to the dispatch key AutocastPrivateUse1, above autograd, so
 that casts have gradients and saved tensors are small. The kernels registered here cast the
 arguments by the op's row and call the op again; every other op falls through. Outside a region
-nothing here is reached. What comes out is ordinary ATen calls: `tensor` records them.
+nothing here is reached. The results are ordinary ATen calls, which are recorded.
 Source: the lists of ATen/autocast_mode.h, which CUDA and XPU use, and from AutocastCPU's lists
 what has no kernel in lower precision (FFT, linear algebra) or needs equal dtypes (`index_copy`).
 """

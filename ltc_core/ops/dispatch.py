@@ -1,7 +1,7 @@
 """From an ATen call to its handler: the table of everything the device does.
 
-Most ops are recorded as they are (`recorder`). A row of `_SPECIAL` replaces that for ops that are free, that
-move data, or that change what a tensor is; `rules` holds ops made of other ops. A call that cannot be recorded
+Most ops are recorded as they are (`recorder`). A row of `SPECIAL` replaces that for ops that are free, that
+move data, or that change what a tensor is; `composites` holds ops made of other ops. A call that cannot be recorded
 goes through PyTorch's decompositions, then to `fallback`.
 """
 

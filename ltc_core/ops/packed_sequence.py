@@ -1,7 +1,7 @@
 """Packed sequences: batches of sequences of several lengths without their padding.
 
 Lengths and batch sizes live on the CPU on every device, so where each row goes is known while recording: packing is
-one `index_select`, and nothing is synced. Called by `rules` as the ATen ops of these names.
+one `index_select`, and nothing is synced. Called by `composites` as the ATen ops of these names.
 """
 
 from __future__ import annotations

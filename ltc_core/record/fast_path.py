@@ -1,10 +1,10 @@
-"""Recording without Python what was recorded before: the fast way into `recorder` and `record_view`.
+"""Recording without Python what was recorded before: the fast way into `recorder` and `view_recorder`.
 
 `csrc/ltc_record.cpp` stands in front of what PyTorch's dispatcher does for a tensor subclass, op by op. A call that
 repeats the next step of its trace is made there; every other one goes on to `LazyTensor.__torch_dispatch__`, and
 Python alone says what recording is. Without a C++ compiler, or with LTC_EAGER, all calls go there; so they do while the
-C++ part is built, beside the first program of a machine. `dispatch` names the ops, `context` says when the part may
-take its place.
+C++ part is built, beside the first program of a machine. `ops.dispatch` names the ops, `runtime.device_context`
+says when the part may take its place.
 """
 
 from __future__ import annotations

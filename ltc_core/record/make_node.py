@@ -1,7 +1,7 @@
 """New branches of the trace: making the node of an op that was not recorded here before.
 
 `grow` and `grow_view` infer the results' metadata and write the call down with its operands by number. They raise
-`infer.Unknown` or `NotRecordable` for a call that cannot be recorded.
+`shape_inference.Unknown` or `NotRecordable` for a call that cannot be recorded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Recording one op: from the call ATen makes to a step of the trace.
 
 `recorder(schema)` gives the op's handler. It builds the op's signature, moves the trace's cursor along it and wraps
-the results. A call that repeats what was recorded here before rarely comes this far: `follow` makes it. What cannot be
-recorded raises `NotRecordable` or `Unknown`, and `dispatch` runs it on real values.
+the results. A call that repeats what was recorded here before is recorded by `fast_path`. A call that cannot be
+recorded raises `NotRecordable` or `Unknown`, and `ops.dispatch` runs it on real values.
 """
 
 from __future__ import annotations

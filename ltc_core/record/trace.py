@@ -2,7 +2,7 @@
 
 A training loop repeats itself. When the next op has the signature (op, operands by number, structure) that
 followed here last time, its results are already known: nothing is inferred or hashed anew. New branches grow
-through `grow`. A cut hands the path, what is alive and the inputs to `runtime`. The trace belongs to the
+through `grow`. A cut hands the path, what is alive and the inputs to `runtime.device_context`. The trace belongs to the
 device, not to a thread: several threads may record one step.
 """
 

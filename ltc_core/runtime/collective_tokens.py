@@ -1,6 +1,6 @@
 """The tokens of groups on devices: they order the collectives of a group, and tell which are recorded but not cut.
 
-Each collective of the graph writes the token of its group and device. Comes from `runtime`, goes to `c10d`, and to
+Each collective of the graph writes the token of its group and device. Used by `api.c10d`, and by
 whatever waits for other processes.
 """
 

@@ -2,7 +2,7 @@
 
 `context(i)` gives a device's context, made on first use. `real`, `fetch` and `upload` move values. At exit pending
 work is finished, or dropped with a sentence; a forked child begins with idle devices. Comes from the verbs and the
-handlers, goes to `context`.
+handlers, goes to `device_context`.
 """
 
 from __future__ import annotations

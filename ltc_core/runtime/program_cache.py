@@ -1,7 +1,7 @@
 """From a cut to a program: the graph of the path, pruned, compiled, and kept where the path ends.
 
 What a cut needs besides its path is what was alive and which inputs were given up; both are part of the cache's
-key. Comes from `runtime`, goes to an executor.
+key. Called by `device_context`, calls the executor.
 """
 
 from __future__ import annotations

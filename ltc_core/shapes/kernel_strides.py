@@ -3,7 +3,7 @@
 ATen's kernels for the device `meta` are partly written in Python, and some of those give other strides than the CPU
 kernels where operands are not packed. So the CPU kernel is called on small stand-ins of the operands, and the order of
 the dims of its results is taken over. A convolution asks ATen which memory format its backend computes in.
-Comes from `infer`, once on a new branch of the trace.
+Called by `shape_inference`, once on a new branch of the trace.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Buffers: the memory of values that outlive a cut.
 
 A `Buffer` is pending until the job that makes it has run, then ready or failed. It counts its bytes for its
-device, so that memory figures are exact and cost nothing on the hot path. Made by `runtime`, read by whoever
-fetches a tensor.
+device, so that memory figures are exact and cost nothing on the hot path. Made by `runtime.device_context`, read when a
+tensor is fetched.
 """
 
 from __future__ import annotations

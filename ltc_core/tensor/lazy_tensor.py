@@ -2,7 +2,7 @@
 
 A wrapper subclass: autograd, views' version counters and `nn.Parameter` see an ordinary tensor of the device;
 every ATen call below autograd arrives in `__torch_dispatch__`, which looks up the op's handler in `HANDLERS`
-(filled by `dispatch`). It has no storage; what it holds is its handle `_h` (see `cell`).
+(filled by `dispatch`). It has no storage; what it holds is its handle `_h` (see `handles`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A tensor and a view of it must not be saved apart: they would come back as two.
 
-`find_shared` looks through tensors for that; `check_pickled` does so for what one pickler is given, one tensor after
-the other.
+`check_handles` looks for such pairs among tensors, `check_pickled` among those that one pickler is given, one after the
+other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collectives, recorded in the graph: they run when the step runs, in order, in every process of a group.
 
 A group is what a script passes as `groups=`, a list of lists of ranks with every rank in one of them; all processes by
-default. With one process they do nothing to values. Comes from `process_group`, goes to `step`.
+default. With one process they do nothing to values. Calls `process_group`; called by `train.step`.
 """
 
 from __future__ import annotations

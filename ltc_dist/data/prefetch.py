@@ -2,7 +2,7 @@
 
 Each batch goes on as soon as it is there. What is under way is bounded, in batches and in bytes. An error of the loader
 is raised where the batch would have come that it belongs to. Nothing here refers to the objects the training loop
-holds, so when they are dropped, `close` ends the threads. Used by `parallel_loader`.
+holds, so when they are dropped, `close` ends the threads. Used by `loader`.
 """
 
 from __future__ import annotations

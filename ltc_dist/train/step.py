@@ -1,6 +1,6 @@
 """The end of a training step in a job: gradients become their mean over the processes, then the optimizer steps.
 
-All of it is recorded: backward, reduction and update are one graph. Comes from `collectives`.
+All of it is recorded: backward, reduction and update are one graph. Calls `collectives.ops`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Compiled loops on the CPU check indices inside their threads, where an exception
 IndexError. So operands used as indices are traced back to the inputs of a graph. `hold` compares these with what the
 ops allow; where they do not hold, the part runs op by op and the op at fault raises its own error. An op whose
 indices are computed within the graph, other than by ops that keep them in range, is left to the reference executor.
-Used by `part` and `program`.
+Used by `partition` and `compiled_subgraph`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The memory format of what one compiled part makes for another.
 
 Convolutions are given channels-last tensors (see `lower`). What goes from part to part keeps that format: as recorded,
-it would be converted at the end of one part and back at the beginning of the next. Used by `part`.
+it would be converted at the end of one part and back at the beginning of the next. Used by `partition`.
 """
 
 from __future__ import annotations

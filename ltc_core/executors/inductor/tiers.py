@@ -3,7 +3,8 @@
 `TieredProgram` counts the runs of one graph. In the mode `async` a graph that came back often enough is handed to the
 compile service and goes on op by op until its libraries are there; libraries that an earlier process left are taken at
 once. In the mode `sync` the first run waits for them. A graph, or an op, that cannot be compiled stays on the
-reference executor; why is said once. Comes from `executor`, goes to `part`, `service` and `chain`.
+reference executor; why is said once. Called by `executor`; calls `partition`, `service` and
+`compiled_subgraph`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A device of PJRT: its tensors, and how they go there, come back and are copied.
 
-Data are torch_xla tensors that stay on the device; data that only the host has are CPU tensors. Used by `xla_launch`
-and `torch_xla`.
+Data are torch_xla tensors that stay on the device; data that only the host has are CPU tensors. Used by `launch`
+and `executor`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The XLA executor: whole graphs on a TPU, or on whatever else PJRT runs, through torch_xla's library.
 
 A graph is cut into parts: most often one, that is traced at its first run and launched as a compiled program from then
-on (`xla_launch`). Numbers and the keys of draws are inputs, sent in one transfer. Ops that torch_xla does not lower,
+on (`launch`). Numbers and the keys of draws are inputs, sent in one transfer. Ops that torch_xla does not lower,
 and collectives between processes, run on the host between compiled parts. States of random streams stay on the host.
 """
 

@@ -2,7 +2,7 @@
 
 Tracing replays the part on torch_xla's tensors. What the program takes and gives is found out from the trace: inputs in
 the order of the library, constants, outputs that are inputs as they are, outputs that are one value. Donated inputs
-give their memory to outputs. Used by `torch_xla`.
+give their memory to outputs. Used by `executor`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Only the library (`_XLAC`) is loaded and not the package around it, which patches PyTorch and starts other things: 0.1 s
 instead of 3, and the name `torch_xla` stays free for scripts that expect the old package. What the library reads from
-the environment is set here before it is loaded; names that the user set are left alone. Used by `torch_xla`.
+the environment is set here before it is loaded; names that the user set are left alone. Used by `device`.
 """
 
 from __future__ import annotations

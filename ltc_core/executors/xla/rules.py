@@ -1,7 +1,7 @@
 """Calls that torch_xla lowers wrongly, and what is traced instead: each rule with what is wrong.
 
 A rule is called as its op would be. What cannot be said in other ops raises `_Wrong`, and the call runs on the host.
-Used by `xla_lowering`.
+Used by `lowering`.
 """
 
 from __future__ import annotations
