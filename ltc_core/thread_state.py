@@ -3,7 +3,7 @@
 Inference mode, grad mode, autocast, dispatch modes, function modes (a default device is one) and levels of torch.func
 belong to the user's ops. Runs, uploads, shape inference and fetches compute on ordinary tensors in the state of a new
 thread, with grad mode off. `in_own_state` wraps such a function. Used by every file that calls PyTorch on the device's
-behalf; `runtime.device_context` wraps the runs.
+behalf; `runtime.launch` wraps the runs.
 """
 
 from __future__ import annotations
