@@ -1,6 +1,6 @@
 """ltc_core: a lazy-tensor training runtime for PyTorch, in one process.
 
-Importing it registers the device. `lazy_device()` gives it, `mark_step()` ends a step:
+Importing it registers the device. `lazy_device()` returns it, `mark_step()` ends a step:
 
     import ltc_core as ltc
 

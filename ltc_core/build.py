@@ -1,6 +1,6 @@
 """Build all C++ parts ahead of time: `python -m ltc_core.build`, for launchers and images.
 
-Each is built on first use otherwise, which takes some seconds once for each user and torch.
+Otherwise each part is built on first use: a few seconds, once for each user and torch version.
 """
 
 import sys
@@ -16,7 +16,7 @@ EXTENSIONS = (device.extension, fast_path.extension, launcher.extension, host_me
 
 
 def main() -> int:
-    """Build what is not built yet; give the number of parts that cannot be built."""
+    """Build the missing parts; return the number of parts that cannot be built."""
     missing = [extension for extension in EXTENSIONS if extension.load() is None]
     for extension in EXTENSIONS:
         if extension in missing:

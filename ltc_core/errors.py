@@ -13,11 +13,11 @@
     |- DataFormatError (ValueError)             a data file is truncated or foreign
     |- LoaderError (RuntimeError)               a loader is misused, or delivers nothing
     |- RankError (RuntimeError)                 a process of a job failed, or cannot be started
-    |  |- RankEndedError (RuntimeError)         one that was waited for has ended
-    |  `- RankTimeoutError (TimeoutError)       processes were waited for in vain
+    |  |- RankEndedError (RuntimeError)         a process that was waited for has ended
+    |  `- RankTimeoutError (TimeoutError)       processes did not arrive in time
     `- CollectiveError (RuntimeError)           processes do not run the same collectives
-       |- PeerEndedError (RuntimeError)         one of them has ended
-       `- CollectiveTimeoutError (TimeoutError) one of them did not come to its collective
+       |- PeerEndedError (RuntimeError)         a process of a collective has ended
+       `- CollectiveTimeoutError (TimeoutError) a process did not reach its collective in time
 
 An error has four parts: what failed, what was got, where the user recorded it, what to do next.
 `op_error` makes an LtcError that is also the exception type which eager PyTorch raised.
@@ -42,7 +42,7 @@ class LtcError(Exception):
     """
 
     where_words = "recorded at"
-    seen = False  # whether the user was told of it
+    seen = False  # whether the error was raised to the user
     _op_base: type[Exception] | None = None
 
     what: str
@@ -51,7 +51,7 @@ class LtcError(Exception):
     next: str
 
     def __init__(self, what: str, *, got: str = "", where: str = "", next: str = "") -> None:
-        # Not super(): the builtin bases (OSError, UnicodeDecodeError) read their arguments.
+        # Not super(): the builtin bases (OSError, UnicodeDecodeError) parse their arguments.
         BaseException.__init__(self, what)
         self.what = what
         self.got = got
@@ -132,7 +132,7 @@ class DataFormatError(LtcError, ValueError):
 
 
 class LoaderError(LtcError, RuntimeError):
-    """A loader is used in a way it cannot be, or has delivered nothing for too long."""
+    """A loader is misused, or has delivered nothing for too long."""
 
 
 class RankError(LtcError, RuntimeError):
@@ -142,23 +142,23 @@ class RankError(LtcError, RuntimeError):
 
 
 class RankEndedError(RankError):
-    """A process has ended and will not come."""
+    """A process that was waited for has ended."""
 
 
 class RankTimeoutError(RankError, TimeoutError):
-    """Processes did not come in time; `exitcode` is None."""
+    """Processes did not arrive in time; `exitcode` is None."""
 
 
 class CollectiveError(LtcError, RuntimeError):
-    """Processes cannot be connected, or do not come to the same collectives."""
+    """Processes cannot be connected, or do not run the same collectives."""
 
 
 class PeerEndedError(CollectiveError):
-    """A process has ended that a collective waits for."""
+    """A process that a collective waits for has ended."""
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A process did not come to its collective in time."""
+    """A process did not reach its collective in time."""
 
 
 def listed(items: Iterable[object], limit: int = _MAX_QUOTED) -> str:
@@ -176,11 +176,12 @@ def op_error(
 
     A type that is neither Python's nor PyTorch's is replaced by its nearest base that is, so
     that the error can be rebuilt in another process. An interrupt becomes an ExecutionError.
-    `original` is the `__cause__` of what is returned, unless it is an LtcError, whose parts are taken over.
+    `original` is the `__cause__` of the returned error. If `original` is an LtcError, its parts and its own cause are
+    used instead.
     """
     cause: BaseException | None = original
     message = str(original)
-    if isinstance(original, LtcError):  # it has said already what was got, and what to do
+    if isinstance(original, LtcError):  # its own `got` and `next` are more precise
         message, got, next = original.what, original.got or got, original.next or next
         cause = original.__cause__
     if message and message not in what:
@@ -189,15 +190,16 @@ def op_error(
     if isinstance(error, OSError) and isinstance(original, OSError):
         for name in _OS_FIELDS:
             setattr(error, name, getattr(original, name))
-    # Without its frames, which would keep the op's operands alive.
+    # Without the traceback, whose frames would keep the op's operands alive.
     error.__cause__ = cause.with_traceback(None) if cause is not None else None
     return error
 
 
 def to_raise(kept: BaseException) -> BaseException:
-    """Give an error that is kept as one to raise.
+    """A copy of a stored LtcError, to be raised; marks the stored error as seen. Other errors are returned as they are.
 
-    Raised itself it would keep the frames that it goes through, with the tensors in them, as long as it is kept.
+    The traceback of a raised error refers to the frames it passes through, and so to their tensors. If the stored error
+    itself were raised, it would keep them alive.
     """
     if not isinstance(kept, LtcError):
         return kept
@@ -217,7 +219,7 @@ def _class_for(original: BaseException) -> type[LtcError]:
         return ExecutionError
     for base in type(original).__mro__:
         if not issubclass(base, Exception) or issubclass(base, BaseExceptionGroup):
-            continue  # a group cannot be made from a sentence
+            continue  # an exception group cannot be made from a message alone
         if base.__module__ == "builtins" or base.__module__.partition(".")[0] == "torch":
             return _op_class(base)
     return ExecutionError
@@ -238,7 +240,7 @@ def _op_class(base: type[Exception]) -> type[LtcError]:
 def _rebuild(
     kind: type[Exception], made: bool, state: dict[str, Any], os_fields: dict[str, Any]
 ) -> LtcError:
-    """Unpickle: the class is called with `what` alone, then the attributes are put back."""
+    """Unpickle: call the class with `what` alone, then restore the attributes."""
     cls: Any = _op_class(kind) if made else kind
     error: LtcError = cls(state["what"])
     error.__dict__.update(state)

@@ -1,9 +1,8 @@
 """Counters and timers of the runtime, and the readers that torch_xla and torch._lazy users know.
 
-`count` and `observe` come in from every layer and from any thread; the readers and reports go
-out to the user. A counter only grows; clearing moves the line that it is counted from. Each
-metric keeps its count and sum for good, and its last 1024 samples. The text of the reports is
-written by `metrics_report.py`.
+Every layer calls `count` and `observe`, from any thread; users call the readers and reports. A counter
+only grows: clearing stores its total, which is subtracted from then on. A metric keeps the count and sum
+of all samples, and the last 1024 samples. `metrics_report` writes the text of the reports.
 """
 
 import sys
@@ -31,7 +30,7 @@ _SHORT_METRICS = (
 )
 _DEFAULT_METRICS_FILE = "ltc_metrics.txt"
 
-# What a metric holds when its first `observe` does not say; every other name is a time.
+# Kind of a metric whose first `observe` passes none; every other metric is a time.
 _KINDS: dict[str, Kind] = {
     "InboundData": "bytes",
     "OutboundData": "bytes",
@@ -44,7 +43,7 @@ _lock = threading.RLock()
 
 
 def renew_lock() -> None:
-    """Give a forked child a lock of its own: another thread may have held it at the fork."""
+    """Replace the lock in a forked child: another thread may have held it at the fork."""
     global _lock
     _lock = threading.RLock()
 
@@ -56,7 +55,7 @@ def renew_lock() -> None:
 
 
 class _Cell:
-    """A thread's counts; when the thread ends its cell dies, and the counts stay."""
+    """The counts of one thread. The cell is released when the thread ends; `_cells` keeps the counts."""
 
     __slots__ = ("__weakref__", "counts")
 
@@ -81,7 +80,7 @@ def _fold_ended_threads() -> None:
 
 
 class _Local(threading.local):
-    counts = _ended  # seen only by a finalizer that counts while a thread's __init__ begins
+    counts = _ended  # used only by a finalizer that counts while a thread's __init__ begins
 
     def __init__(self) -> None:  # called once for each thread
         self.cell = _Cell()
@@ -121,7 +120,7 @@ def _op_counter(name: str) -> str:
 
 
 def _totals() -> dict[str, int]:
-    _ = _local.counts  # registers this thread, so that no finalizer does it in between
+    _ = _local.counts  # registers this thread now, so that no finalizer does so during the sum
     with _lock:
         _fold_ended_threads()
         totals = _ended.copy()
@@ -157,7 +156,7 @@ def executed_fallback_ops() -> list[str]:
 
 
 class _Ring:
-    """All samples of a metric counted and summed, the last ones kept."""
+    """One metric: the count and sum of all samples, and the last samples."""
 
     __slots__ = ("accumulator", "kind", "samples", "total_samples")
 
@@ -179,8 +178,7 @@ def observe(name: str, value: float, kind: Kind | None = None) -> None:
 
     Args:
         value: nanoseconds, bytes or a number, as `kind` says.
-        kind: taken from the metric's first sample; without it, a known name has its own kind
-            and any other is a time.
+        kind: read with the metric's first sample only. None: the kind of a known name, otherwise a time.
     """
     with _lock:
         ring = _rings.get(name)
@@ -237,7 +235,7 @@ _gauges: dict[str, Callable[[], int]] = {}
 
 
 def register_gauge(name: str, read: Callable[[], int]) -> None:
-    """Let `summary` ask for a value of the moment. 'PeakMemory' (bytes) is the one it knows."""
+    """Register a function that returns a current value. `summary` reads one: 'PeakMemory' (bytes)."""
     _gauges[name] = read
 
 
@@ -310,8 +308,8 @@ def append_step(step: int) -> None:
     """Append the report, under a line with the step, to the file of LTC_METRICS_FILE, if set.
 
     Raises:
-        SettingsError: the file cannot be written to. Once it could, a later failure (a full
-            disk) ends the reports with a warning, not the training run.
+        SettingsError: the file cannot be written to at the first report. A later failure (a full disk)
+            warns and ends the reports; training goes on.
     """
     target = settings.metrics_file
     if target is None or target.lower() in ("0", "false", "no", "off"):

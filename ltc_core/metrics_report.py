@@ -1,8 +1,8 @@
 """Metrics as text: the peers' report format, and a summary in sentences.
 
-In come plain values (a name, a count, a `Metric` snapshot), out goes text; nothing is kept
-here. The format is the one that torch_xla's tools parse (`debug/metrics_compare_utils.py`).
-`metrics.py` collects the values and calls this.
+In: plain values (a name, a count, a `Metric` snapshot). Out: text; no state is kept here. The format is
+the one that torch_xla's tools parse (`debug/metrics_compare_utils.py`). `metrics` collects the values and
+calls this module.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ _CAUSE_PREFIX = "CompileCause."
 
 
 class Metric(NamedTuple):
-    """A snapshot of one metric: all samples counted and summed, the last ones kept."""
+    """A snapshot of one metric: the count and sum of all samples, and the last samples."""
 
     kind: Kind
     total_samples: int
@@ -90,7 +90,7 @@ def counter_text(name: str, value: int) -> str:
 
 
 def cause_counter(kind: str) -> str:
-    """Give the counter of a kind of cause; a report's readers take a name without spaces."""
+    """Name of the counter for a kind of compile cause, without spaces: parsers of reports expect none."""
     return _CAUSE_PREFIX + kind.replace(" ", "_")
 
 
@@ -100,7 +100,7 @@ def summary_text(
     device_name: str,
     peak_bytes: int | None,
 ) -> str:
-    """Say in sentences what was recorded, built, run, moved, cut and run on the CPU instead."""
+    """Sentences on what was recorded, built, run, moved and cut, and on what ran on the CPU instead."""
     sentences = [
         *_steps(counters, device_name),
         *_programs(counters),
@@ -157,7 +157,7 @@ def _times(metrics: Mapping[str, Metric]) -> Iterable[str]:
         yield f"Time went into: {', '.join(parts)}."
 
 
-# DeviceLockWait is the peers' name for the time a caller waits for work that is under way.
+# DeviceLockWait is the peers' name for the time that a caller waits for in-flight work.
 _TIME_WORDS = (
     ("recording", ("LazyTracing",)),
     ("compiling", ("CompileTime",)),
@@ -192,7 +192,7 @@ def _syncs(counters: Mapping[str, int]) -> Iterable[str]:
 
 def _fallbacks(counters: Mapping[str, int]) -> Iterable[str]:
     calls = _named(counters, "aten::")
-    calls.pop("_local_scalar_dense", None)  # an .item() is a fetch: the syncs name it
+    calls.pop("_local_scalar_dense", None)  # .item() is a fetch, which `_syncs` reports
     if calls:
         yield (
             f"{_counted(sum(calls.values()), 'call')} of {_counted(len(calls), 'op')} ran on the "

@@ -1,10 +1,10 @@
 """Build and load one of our C++ files.
 
-In: the source and the installed torch. Out: the extension module, or None and a sentence why not.
-The built file is kept per user in `settings.cache_dir`, named after everything that went into it,
-and ends with its own digest, so that a damaged file is seen before it is mapped. Processes that
-start at once build it once: one compiles under a file lock, the others find the result.
-`build` lists them all.
+In: the source and the installed torch. Out: the extension module, or None and a sentence that says why.
+The built file is cached per user in `settings.cache_dir`. Its name has the torch version and a hash of sources
+and flags; the file ends with its own digest, so that damage is detected before the file is mapped. Processes that
+start together build it once: one compiles under a file lock, the others load the result.
+`build` lists all extensions.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from ltc_core.settings import settings
 __all__ = ["Extension", "build_ahead"]
 
 _DIGEST_BYTES = 32
-# A compile takes about four seconds; who waits this long waits for a process that hangs.
+# A compile takes about four seconds; a process that holds the lock this long hangs.
 _LOCK_TIMEOUT_S = 300.0
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
 
@@ -47,8 +47,8 @@ class Extension:
 
     Args:
         name: of the module.
-        source: the file; it may include headers that lie beside it.
-        optimize: the compiler's level; what does not run hot builds fastest without any.
+        source: the file; it may include headers in its folder.
+        optimize: the compiler's optimization level; -O0 builds fastest, for code that is not hot.
 
     Attributes:
         loaded: the module, once `load` has found or built it.
@@ -73,7 +73,7 @@ class Extension:
         Cost:
             Milliseconds when cached, one compiler run (a few seconds) when not.
         """
-        with self._lock:  # PyTorch takes a registration of a module once
+        with self._lock:  # a module may register with PyTorch only once
             return self._load()
 
     def _load(self) -> ModuleType | None:
@@ -90,11 +90,11 @@ class Extension:
         return self.loaded
 
     def is_built(self) -> bool:
-        """Tell whether the built file is there, or was loaded; `load` does not compile then, unless it is damaged."""
+        """Whether the built file exists or is loaded; then `load` compiles only if the file is damaged."""
         return self.loaded is not None or self.library_path().exists()
 
     def library_path(self) -> Path:
-        """Return where the built file lies, or would lie."""
+        """Return the path of the built file, which may not exist yet."""
         version = re.sub(r"[^A-Za-z0-9.]", "_", torch.__version__)
         abi = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
         key = hashlib.sha256(self.source.read_bytes())
@@ -130,7 +130,7 @@ class Extension:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
-        # Mapping a truncated library kills the process with SIGBUS, so look first (1 ms).
+        # Mapping a truncated library kills the process with SIGBUS, so check the digest first (1 ms).
         if hashlib.sha256(data[:-_DIGEST_BYTES]).digest() != data[-_DIGEST_BYTES:]:
             self._load_error = "its digest is wrong"
             return None
@@ -146,7 +146,7 @@ class Extension:
         return module
 
     def _compile(self, path: Path) -> None:
-        """Compile into a temporary file beside `path`, then rename: nobody ever sees half a file."""
+        """Compile into a temporary file beside `path`, then rename it: no process sees a partial file."""
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
             output = Path(scratch) / path.name
             command = [
@@ -189,13 +189,13 @@ _all: list[Extension] = []
 
 
 def after_fork_in_child() -> None:
-    """Renew the locks: their owner may be a thread that is gone."""
+    """Replace the locks: their owner may be a thread that does not exist in the child."""
     for extension in _all:
         extension._lock = threading.Lock()
 
 
 def build_ahead(*extensions: Extension) -> None:
-    """Load the modules, those that must be built first beside the program; one that ends earlier waits for them."""
+    """Load the modules; a thread builds the missing ones in the background, and the process waits for it at exit."""
     missing = []
     for extension in extensions:
         if extension.is_built():

@@ -1,7 +1,7 @@
-"""A directory for code that is built once and loaded later: nobody else may be able to put a file there.
+"""Directories for built code, which no other user can write to.
 
-Whoever can write to a directory of shared libraries runs their code in every process that loads one. `native_extension`
-and the executors that compile keep what they build in such directories, below `settings.cache_dir`.
+A user who can write to a directory of shared libraries can run code in every process that loads one of them.
+`native_extension` and the executors that compile keep built files in such directories, below `settings.cache_dir`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["private_directory", "refuse_shared"]
 
 
 def private_directory(directory: Path) -> None:
-    """Make the directory, and the one it is in, for this user alone.
+    """Make the directory and its parent, for this user alone.
 
     Raises:
-        OSError: it cannot be made; or it is there, and somebody else owns it or may write to it.
+        OSError: the directory cannot be made, or another user owns it or may write to it.
     """
     for part in (directory.parent, directory):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -27,10 +27,10 @@ def private_directory(directory: Path) -> None:
 
 
 def refuse_shared(directory: Path) -> None:
-    """Refuse a directory that others than its owner may write to.
+    """Raise if other users than the owner may write to the directory.
 
     Raises:
-        OSError: so it is, or there is none.
+        OSError: they may, or the directory does not exist.
     """
     if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _writable(directory)

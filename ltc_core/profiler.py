@@ -1,8 +1,8 @@
 """Traces of a program and named scopes in them, over `torch.profiler`.
 
-Between `start_trace` and `stop_trace` all threads are watched: ops as they are recorded, ops as the device runs them
-in its own thread, and the scopes of `Trace` and `StepTrace`. Out comes a file that TensorBoard, Perfetto and
-chrome://tracing show.
+Between `start_trace` and `stop_trace` all threads are traced: ops when they are recorded, ops when the worker thread
+runs them, and the scopes of `Trace` and `StepTrace`. The result is a file for TensorBoard, Perfetto and
+chrome://tracing.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ProfilerError(LtcError, RuntimeError):
 
 
 def start_trace(log_dir: str | os.PathLike[str]) -> None:
-    """Begin to trace this process, all of its threads.
+    """Start to trace all threads of this process.
 
     Args:
-        log_dir: the directory the file is written to; made if it is not there.
+        log_dir: the directory the file is written to; made if it does not exist.
 
     Raises:
-        ProfilerError: a profile is running already, or `log_dir` is not of this machine.
+        ProfilerError: a profile is running already, or `log_dir` is not on this machine.
 
     Cost: each op takes a few microseconds more; a trace that is still running at exit is written then.
     """
@@ -63,9 +63,9 @@ def start_trace(log_dir: str | os.PathLike[str]) -> None:
                 next="call stop_trace() first",
             )
         os.makedirs(directory, exist_ok=True)
-        # Without this, only the thread that starts the profile is watched, and not the device's.
+        # Without this, only the thread that starts the profile is traced, and not the worker thread.
         every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        # Named, since by default PyTorch takes ours for one more to watch, and cuts to wait for it.
+        # Explicit: by default PyTorch profiles our device, too, and synchronizes it, which cuts the graph.
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -82,9 +82,9 @@ def stop_trace() -> None:
     """End the trace and write `<host>_<pid>.<time>.pt.trace.json`.
 
     Raises:
-        ProfilerError: there is none.
+        ProfilerError: no trace is running.
 
-    Cost: waits for what was handed to the device, so that it is in the trace; does not cut.
+    Cost: waits for the programs that were handed over, so that they are in the trace; does not cut.
     """
     global _running
     with _lock:
@@ -97,12 +97,12 @@ def stop_trace() -> None:
 
 
 def trace(log_dir: str | os.PathLike[str], duration_ms: float = 1000, delay_ms: float = 0) -> None:
-    """Trace what the other threads do for a while.
+    """Trace the other threads while this one sleeps.
 
     Args:
         log_dir: as for `start_trace`.
-        duration_ms: how long.
-        delay_ms: when to begin.
+        duration_ms: length of the trace.
+        delay_ms: time before the trace starts.
 
     Raises:
         ProfilerError: as `start_trace`.
@@ -114,7 +114,7 @@ def trace(log_dir: str | os.PathLike[str], duration_ms: float = 1000, delay_ms: 
 
 
 def _is_watched() -> bool:
-    """Tell whether a profiler runs, ours or PyTorch's own."""
+    """Whether a profiler runs, ours or PyTorch's own."""
     return _flag._is_profiler_enabled
 
 
@@ -159,9 +159,9 @@ class Trace:
 
 
 class StepTrace(Trace):
-    """A scope that is one step: its end is the step's, see `mark_step`.
+    """A scope of one step: its end calls `mark_step`.
 
-    A loader that asks for its next batch after it cuts once more: of nothing, so that no graph is run.
+    A loader cuts again at its next batch; nothing is recorded then, so that no graph runs.
     """
 
     def __exit__(

@@ -4,8 +4,8 @@ A row of `SETTINGS` says how one variable is read; the class `Settings` holds th
 Our name (`LTC_X`) is looked up first, then the names the peers used. A bad value is a
 SettingsError; an unknown `LTC_` name is reported once, at import, with the nearest legal one.
 The module-level object `settings` is what everything else reads. An attribute is read from the
-environment at its first use, so that a script may set a variable after its imports; what is set
-later than that has no effect, and `check_environment` says so.
+environment at its first use, so that a script may set a variable after its imports. A later change
+of the variable has no effect, and `check_environment` raises.
 """
 
 import difflib
@@ -36,7 +36,7 @@ PYTORCH_NAMES = frozenset(
     }
 )
 
-# Names of other devices: PyTorch refuses the first six, the rest would stand for two devices.
+# Names of other devices: PyTorch refuses the first six, and `meta` would name two devices.
 _TAKEN_DEVICE_NAMES = ("cpu", "cuda", "hip", "mps", "mtia", "xpu", "meta")
 
 _TRUE = ("1", "true", "yes", "on")
@@ -47,8 +47,8 @@ _FALSE = ("0", "false", "no", "off")
 class Setting:
     """One row: how an attribute of `Settings` is read from the environment.
 
-    `type` is str, int, float, bool or frozenset (a comma list); `translate` turns what a peer's
-    variable says, given (name, text), into our words; `check` returns what is legal, or "".
+    `type` is str, int, float, bool or frozenset (a comma list). `translate(name, text)` turns the text of a
+    peer's variable into our values. `check(value)` returns "", or for an illegal value which ones are legal.
     """
 
     attribute: str
@@ -66,11 +66,11 @@ class Setting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The variables, the first that is set counts."""
+        """The variables; the first one that is set counts."""
         return (self.env, *self.aliases)
 
     def legal(self) -> str:
-        """Say in words which values are legal."""
+        """Text that says which values are legal."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         words = _TYPE_WORDS[self.type]
@@ -130,7 +130,10 @@ def _default_cache_dir(environ: Mapping[str, str]) -> str:
 
 
 def _translate_debug(name: str, text: str) -> str:
-    """In torch_xla PT_XLA_DEBUG=1 means all that is reported, and levels go up to 100; graphs are never shown."""
+    """Text of our level: 2 at most for torch_xla's variables, which never show graphs.
+
+    PT_XLA_DEBUG=1 turns all reports of torch_xla on; its levels go up to 100.
+    """
     if not name.startswith("PT_"):
         return text
     if name == "PT_XLA_DEBUG" and text.lower() in _TRUE:
@@ -145,7 +148,7 @@ def _translate_graph_format(name: str, text: str) -> str:
 
 
 def _default_device_ordinal(environ: Mapping[str, str]) -> int:
-    """Processes of one host take one GPU each, in the order of their local ranks."""
+    """The GPU or chip of this process: the processes of a host take one each, in the order of their local ranks."""
     text = environ.get("LOCAL_RANK", "")
     local_rank = int(text) if text.isdecimal() else 0
     chosen = environ.get("LTC_DEVICES", "").split(",")
@@ -155,7 +158,7 @@ def _default_device_ordinal(environ: Mapping[str, str]) -> int:
 
 
 def _default_num_devices(environ: Mapping[str, str]) -> int:
-    """A process that has a TPU host for itself has all its chips; one of several has one."""
+    """The number of the TPU host's chips if this process is alone on it, else 1."""
     asked = environ.get("LTC_DEVICE") or environ.get("PJRT_DEVICE") or ""
     has_chosen = any(environ.get(name) for name in ("LTC_DEVICES", "LTC_DEVICE_ORDINAL"))
     processes = environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or "1"
@@ -167,7 +170,7 @@ _OF_PJRT = {"CUDA": "cuda", "GPU": "cuda", "TPU": "tpu"}
 
 
 def _translate_hardware(name: str, text: str) -> str:
-    """torch._lazy has LTC_TS_CUDA=1 for the GPU, torch_xla PJRT_DEVICE=CPU, CUDA, GPU, TPU, NEURON."""
+    """torch._lazy uses LTC_TS_CUDA=1 for the GPU, torch_xla PJRT_DEVICE=CPU, CUDA, GPU, TPU, NEURON."""
     if name == "LTC_TS_CUDA":
         return "cuda" if text.lower() in _TRUE else "cpu"
     if name == "PJRT_DEVICE":
@@ -292,9 +295,9 @@ _UNREAD = object()
 
 
 class Settings:
-    """The values, each read at its first use. Assigning one checks it as the environment's value is checked."""
+    """The values, each read at its first use. An assigned value is checked like one from the environment."""
 
-    # By attribute, the texts of its variables when it was read or assigned; and all variables at the last check.
+    # attribute -> the texts of its variables when it was read or assigned; all variables at the last check.
     _seen: dict[str, tuple[str | None, ...]]
     _all_seen: Any
 
@@ -372,26 +375,26 @@ class Settings:
         return value
 
     def peek(self, name: str) -> Any:
-        """What a setting is, or would be if it were used now; it may still change then."""
+        """Value of a setting, without using it: the environment may still change an unused setting."""
         found = self.__dict__.get(name, _UNREAD)
         return _read(_ROWS[name], os.environ) if found is _UNREAD else found
 
     def is_used(self, name: str) -> bool:
-        """Tell whether a setting was read or assigned."""
+        """Whether a setting was read or assigned."""
         return name in self.__dict__
 
     def check_environment(self, *names: str) -> None:
-        """See that no variable was set too late to have an effect; asked when a device is, and before a fork.
+        """Raise if a variable was set too late to have an effect; called when a device is requested, and by `spawn`.
 
         Args:
-            names: the settings to look at; by default all that were used.
+            names: the settings to check; by default all that were used.
 
         Raises:
-            SettingsError: one says something else than its setting has been since its first use.
+            SettingsError: the value of a variable differs from that of its setting, which was used before.
 
-        Cost: 2 us where nothing has changed; a variable that was removed is warned of.
+        Cost: 2 us if nothing has changed. A removed variable gives a warning.
         """
-        now = getattr(os.environ, "_data", None)  # a dict, compared twenty times faster
+        now = getattr(os.environ, "_data", None)  # the dict inside: compares twenty times faster
         if not names and now is not None and now == self._all_seen:
             return
         for name in names or tuple(self._seen):
@@ -425,7 +428,7 @@ class Settings:
         )
 
     def accept_environment(self) -> None:
-        """Take the variables as they are now for those that were read: the runtime has set some of them itself."""
+        """Treat the current variables as those that were read, since the runtime itself has set some of them."""
         for name in self._seen:
             self._seen[name] = _texts(_ROWS[name])
 
@@ -453,7 +456,7 @@ class Settings:
 
     @contextmanager
     def override(self, **values: Any) -> Iterator["Settings"]:
-        """Give settings other values for the length of a `with` block (not per thread)."""
+        """Change settings for a `with` block, in all threads."""
         before = {name: getattr(self, name) for name in values if name in _ROWS}
         try:
             for name, value in values.items():
@@ -528,7 +531,7 @@ def _illegal(what: str, got: str, wanted: str, where: str = "") -> SettingsError
 
 
 def file_of_rank(path: str) -> str:
-    """Give the file that this process writes to: 'graphs.txt.3' for rank 3 of a job, the path itself outside of one."""
+    """The file that this process writes to: 'graphs.txt.3' for rank 3 of a job, the path itself outside of a job."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return path
     return f"{path}.{os.environ.get('RANK', '0')}"
@@ -541,7 +544,7 @@ def legal_names() -> list[str]:
 
 
 def warn_unknown(environ: Mapping[str, str]) -> None:
-    """Warn once of all `LTC_` names in `environ` that mean nothing, each with the nearest."""
+    """Warn, in one warning, of the unknown `LTC_` names in `environ`, each with the nearest legal name."""
     legal = legal_names()
     unknown = sorted(n for n in environ if n.startswith("LTC_") and n not in legal)
     if not unknown:
@@ -559,7 +562,7 @@ def warn_unknown(environ: Mapping[str, str]) -> None:
 
 
 def warn_not_here(environ: Mapping[str, str]) -> None:
-    """Warn once of hardware that a script asks for under a peer's name, and that there is no executor for."""
+    """Warn if PJRT_DEVICE, a peer's variable, asks for hardware that has no executor."""
     wanted = environ.get("PJRT_DEVICE", "").upper()
     is_chosen = environ.get("LTC_DEVICE") or environ.get("LTC_TS_CUDA")
     if wanted not in ("", "CPU", *_OF_PJRT) and not is_chosen:

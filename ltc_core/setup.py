@@ -1,7 +1,7 @@
 """What `import ltc_core` does to the process, in order, each call with its reason.
 
-No other module of the package registers anything when it is imported. `__init__` calls `set_up` once; `ltc_dist` has
-the same for a job.
+No other module of the package registers anything when it is imported. `__init__` calls `set_up` once; `ltc_dist.setup`
+does the same for `ltc_dist`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = ["set_up"]
 
 def set_up() -> None:
     """Register the device with PyTorch, and what runs at a fork and at the end of the process."""
-    warn_unknown(os.environ)  # first: a setting that is misspelt may be why what follows fails
+    warn_unknown(os.environ)  # first: the calls below may fail because of a misspelt setting
     _register_device()
     _register_fork_handlers()
     _register_exit_handlers()
 
 
 def _register_device() -> None:
-    # A thread compiles the C++ parts while the rest of the import goes on; the device itself waits for its own part.
+    # A thread compiles these C++ parts while the import goes on; `register` below waits for the device's own part.
     native_extension.build_ahead(host_memory.extension, fast_path.extension)
     lazy_tensor.use_handlers(dispatch.handler_of)
     register.register(device_hooks.install())
-    # From here on the device has its name in PyTorch, by which kernels are registered for it.
+    # From here on PyTorch knows the device's name, which registering kernels needs.
     factories.register_factories()
     torch_load.register_loading()
     autocast.register_autocast()
@@ -58,16 +58,16 @@ def _register_device() -> None:
     backward.use_calling_thread()
     sgd_momentum.register_first_momentum()
     c10d.register()
-    # Last: calls reach C++ before they reach any of the above, once it is loaded.
+    # Last: once the C++ part is loaded, calls reach it before any of the above.
     fast_path.install()
 
 
 def _register_fork_handlers() -> None:
-    """Make a forked child able to use the device: its only thread is the one that forked.
+    """Let a forked child use the device; its only thread is the one that forked.
 
-    Handlers of a child run in the order in which they are registered here, those before a fork in the opposite order.
+    Handlers in the child run in the order of registration, handlers before a fork in the opposite order.
     """
-    # Locks first: what follows takes them.
+    # Locks first: the later handlers take them.
     for renew in (
         native_extension.after_fork_in_child,
         module.renew_lock,
@@ -79,7 +79,7 @@ def _register_fork_handlers() -> None:
         closures.after_fork_in_child,
     ):
         os.register_at_fork(after_in_child=renew)
-    # Runs before a fork after the devices' handler: no graph computes any more, so OpenMP's threads can be dismissed.
+    # Runs after `devices.before_fork`: no graph runs any more, so the OpenMP team can be released.
     os.register_at_fork(before=openmp.release_team)
     os.register_at_fork(
         before=devices.before_fork,
@@ -89,11 +89,9 @@ def _register_fork_handlers() -> None:
 
 
 def _register_exit_handlers() -> None:
-    """Finish what was handed over, then say what was dropped. The last one that is registered runs first."""
+    """Finish the programs that were handed over, then report what was dropped. Handlers run in reverse order."""
     atexit.register(closures.at_exit)
-    atexit.register(frequent.at_exit)  # counts what the devices finish
+    atexit.register(frequent.at_exit)  # its counts include what the devices finish at exit
     atexit.register(service.at_exit)
     atexit.register(devices.at_exit)
-    atexit.register(
-        profiler.at_exit
-    )  # a trace that is running shall contain what has been handed over
+    atexit.register(profiler.at_exit)  # runs first: it drains the workers into a running trace

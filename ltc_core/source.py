@@ -1,6 +1,7 @@
-"""The user's line: where in their program the op that is being recorded was called.
+"""The user's line: the place in the user's program that called the op that is being recorded.
 
-Asked for only on new branches of the trace. What backward records has the line that called backward.
+In: the stack of the calling thread. Out: text such as 'train.py:41 in loss_fn'. `record` asks for it only on new
+branches of the trace; errors and `debug` use it, too. An op that backward records has the line that called backward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RUN_BACKWARD = _engine_run_backward.__code__
 
 
 def skip_frames_of(directory: str) -> None:
-    """Take the files in a directory for a library's: no line in them is the user's."""
+    """Treat the files in a directory as a library: no line in them is the user's."""
     _libraries.append(os.path.abspath(directory) + os.sep)
     _is_user.clear()
 
@@ -55,7 +56,7 @@ def _describe(frame: FrameType) -> str:
 
 
 def outer_line() -> str:
-    """Give the user's outermost line in this thread: where their script is."""
+    """The user's outermost line in this thread: a line of their script."""
     frame: FrameType | None = sys._getframe(1)
     last = None
     while frame is not None:
@@ -66,7 +67,7 @@ def outer_line() -> str:
 
 
 def user_line() -> str:
-    """Give 'train.py:41 in loss_fn' for the innermost frame of the user, '' if there is none."""
+    """The line of the user's innermost frame, such as 'train.py:41 in loss_fn'; '' if there is none."""
     frame: FrameType | None = sys._getframe(1)
     called = ""
     while frame is not None and not _of_user(frame.f_code):
@@ -77,7 +78,7 @@ def user_line() -> str:
 
 
 def user_frames(most: int) -> list[str]:
-    """Give 'train_step (train.py:41)' for the user's frames of this thread, innermost first, at most `most`."""
+    """The user's frames of this thread, such as 'train_step (train.py:41)', innermost first, at most `most`."""
     frame: FrameType | None = sys._getframe(1)
     found: list[str] = []
     while frame is not None and len(found) < most:
@@ -89,7 +90,7 @@ def user_frames(most: int) -> list[str]:
 
 
 def called_module() -> str:
-    """Give the module of the function that the user's innermost frame called, '' if there is no such frame."""
+    """The module of the function that the user's innermost frame called; '' if there is no such frame."""
     frame: FrameType | None = sys._getframe(1)
     name = ""
     while frame is not None and not _of_user(frame.f_code):

@@ -1,9 +1,9 @@
-"""The thread state of PyTorch that the device's own calls run in, whatever the calling thread has switched on.
+"""The thread state of PyTorch for the device's own calls; it does not depend on the modes of the calling thread.
 
 Inference mode, grad mode, autocast, dispatch modes, function modes (a default device is one) and levels of torch.func
-belong to the user's ops. A run, an upload, a shape inference and a fetch compute on ordinary tensors of the CPU in the
-state of a new thread, with grad mode off. `in_own_state` wraps the function that does it. Used by every file that calls
-PyTorch on the device's behalf; `runtime.launch` wraps the runs.
+belong to the user's ops. Runs, uploads, shape inference and fetches compute on ordinary tensors in the state of a new
+thread, with grad mode off. `in_own_state` wraps such a function. Used by every file that calls PyTorch on the device's
+behalf; `runtime.launch` wraps the runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _included, _excluded = _keys_of_a_new_thread()
 
 
 def in_own_state(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` so that each call runs in the state of a new thread, with grad mode off.
+    """Wrap `function`, so that each call runs in the state of a new thread, with grad mode off.
 
     The calling thread's state is as before when the call returns or raises. What PyTorch keeps for the whole process
     (default dtype, deterministic algorithms) stays the user's.
@@ -54,14 +54,14 @@ def in_own_state(function: Callable[P, R]) -> Callable[P, R]:
     Cost: as much as entering `torch.no_grad()`, about 1 us a call.
     """
 
-    # Guards of C++ in a `with`, each entered as soon as it is made: an interrupt leaves none behind.
+    # C++ guards in a `with`: each is entered as soon as it is made, so that an interrupt leaves none active.
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _num_dispatch_modes():  # `detach` looks for modes whatever the keys say
+        if _num_dispatch_modes():  # `detach` looks for modes, even if the keys exclude them
             with _disable_current_modes():
                 return run(*args, **kwargs)
         with _keys(_included, _excluded), _inference_mode(False), _no_function_modes():
-            _set_grad_enabled(False)  # the guard before puts it back
+            _set_grad_enabled(False)  # the guard of inference mode restores it
             return function(*args, **kwargs)
 
     return run

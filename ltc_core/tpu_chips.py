@@ -1,6 +1,7 @@
-"""The TPU chips of this host, as its PCI bus shows them: no library is asked, and no client made.
+"""The TPU chips of this host, read from its PCI bus, without a TPU library or client.
 
-Used by `settings` for the number of devices, and by `executors.xla.topology` for which chip a process gets.
+Used by `settings` for the number of devices, by `executors.xla.topology` for the chip of a process, and by
+`executors.xla.library` for the generation of the chips.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ _V4 = "0x005e"
 
 
 def count_chips(devices: str = _BUS) -> int:
-    """Count the TPU chips on this host's PCI bus; 0 where that cannot be seen."""
+    """Count the TPU chips on this host's PCI bus; 0 if the host shows no PCI bus."""
     return sum(chip in _CHIP_IDS for chip in _of_google(devices))
 
 
 def has_megacores(devices: str = _BUS) -> bool:
-    """Tell whether the chips here are v4, whose two cores can work as one device."""
+    """Whether the chips here are v4, whose two cores can work as one device."""
     return _V4 in _of_google(devices)
 
 

@@ -1,8 +1,8 @@
 """The module `torch.<name>`: what PyTorch and scripts call on a device by convention.
 
-In: a `DeviceHooks` object (the runtime) and a `DeviceIndices` object (who keeps the current index),
-both given to `make_module`. Out: a module object with its `amp`, `random` and `_utils` submodules,
-which `register` hands to PyTorch. The functions below are its functions; `_EXPORTED` lists them.
+In: a `DeviceHooks` object (`runtime.device_hooks`) and a `DeviceIndices` object (the C++ side), both passed to
+`make_module`. Out: a module object with its `amp`, `random` and `_utils` submodules, which `register` passes to
+PyTorch. It has the functions of this file that `_EXPORTED` lists.
 """
 
 import secrets
@@ -26,9 +26,9 @@ DeviceLike = torch.device | str | int | None
 class DeviceHooks(Protocol):
     """What the runtime does for the device; every method may be called from any thread.
 
-    Generators are known by number: ids below the number of devices are the default generators
-    (id = device index), made while the device is registered; others belong to a `torch.Generator`
-    of the user. A generator's state is a ByteTensor on the CPU. Sizes are in bytes.
+    A generator has an integer id. The id of a device's default generator is the device index; it is made together
+    with the device. Other ids belong to a `torch.Generator` of the user. A generator's state is a ByteTensor on the
+    CPU. Sizes are in bytes.
     """
 
     def synchronize(self, device: int) -> None: ...
@@ -51,7 +51,7 @@ class DeviceHooks(Protocol):
 
 
 class DeviceIndices(Protocol):
-    """Who counts the devices and keeps the calling thread's current one."""
+    """The number of devices, and the calling thread's current device."""
 
     def device_count(self) -> int: ...
     def current_device(self) -> int: ...
@@ -63,7 +63,7 @@ _count_lock = threading.RLock()
 
 
 def renew_lock() -> None:
-    """Give a forked child a lock of its own: another thread may have held it at the fork."""
+    """Replace the lock in a forked child: another thread may have held it at the fork."""
     global _count_lock
     _count_lock = threading.RLock()
 
@@ -76,12 +76,12 @@ _indices: DeviceIndices
 
 
 def is_available() -> bool:
-    """Tell whether the device can be used."""
+    """Whether the device can be used: always."""
     return True
 
 
 def is_initialized() -> bool:
-    """Tell whether the device is ready; it is from the import on."""
+    """Whether the device is ready: from the import on."""
     return True
 
 
@@ -94,7 +94,7 @@ def _lazy_init() -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    """Tell whether the device is lost after a fork: never, a forked child begins with its own threads."""
+    """Whether the device cannot be used after a fork: never, a forked child starts its own threads."""
     return False
 
 
@@ -107,7 +107,7 @@ def device_count() -> int:
 
 def _settle_count() -> None:
     global _before_count
-    with _count_lock:  # which `settle` enters again
+    with _count_lock:  # reentrant: `settle` takes it again
         settle, _before_count = _before_count, None
         if settle is not None:
             try:
@@ -118,7 +118,7 @@ def _settle_count() -> None:
 
 
 def before_first_count(call: Callable[[], None]) -> None:
-    """Have `call` called once, before anybody learns how many devices there are."""
+    """Let `device_count` call `call` once, before it returns a count for the first time."""
     global _before_count
     _before_count = call
 
@@ -135,7 +135,7 @@ def set_device(device: DeviceLike) -> None:
 
 
 def _get_device_index(device: DeviceLike, optional: bool = True, allow_cpu: bool = False) -> int:
-    """Return the index that `device` means: an index, a device, its text; None: the current one.
+    """Return the index of `device`: an index, a `torch.device`, its text, or None for the current device.
 
     Raises:
         ValueError: a device of another type, or None where `optional` is false.
@@ -223,7 +223,7 @@ def synchronize(device: DeviceLike = None) -> None:
 
 
 class Stream(torch.Stream):
-    """The one stream of a device; `priority` is accepted and means nothing."""
+    """The one stream of a device; `priority` is ignored."""
 
     _left: list[int]  # the devices that were current when the stream was entered
 
@@ -253,7 +253,7 @@ class Stream(torch.Stream):
         """Do nothing: what was recorded before the event runs before what follows."""
 
     def query(self) -> bool:
-        """Tell that nothing stands in the way of new work; pending graphs do not count."""
+        """Return True, even if graphs are pending: work never waits for a stream."""
         return True
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
@@ -287,7 +287,7 @@ class Event(torch.Event):
         super().record(current_stream() if stream is None else stream)
         self._recorded_at_ns = time.perf_counter_ns()
 
-    # torch.Event's own accepts no subclass, and does not exist without the C++ side.
+    # `torch.Event.elapsed_time` accepts no subclass, and does not exist without the C++ side.
     def elapsed_time(self, end_event: torch.Event) -> float:
         """Return the milliseconds between two recorded events."""
         start_ns, end_ns = self._recorded_at_ns, getattr(end_event, "_recorded_at_ns", None)
@@ -367,7 +367,7 @@ def max_memory_reserved(device: DeviceLike = None) -> int:
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    """Make the peaks start again from the current figures."""
+    """Reset the peaks to the current figures."""
     _hooks.reset_peak_memory_stats(_get_device_index(device))
 
 
@@ -387,7 +387,7 @@ def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
 
 
 def empty_cache() -> None:
-    """Give memory that is kept for reuse back to the system."""
+    """Release memory that is kept for reuse to the system."""
     _hooks.empty_cache()
 
 
@@ -494,7 +494,7 @@ def make_module(
 ) -> ModuleType:
     """Return the module `torch.<name>`; the functions of this file work from here on.
 
-    Its submodules are put into `sys.modules`; `torch._register_device_module` does that for it.
+    This puts the submodules into `sys.modules`; `torch._register_device_module` puts the module itself there.
     """
     global _hooks, _indices
     _hooks, _indices = hooks, indices
@@ -505,7 +505,7 @@ def make_module(
     made.__dict__.update(
         default_generators=generators,
         DeviceProperties=DeviceProperties,
-        _initialized=True,  # torch.utils.checkpoint saves the random state only of such a device
+        _initialized=True,  # else torch.utils.checkpoint does not save the random state
     )
     for part, doc, members in (
         ("amp", "Mixed precision on the device.", _AMP),

@@ -2,8 +2,8 @@
 
 In: the hooks of the runtime (`module.DeviceHooks`). Out: the name, `torch.<name>`, `t.<name>()`,
 autocast's dtype, and the C++ side (`build`) with `settings.num_devices` devices. Without the C++
-side PyTorch's own registration for Python backends stands in: one device, no generators, no pinned
-memory, and a warning that says so.
+side, PyTorch's own registration for Python backends is used: one device, no generators, no pinned
+memory, and a warning that says so. Called by `setup`.
 """
 
 import threading
@@ -29,7 +29,7 @@ def register(hooks: DeviceHooks) -> None:
     """Register the device; later calls change nothing.
 
     Raises:
-        DeviceError: another backend holds PyTorch's place for such devices, or the device cannot
+        DeviceError: another backend is registered in PyTorch's only slot for external devices, or the C++ side cannot
             be built and this torch has no registration from Python.
     Cost:
         The first import of a machine compiles a C++ file (a few seconds); later ones load it.
@@ -49,12 +49,12 @@ def register(hooks: DeviceHooks) -> None:
 
 
 def is_registered() -> bool:
-    """Tell whether `register` was done in this process."""
+    """Whether the device is registered in this process."""
     return _registered
 
 
 def is_native() -> bool:
-    """Tell whether the C++ side is there: several devices, generators, pinned memory."""
+    """Whether the C++ side is loaded; several devices, generators and pinned memory need it."""
     return _native is not None
 
 
@@ -74,10 +74,10 @@ def set_device(index: int) -> None:
 
 
 def set_num_devices(count: int) -> None:
-    """Let the number of devices grow; a smaller or equal count changes nothing.
+    """Increase the number of devices; a smaller or equal count changes nothing.
 
     Raises:
-        DeviceError: the C++ side is not there, or `count` is more than it can take.
+        DeviceError: the C++ side is not there, or `count` is above its limit.
     """
     with _lock:
         if count <= device_count():
@@ -100,7 +100,7 @@ def set_num_devices(count: int) -> None:
 
 
 def _settle_num_devices() -> None:
-    """Have as many devices as the environment says at their first use; scripts set that after their imports too."""
+    """Set the number of devices from the environment at their first use: scripts may set it after their imports."""
     assert _native is not None
     count, there = settings.num_devices, _native.device_count()
     if count < there:
@@ -137,9 +137,9 @@ def set_python_dispatch(t: torch.Tensor, is_on: bool) -> None:
 
 
 class _StateAsBytes:
-    """The hooks as C++ calls them: a generator's state crosses the border as bytes.
+    """The hooks as C++ calls them: a generator's state is passed as bytes.
 
-    Reading a tensor in C++ would triple the build time, for headers alone.
+    The headers that read a tensor in C++ would triple the build time.
     """
 
     def __init__(self, hooks: DeviceHooks) -> None:
@@ -156,7 +156,7 @@ class _StateAsBytes:
 
 
 class _OneDevice:
-    """The indices where C++ does not keep them: there is device 0."""
+    """The `DeviceIndices` without the C++ side: device 0 is the only device."""
 
     def device_count(self) -> int:
         return 1

@@ -1,1 +1,1 @@
-"""The graph that one cut of the recorded program is: nodes, values, views, collectives, and passes over it."""
+"""The graph made by one cut of the recorded program: nodes, values, views, collectives, and passes over the graph."""

@@ -1,6 +1,7 @@
-"""Nested arguments and results of ops: `leaves` walks them, `map_leaves` maps them, `place_results` numbers results.
+"""Nested arguments and results of ops: `leaves` iterates over them, `map_leaves` maps them.
 
-Lists and tuples are opened; a NamedTuple (`Write`, `ViewStep`) is a leaf.
+`place_results` stores an op's results under their value numbers. Lists and tuples are opened; a NamedTuple (`Write`,
+`ViewStep`) is a leaf. Used by `ir`, `check`, and all that records, compiles or runs nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ __all__ = ["leaves", "map_leaves", "place_results"]
 
 
 def leaves(*items: Any) -> Iterator[Any]:
-    """What is in the items, lists and tuples opened, from left to right."""
+    """Leaves of the items, from left to right."""
     for item in items:
         if _is_opened(item):
             yield from leaves(*item)
@@ -21,7 +22,7 @@ def leaves(*items: Any) -> Iterator[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
-    """`item` with `function` of each leaf in its place. Lists stay lists; other sequences become tuples."""
+    """`item` with each leaf replaced by `function(leaf)`. Lists stay lists; other sequences become tuples."""
     if not _is_opened(item):
         return function(item)
     mapped = [map_leaves(function, i) for i in item]
@@ -32,16 +33,17 @@ def _is_opened(item: Any) -> bool:
     kind = type(item)
     if kind is tuple or kind is list:
         return True
-    # torch.Size and what `torch.max(x, 0)` returns are tuples without names of fields.
+    # torch.Size and the result of `torch.max(x, 0)` are tuple subclasses without `_fields`.
     return isinstance(item, list | tuple) and not hasattr(item, "_fields")
 
 
 def place_results(
     spec: Any, result: Any, values: MutableMapping[int, Any] | list[Any], first: int
 ) -> None:
-    """Put the results of an op among the values; `spec` is `Node.result`, `first` is `Node.first`.
+    """Store the results of an op in `values`; `spec` is `Node.result`, `first` is `Node.first`.
 
-    A position in `spec` gives the number of a value, from `first` on; a name is an operand that was written.
+    A position p in `spec` stands for value `first + p`. A name stands for an operand that the op wrote: nothing is
+    stored for it.
     """
     if type(spec) is int:
         values[first + spec] = result

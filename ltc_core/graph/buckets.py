@@ -1,4 +1,8 @@
-"""Many tensors dealt out to a few long vectors."""
+"""Buckets: many tensors are grouped, and a collective runs on one flat vector for each group.
+
+In: dtypes and sizes of the tensors. Out: for each bucket, the positions of its tensors. Used by `collective`,
+`executors.inductor.overlap` and `ltc_dist.collectives`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ import torch
 
 __all__ = ["deal", "deal_backwards"]
 
-_FIRST_MB = 1.0  # what is ready first goes in a small vector, so that something is under way early
-# Of less, a second vector costs more than that gains (GPT of design section 6, 3.3 MiB, two processes: 3 % of a step).
+_FIRST_MB = 1.0  # the first bucket is small, so that its reduction starts early
+# With less, a second bucket costs more than it gains (GPT of design section 6, 3.3 MiB, two processes: 3 % of a step).
 _SPLIT_MB = 4.0
 
 
@@ -22,10 +26,10 @@ class _Sized(Protocol):
 
 
 def deal(values: Sequence[_Sized], cap_mb: float) -> Iterator[list[int]]:
-    """Deal tensors into groups of one dtype and at most `cap_mb` MiB, in order; one larger stands alone.
+    """Group tensors, in order, into buckets of one dtype and at most `cap_mb` MiB; a larger tensor is a bucket alone.
 
     Returns:
-        The positions of each group.
+        For each bucket, the positions of its tensors.
     """
     for positions in _by_dtype(values):
         chosen: list[int] = []
@@ -40,12 +44,13 @@ def deal(values: Sequence[_Sized], cap_mb: float) -> Iterator[list[int]]:
 
 
 def deal_backwards(values: Sequence[_Sized], cap_mb: float) -> Iterator[list[int]]:
-    """Deal gradients into groups of one dtype, in the order in which backward makes them: the last one first.
+    """Group gradients into buckets of one dtype, in the order in which backward makes them: the last one first.
 
-    A group is full once it has `cap_mb` MiB, the first one of more than 4 MiB with 1 MiB.
+    A bucket is full at `cap_mb` MiB. If the gradients of a dtype have more than 4 MiB, its first bucket is full at
+    1 MiB.
 
     Returns:
-        The positions of each group.
+        For each bucket, the positions of its gradients.
 
     Source: the buckets of `torch.nn.parallel.DistributedDataParallel`.
     """

@@ -1,6 +1,7 @@
-"""The rules of a well-formed graph. `check` runs on every graph in tests and where LTC_DEBUG asks for reports.
+"""The rules of a well-formed graph.
 
-What is recorded and what a pass makes must keep them; executors rely on them without looking.
+The recorder and the passes must keep them; the executors rely on them without a check. `runtime.program_cache` calls
+`check` on every graph in tests, with LTC_CHECK_GRAPHS, and if LTC_DEBUG asks for reports.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ __all__ = ["check"]
 def check(graph: Graph) -> None:
     """Raise if a graph breaks a rule.
 
-    1. A value is defined once: by the inputs, or by a node. Nodes number their results upwards in the order they run.
-    2. A node reads only what is defined before it.
-    3. A node names each of its writes in its arguments. Two of them may have one old value, whose memory is copied.
-    4. The new value of what a node writes has the size, strides and dtype of the old one.
-    5. A lens leads from the tensor it is written for to a part of it.
-    6. Outputs are defined, each once; donated values are inputs.
-    7. Metas are interned, and `Node.result` names results that the node has.
+    1. A value is defined once: as an input, or by a node. The numbers of the values increase in the order of the nodes.
+    2. A node reads only values that are defined before it. Positions of scalars are not negative.
+    3. The arguments of a node name each of its writes. Two writes may have the same old value: its memory is copied.
+    4. The new value of a write has the meta of the old value: size, strides, offset and dtype.
+    5. The lens of a write can be applied to the meta of the old value.
+    6. Outputs are defined, and each is listed once; donated values are inputs.
+    7. Metas are interned, and `Node.result` names each result of the node once.
+    8. The first argument of a view is a value, and a view writes nothing.
 
     Raises:
         GraphError: the rule and the node that breaks it.
@@ -53,7 +55,7 @@ def _error(why: str, got: str, line: str) -> GraphError:
 
 
 def _faults(graph: Graph, node: Node, metas: dict[int, TensorMeta], last: int) -> Iterator[str]:
-    """What is wrong with a node, given the values that are defined before it."""
+    """Rules that a node breaks, given the values that are defined before it."""
     defined = range(node.first, node.first + len(node.outs))
     if node.first <= last:
         yield f"it numbers its results from {node.first} on, but {last} is given away"

@@ -1,13 +1,12 @@
-"""Collectives as ops of the graph: what they take and give, and that they run in the order they were recorded.
+"""Collectives as ops of the graph: their schemas, their `Transport`, and the order in which they run.
 
-Each takes a token of its group and writes it. So one waits for the one before, on whatever tier the graph runs, and
-none is dropped because nobody looks at its result: the other processes wait for it. Which processes a group has, and
-how they are reached, is handed in as a `Transport`. Recorded by `ltc_dist.collectives.ops`, run by the executors op
-by op.
+Each collective writes the token of its group. So a group's collectives run in recorded order on every executor, and
+none is pruned when its result is unused: the other processes wait for it. `TRANSPORTS` holds the connected processes
+of each group. Recorded by `ltc_dist.collectives.ops`, run by the executors op by op.
 
-A reduction of many tensors goes round in a few long vectors. Where the transport is `Overlapping`, an executor may
-write it as ops of its own, `all_reduce.start` for each vector and one `all_reduce.finish`, and compute between them.
-What goes over the wire is the same: one process may compute op by op while another runs compiled code.
+Many tensors are reduced in a few flat vectors, one for each bucket. With an `Overlapping` transport an executor may
+replace the op by `all_reduce.start` for each vector and one `all_reduce.finish`, and compute between them. The data
+on the wire is the same, so one process may run op by op while another runs compiled code.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = [
     "unpacked",
 ]
 
-# kind of reduction -> what makes one tensor of two
+# kind of reduction -> op that combines two tensors
 COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "mul": torch.mul,
@@ -54,7 +53,7 @@ COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class Transport(Protocol):
-    """The processes of one group. Tensors are plain ones, of the hardware."""
+    """The connected processes of one group. Its tensors are ordinary ones, on the hardware."""
 
     def all_reduce(
         self, values: list[torch.Tensor], kind: str, scale: float, label: str
@@ -75,49 +74,49 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Overlapping(Transport, Protocol):
-    """A transport whose reductions go on while the process computes."""
+    """A transport that reduces while the process computes."""
 
     def start_all_reduce(self, flat: torch.Tensor, kind: str, plan: str) -> None:
-        """Start to reduce a vector in place. All members start the same ones in the same order.
+        """Start to reduce a vector in place. All members start the same vectors in the same order.
 
         Args:
-            plan: says what it is part of, in all members the same.
+            plan: text of the whole reduction, the same in all members.
         """
 
     def finish_all_reduce(self, flat: torch.Tensor) -> None:
-        """Wait for a vector that was started."""
+        """Wait until a vector that was started is reduced."""
 
 
 @runtime_checkable
 class Replicated(Transport, Protocol):
-    """A transport whose members may be the replicas of one program, which then reduces by itself."""
+    """A transport whose members may be the replicas of one program, which then contains the collectives."""
 
     def replicas(self, own: int, count: int) -> Sequence[int] | None:
-        """Give the replica that each member is, if they are all there are.
+        """Replica index of each member; None unless the members are all replicas.
 
         Args:
-            own: the replica that this member is.
-            count: the replicas there are.
+            own: replica index of this member.
+            count: number of replicas.
         """
 
     def agree(self, plan: str) -> None:
         """Wait until all members are about to run the collectives of this plan.
 
         Raises:
-            CollectiveError: one has another plan, or has ended.
+            CollectiveError: a member has another plan, or has ended.
         """
 
     def launched(self, plan: str) -> None:
-        """Wait until all members have launched it, where one that waits for it could keep others from that."""
+        """Wait until all members have launched the program, if waiting for its results could block other launches."""
 
 
 def plan_text(what: str, values: Sequence[torch.Tensor]) -> str:
-    """Say what an op does and on what: in all members of a group the same."""
+    """Text of an op and of the tensors it runs on; the same in all members of a group."""
     return f"{what} {', '.join(f'{str(v.dtype)[6:]}{list(v.shape)}' for v in values)}"
 
 
 def reduction_plan(kind: str, label: str, values: Sequence[torch.Tensor]) -> str:
-    """Say what a reduction is of, and how it is dealt out to vectors."""
+    """Text of a reduction, of its tensors and of the bucket size; the same in all members of a group."""
     text = plan_text(f"all_reduce {kind} of {label}:", values)
     return f"{text}; LTC_BUCKET_MB={settings.bucket_mb:g}"
 
@@ -125,7 +124,7 @@ def reduction_plan(kind: str, label: str, values: Sequence[torch.Tensor]) -> str
 def all_reduce_in_vectors(
     to: Overlapping, values: list[torch.Tensor], kind: str, scale: float, label: str
 ) -> list[torch.Tensor]:
-    """Reduce tensors: one vector is filled while others are under way."""
+    """Reduce tensors in buckets: a bucket is packed while the earlier ones are in flight."""
     plan = reduction_plan(kind, label, values)
     buckets = list(deal_backwards(values, settings.bucket_mb))
     flats = []
@@ -142,7 +141,7 @@ def _finished(
     shapes: Sequence[Sequence[int]],
     scale: float,
 ) -> list[torch.Tensor]:
-    """Wait for the vectors, scale them, and give the tensors in them."""
+    """Wait for the vectors, scale them, and return the tensors in them."""
     results = []
     for flat in flats:
         to.finish_all_reduce(flat)
@@ -151,7 +150,7 @@ def _finished(
 
 
 def packed(values: Sequence[torch.Tensor], chosen: Sequence[int]) -> torch.Tensor:
-    """Make a vector of some of the tensors."""
+    """One flat vector of the chosen tensors."""
     return torch.cat([values[k].reshape(-1) for k in chosen])
 
 
@@ -160,7 +159,7 @@ def unpacked(
     buckets: Iterable[Sequence[int]],
     shapes: Sequence[Sequence[int]],
 ) -> list[torch.Tensor]:
-    """Give the tensors that lie in vectors, as views of them."""
+    """The tensors that are packed in the vectors, as views of them."""
     results = [flats[0]] * len(shapes)
     for flat, chosen in zip(flats, buckets, strict=True):
         parts = flat.split_with_sizes([math.prod(shapes[k]) for k in chosen])
@@ -170,14 +169,14 @@ def unpacked(
 
 
 def scaled(value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Multiply a tensor, of whole numbers too; its memory may be reused."""
+    """`value * scale` in the dtype of `value`, for integers too; may overwrite `value`."""
     if scale == 1.0:
         return value
     return value.mul_(scale) if value.is_floating_point() else (value * scale).to(value.dtype)
 
 
 def rows_to_ints(rows: Iterable[Sequence[int]]) -> list[int]:
-    """Write rows of whole numbers as an op takes them: of each its length, then its items."""
+    """Rows of integers as one `int[]` argument of an op: for each row its length, then its items."""
     return [n for row in rows for n in (len(row), *row)]
 
 
@@ -188,7 +187,7 @@ def _rows(ints: Sequence[int]) -> Iterator[Sequence[int]]:
         at += 1 + ints[at]
 
 
-# name of a group -> how it is reached. Ops name the group.
+# name of a group, which is the last argument of an op -> transport
 TRANSPORTS: dict[str, Transport] = {}
 
 ops = torch.ops.ltc_collective
@@ -196,7 +195,7 @@ _library: Any = torch.library.Library("ltc_collective", "FRAGMENT")  # type: ign
 
 
 def _define(schema: str, meta: Callable[..., Any] | None, call: Callable[..., Any]) -> None:
-    """Define an op; `call` is its transport's method for it, given all but token and group."""
+    """Define an op; `call` runs it, with the transport and all arguments but token and group."""
     name = schema.partition("(")[0]
 
     def run(value: Any, token: torch.Tensor, *more: Any) -> Any:
@@ -208,7 +207,7 @@ def _define(schema: str, meta: Callable[..., Any] | None, call: Callable[..., An
         _library.impl(name, meta, "Meta")
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
-    # torch 2.9 has no fallback there.
+    # torch 2.9 has no fallback kernel for this key.
     _library.impl(name, torch.library.fallthrough_kernel, "AutogradPrivateUse1")
 
 
@@ -252,7 +251,7 @@ _define(
     lambda *args: None,
     _reduce_all,
 )
-# These two are written by executors, never recorded.
+# Executors insert these two ops; they are never recorded.
 _define(
     "all_reduce.start(Tensor(a!) flat, Tensor(b!) token, str kind, str plan, str group) -> ()",
     None,

@@ -1,11 +1,10 @@
-"""The graph: what one cut of the recorded program is.
+"""The IR: a `Graph` is made by one cut of the recorded program.
 
-A `Graph` is a list of `Node`s in the order they were recorded. It is functional: a node maps values to
-values, each value is defined once and named by a small integer. An in-place ATen op is kept as the op it is;
-the operands it writes (`Node.writes`) are read as one value and come out as another, and an executor may reuse
-the memory when the old value dies there. A write through a view names the view steps (a lens) that lead from
-the whole tensor to the part that is written.
-Made by `record.trace`, used by `passes` and the executors.
+A `Graph` is a list of `Node`s in recorded order. It is functional: a node maps values to values, and each value is
+defined once and named by a small integer. An in-place ATen op stays in place: for each operand it writes
+(`Node.writes`) it reads an old value and defines a new one, and an executor may reuse the memory if the old value dies
+there. A write through a view has a lens: the view steps from the whole tensor to the written part.
+Made from `record.trace`; goes to `passes`, `compile` and the executors.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = [
 class TensorMeta:
     """Size, stride, storage offset and dtype of a tensor, interned: equal metas are the same object.
 
-    Strides are those eager PyTorch would give, so that `reshape` and `contiguous` copy and alias as there.
+    Strides are those of eager PyTorch, so that `reshape` and `contiguous` copy or alias as in eager.
     """
 
     __slots__ = (
@@ -51,7 +50,7 @@ class TensorMeta:
     nbytes: int
     contiguous: bool
     _wrapper: tuple[Any, ...]
-    _maker: Any  # of record/csrc
+    _maker: Any  # set and read by `record/csrc/tensors.h`
 
     @classmethod
     def of(
@@ -84,7 +83,7 @@ class TensorMeta:
 
     @property
     def dense(self) -> bool:
-        """Tell whether the elements fill their memory without gaps and without overlap, in whatever order."""
+        """Whether the elements fill their memory without gaps and without overlap, in any order."""
         step = 1
         for stride, n in sorted(zip(self.stride, self.size, strict=True)):
             if n == 1:
@@ -96,7 +95,7 @@ class TensorMeta:
 
     @property
     def overlaps(self) -> bool:
-        """Tell whether several elements are the same memory, as in an expanded tensor."""
+        """Whether several elements have the same address, as in an expanded tensor."""
         return any(s == 0 and n > 1 for n, s in zip(self.size, self.stride, strict=True))
 
     def with_strides(self, stride: Sequence[int]) -> TensorMeta:
@@ -106,9 +105,9 @@ class TensorMeta:
         return TensorMeta.of(self.size, stride, self.offset, self.dtype)
 
     def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` with this dtype and these strides; the same object where it has them.
+        """`tensor` if it has this dtype and these strides, else a copy that has them.
 
-        Its values are in its memory then: a conjugated or negated tensor is not, and is copied.
+        A tensor with the conjugate, negative or zero-tensor bit is copied, so that its memory holds its values.
         """
         is_plain = not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
         if is_plain and tensor.dtype is self.dtype and self._has_strides(tensor.stride()):
@@ -134,9 +133,9 @@ class TensorMeta:
         return base.as_strided(self.size, self.stride, self.offset)
 
     def wrapper_arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """Give what `_make_wrapper_subclass` takes after the class; kept for the device asked for last.
+        """Arguments of `_make_wrapper_subclass` after the class, cached for the last device.
 
-        Strides and offset only where they are not the default: 640 instead of 860 ns a tensor
+        Strides and offset are passed only if they are not the default: 640 instead of 860 ns a tensor
         (`timeit` of the call alone, torch 2.13).
         """
         known = self._wrapper
@@ -156,7 +155,7 @@ class TensorMeta:
 
 
 def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
-    """Give the strides of a packed row-major tensor of `size`."""
+    """Strides of a packed row-major tensor of `size`."""
     strides: list[int] = []
     step = 1
     for n in reversed(size):
@@ -166,7 +165,7 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
 
 
 class Ref(int):
-    """Stands in a node's arguments for the value of this number."""
+    """Stands in a node's arguments for the value with this number."""
 
     __slots__ = ()
 
@@ -175,7 +174,7 @@ class Ref(int):
 
 
 class Scalar(int):
-    """Stands in a node's arguments for the Python number at this position of the run's scalars."""
+    """Stands in a node's arguments for the scalar at this position of the run's scalars."""
 
     __slots__ = ()
 
@@ -200,10 +199,10 @@ class Write(NamedTuple):
 class Node:
     """One recorded op. `outs` describes the values it defines, numbered from `first`.
 
-    The first of them are the op's own results (None where ATen returns an undefined tensor), the last
-    `len(writes)` the new values of the operands it wrote: value `writes[k]` becomes value
-    `first + len(outs) - len(writes) + k`. `result` says what the op returns: positions in `outs`, names of
-    written arguments, or lists of these. `uses_default_dtype` says that its dtypes follow torch.get_default_dtype().
+    The first values are the op's own results (None where ATen returns an undefined tensor). The last `len(writes)`
+    values are the new values of the operands it wrote: value `writes[k]` becomes value `first_write + k`.
+    `result` says what the op returns: positions in `outs`, names of written arguments, or lists of these.
+    `uses_default_dtype` says that the dtypes of the results depend on torch.get_default_dtype().
     """
 
     op: torch._ops.OpOverload
@@ -231,7 +230,7 @@ class Node:
 
 
 def references(node: Node) -> Iterator[int]:
-    """Yield the number of each value a node reads, what it writes over included."""
+    """Number of each value that a node reads; the old values of its writes come first."""
     yield from node.writes
     for item in leaves(node.args, *node.kwargs.values()):
         if type(item) is Ref:
@@ -240,9 +239,9 @@ def references(node: Node) -> Iterator[int]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Graph:
-    """Nodes in order, the inputs they read (number -> meta) and the values wanted at the end.
+    """Nodes in order, the inputs they read (number -> meta) and the outputs (numbers).
 
-    `donated` are the inputs whose old value nobody can see after this graph: their memory may be reused.
+    `donated` are the inputs that nothing reads after this graph: their memory may be reused.
     """
 
     nodes: tuple[Node, ...]
@@ -263,7 +262,7 @@ class Graph:
         return self.text()
 
     def text(self, lines: bool = True) -> str:
-        """Write the graph as text, one node a line, with the user's lines unless told not to."""
+        """The graph as text, one node a line; `lines` appends the user's line that recorded the node."""
         rows = [
             f"%{i}: {meta} = input{' (donated)' if i in self.donated else ''}"
             for i, meta in self.inputs.items()

@@ -1,9 +1,9 @@
-"""Views: the one file that knows aliasing on real tensors.
+"""View ops on real tensors, and writes through them.
 
-A view of a lazy tensor is a lens: the steps (view op and its arguments) that lead from the whole tensor to
-the part. `apply_view` walks one step on a real tensor; `open_lens` lets an op write the part in place. The real
-tensor may have other strides than the lazy one shows, so a step that cannot alias there works on a copy that
-is written back.
+A view of a lazy tensor is a lens: the view steps (op and arguments) from the whole tensor to the part. `apply_view`
+applies one step to a real tensor. `open_lens` returns the part, for an op that writes it in place. The strides of the
+real tensor may differ from those recorded. A step that cannot alias there makes a copy, and `close_lens` writes the
+copy back. Used by `record.make_node`, `ops.fallback` and the executors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class ViewStep(NamedTuple):
-    """One view op with its arguments; `which` selects the result where the op gives several."""
+    """One view op with its arguments; `which` selects a result if the op returns several."""
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -44,7 +44,7 @@ Lens = tuple[ViewStep, ...]
 
 
 class Pending(NamedTuple):
-    """A step of a lens that had to copy: `part` is to be written back into `whole`."""
+    """A step of a lens that made a copy: `part` must be written back into `whole`."""
 
     whole: torch.Tensor
     step: ViewStep
@@ -52,7 +52,7 @@ class Pending(NamedTuple):
 
 
 def _as_strided(t: torch.Tensor, size: Any, stride: Any, offset: int | None = None) -> torch.Tensor:
-    """Stride over packed storage, whatever the real tensor's layout is."""
+    """`as_strided` on packed memory, whatever the layout of the real tensor is."""
     t = t.contiguous()
     return t.as_strided(size, stride, t.storage_offset() + (offset or 0))
 
@@ -71,7 +71,7 @@ def _conj(t: torch.Tensor) -> torch.Tensor:
     return torch.conj_physical(t)
 
 
-# View ops whose ATen kernel asks something of the real strides; the rest run as they are.
+# Replacements of view ops that raise for some strides, or only set a bit (conj, neg). The other ops run as they are.
 _ON_REAL: dict[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
     aten.view.default: lambda t, size: t.reshape(size),
     aten._unsafe_view.default: lambda t, size: t.reshape(size),
@@ -83,7 +83,7 @@ _ON_REAL: dict[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
     aten._neg_view.default: torch.neg,
 }
 
-# Steps that never alias on real tensors, with the op that writes the part back into the whole.
+# Steps that always copy on real tensors -> function that turns the part back into the whole.
 _INVERSE: dict[torch._ops.OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
     aten._conj.default: torch.conj_physical,
     aten._neg_view.default: torch.neg,
@@ -91,12 +91,12 @@ _INVERSE: dict[torch._ops.OpOverload, Callable[[torch.Tensor], torch.Tensor]] = 
 
 
 def real_view(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Give the function that runs view op `op` on a real tensor of any strides."""
+    """Function that runs view op `op` on a real tensor of any strides."""
     return _ON_REAL.get(op, op)
 
 
 def apply_view(t: torch.Tensor, step: ViewStep) -> torch.Tensor:
-    """Take one step of a lens on a real tensor; the result may be a copy where strides forbid a view."""
+    """Apply one step of a lens to a real tensor; the result is a copy if the strides forbid a view."""
     result = real_view(step.op)(t, *step.args)
     return result if step.which is None else result[step.which]  # type: ignore[no-any-return]
 
@@ -112,7 +112,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def open_lens(t: torch.Tensor, lens: Lens) -> tuple[torch.Tensor, list[Pending]]:
-    """Give the part of `t` that `lens` leads to, to be written in place, and what `close_lens` has to do then."""
+    """The part of `t` that `lens` selects, for writing in place, and the copies that `close_lens` must write back."""
     pending = []
     for step in lens:
         part = apply_view(t, step)
@@ -123,7 +123,7 @@ def open_lens(t: torch.Tensor, lens: Lens) -> tuple[torch.Tensor, list[Pending]]
 
 
 def close_lens(pending: list[Pending]) -> None:
-    """Bring what was written into copies back into the whole tensor, innermost first."""
+    """Write the copies back into the whole tensor, innermost first."""
     for whole, step, part in reversed(pending):
         _write_back(whole, step, part)
 

@@ -1,8 +1,8 @@
-"""What one ATen overload is, read once from its schema.
+"""Facts about one ATen overload, read once from its schema.
 
-An `OpSchema` says which arguments are tensors, which are numbers that may change from step to step (and so are
-inputs of the graph), which are structure; which operands the op writes, what it returns, whether it draws
-random numbers. Comes from an `OpOverload`, goes to `recorder`.
+An `OpSchema` says which arguments are tensors, which are scalars (these may change from step to step, and so are inputs
+of the graph) and which are structure. It also says which operands the op writes, what it returns, and whether it draws
+random numbers. Made from an `OpOverload`; used by `shapes`, `record` and `ops`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Arg(enum.IntEnum):
     """How an argument enters the signature of a recorded op."""
 
     STATIC = 0  # structure: by value
-    TENSOR = 1  # a tensor, or a number in a tensor's place
+    TENSOR = 1  # a tensor, or a scalar in place of a tensor
     TENSORS = 2  # a list of tensors (None allowed)
-    NUMBER = 3  # a number: by type, its value is an input of the graph
-    NUMBERS = 4  # a list of numbers
+    NUMBER = 3  # a scalar: by type; its value is an input of the graph
+    NUMBERS = 4  # a list of scalars
     GENERATOR = 5
-    STATIC_NUMBER = 6  # structure, and its type too: 6 and 6.0 are equal, but make other tensors
+    STATIC_NUMBER = 6  # a scalar that is structure: by value and type; 6 == 6.0, but results differ
 
 
-# Ops whose result shape (or whose kernel's algorithm) follows from a number: there it is structure.
+# Ops whose result shape or kernel algorithm depends on a scalar: their scalars are structure.
 _STATIC_NUMBERS = (
     "arange",
     "range",
@@ -44,7 +44,7 @@ _UNMARKED_WRITES: dict[torch._ops.OpOverload, tuple[str, ...]] = {
     aten.native_batch_norm.default: ("running_mean", "running_var"),
 }
 
-# Marked as aliasing their input, but they are ours to treat as results of their own.
+# The schema marks the result as an alias of the input; we record it as a new value.
 _NOT_VIEWS = frozenset({"lift_fresh", "_nested_view_from_buffer", "_nested_view_from_jagged"})
 
 
@@ -70,7 +70,7 @@ def _classify(schema_type: str, static_numbers: bool) -> Arg:
 
 
 def is_view_op(op: torch._ops.OpOverload) -> bool:
-    """Tell whether the op's first result aliases its input without writing it."""
+    """Whether the op's first result aliases its input without writing it."""
     if op._opname in _NOT_VIEWS:
         return False
     first = op._schema.returns[0].alias_info if op._schema.returns else None
@@ -80,8 +80,8 @@ def is_view_op(op: torch._ops.OpOverload) -> bool:
 class OpSchema:
     """The facts about one overload that recording needs; `aten::name` is `counter`.
 
-    `args` classifies positional arguments, `named` all arguments by name. `writes` names the written ones in
-    order. `returns` gives, for each result, the name of the written argument it is, or None for a new value.
+    `args` classifies the arguments by position, `named` by name. `writes` names the written arguments in order.
+    `returns` has, for each result, the name of the written argument that it is, or None for a new value.
     """
 
     __slots__ = (
@@ -93,7 +93,7 @@ class OpSchema:
 
     @classmethod
     def of(cls, op: torch._ops.OpOverload) -> OpSchema:
-        """Give the one `OpSchema` of an overload: signatures compare it by identity."""
+        """The one `OpSchema` of an overload: signatures compare it by identity."""
         known = cls._known.get(op)
         if known is None:
             known = cls._known[op] = cls(op)
@@ -132,7 +132,7 @@ class OpSchema:
 
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:
-    """Tell whether the op is defined by other ops alone (CompositeImplicitAutograd)."""
+    """Whether the op is implemented by other ops alone (CompositeImplicitAutograd)."""
     try:
         name = f"{op.namespace}::{op._opname}"
         if op._overloadname != "default":

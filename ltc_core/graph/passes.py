@@ -1,8 +1,8 @@
-"""Passes over a graph: what is dead, what shares memory, where memory may be reused.
+"""Passes over a graph: dead nodes, liveness, aliasing and memory reuse.
 
-`prune` drops nodes nobody needs. `plan` decides, for each write, whether it may run in the old value's memory,
-when each value can be freed, and which outputs must be copied because they share memory with something that
-lives on. Used by `runtime.program_cache` and the executors.
+`prune` drops dead nodes; `runtime.program_cache` calls it on what a cut recorded. `plan` decides which writes run in
+place, when each value can be freed, and which outputs must be copied because another live value shares their memory.
+The executors call `plan`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["MemoryPlan", "count_ops", "origins", "plan", "prune"]
 
 aten = torch.ops.aten
 
-# Ops whose real result may be the memory of their first operand though their schema does not say so.
+# Ops whose result may alias their first operand, although their schema does not say so.
 _MAY_ALIAS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default, aten.lift.default})
 
 
@@ -44,16 +44,16 @@ def count_ops(nodes: Sequence[Node]) -> dict[str, int]:
 
 @dataclasses.dataclass(slots=True)
 class MemoryPlan:
-    """What `plan` found.
+    """The result of `plan`.
 
     Attributes:
-        in_place: for each node, for each of its writes, whether it runs in the old value's memory.
-        frees: for each node, the values nobody reads after it.
+        in_place: for each node, for each of its writes, whether it overwrites the old value's memory.
+        frees: for each node, the values that can be freed after it.
         copied: outputs that must be copied at the end.
-        reuses: output -> donated input whose memory it ends in.
-        origins: output -> the earlier versions it descends from by writes alone, newest first. A run that fails
-            leaves an output at the newest version there is, as eager would have left it.
-        peak_bytes: the most that values of the graph hold at once, inputs and outputs not counted.
+        reuses: output -> donated input whose memory it overwrites.
+        origins: output -> its earlier versions, newest first: the old value of the write that made it, and so on. After
+            a failed run an output has the newest version that was computed, as in eager.
+        peak_bytes: peak memory of the values of the graph, inputs and outputs not counted.
     """
 
     in_place: list[tuple[bool, ...]]
@@ -65,7 +65,7 @@ class MemoryPlan:
 
 
 class _Memory:
-    """Which values share memory while the graph is walked: value -> root, root -> values still needed."""
+    """Which values share memory, at one point of the walk: value -> root, root -> values that may be live."""
 
     def __init__(self, graph: Graph, last_read: dict[int, int]) -> None:
         self.root = {i: i for i in graph.inputs}
@@ -78,7 +78,7 @@ class _Memory:
         self.members.setdefault(root, []).append(value)
 
     def free_after(self, root: int, at: int) -> bool:
-        """Tell whether nothing in this memory is read after node `at`."""
+        """Whether node `at` may overwrite this memory: it is no input that is kept, and nothing reads it later."""
         if root in self.fixed:
             return False
         alive = [v for v in self.members[root] if self._last_read.get(v, -1) > at]
@@ -161,7 +161,7 @@ def _frees(graph: Graph, last_read: dict[int, int]) -> list[tuple[int, ...]]:
 
 
 def origins(nodes: Sequence[Node], values: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Map each of `values` to the earlier versions it descends from by writes alone, newest first."""
+    """Earlier versions of each of `values`, newest first: the old value of the write that made it, and so on."""
     before = {node.first_write + k: old for node in nodes for k, old in enumerate(node.writes)}
     found = {}
     for value in values:
@@ -175,7 +175,7 @@ def origins(nodes: Sequence[Node], values: Sequence[int]) -> dict[int, tuple[int
 
 
 def _peak(graph: Graph, memory: _Memory, frees: list[tuple[int, ...]]) -> int:
-    """Give the most bytes that values of the graph hold at once, by their metas."""
+    """Peak bytes of the values of the graph, by their metas; inputs and outputs are not counted."""
     held: dict[int, int] = {}
     users: dict[int, int] = {}
     kept = {memory.root[o] for o in graph.outputs} | set(graph.inputs)

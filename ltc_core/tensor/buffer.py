@@ -1,8 +1,8 @@
 """Buffers: the memory of values that outlive a cut.
 
-A `Buffer` is pending until the job that makes it has run, then ready or failed. It counts its bytes for its
-device, so that memory figures are exact and cost nothing on the hot path. Made by `runtime.device_context`, read when a
-tensor is fetched.
+A `Buffer` is pending until the job that makes it has run, then ready or failed. The `MemoryCounter` of a device counts
+the bytes of its buffers, so that memory figures are exact and cost nothing on the hot path. Made by
+`runtime.device_context`, read when a tensor is fetched.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ __all__ = ["Buffer", "MemoryCounter"]
 
 
 class Waitable(Protocol):
-    """What makes a buffer: something that can be waited for."""
+    """The job that makes a buffer; it can be waited for."""
 
     def wait(self) -> Any: ...
 
 
 class MemoryCounter:
-    """Bytes held on one device: by buffers now, and at most, with what programs needed while they ran.
+    """Bytes of the live buffers of one device, and the peak; the peak includes the temporary memory of programs.
 
-    A change is put in a queue and counted by whoever has the lock: nobody waits for it. So a buffer may die anywhere,
-    in a finalizer or a signal handler that runs while the same thread counts, too.
+    A change is queued, and the thread that has the lock counts it; no thread waits for the lock. So a buffer may be
+    released anywhere, even in a finalizer or a signal handler that interrupts the count in the same thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Bytes more, and bytes that a program holds beside the buffers; None: the peak starts again.
+        # (bytes added, bytes of a program beside the buffers), or None: reset the peak.
         self._changes: deque[tuple[int, int] | None] = deque()
         self._used_bytes = 0
         self._peak_bytes = 0
 
     def after_fork(self) -> None:
-        """Make the lock anew: in a forked child its owner may be a thread that is gone."""
+        """Replace the lock in a forked child: its owner may be a thread that does not exist there."""
         self._lock = threading.Lock()
 
     @property
@@ -55,11 +55,11 @@ class MemoryCounter:
         self._count()
 
     def free(self, nbytes: int) -> None:
-        """Take note that a buffer has died; counted with the next change. Cost: 60 ns."""
+        """Queue the release of a buffer; it is counted with the next change. Cost: 60 ns."""
         self._changes.append((-nbytes, 0))
 
     def note_peak(self, extra_bytes: int) -> None:
-        """Count what a program holds beside the buffers."""
+        """Count the memory that a program uses beside the buffers."""
         self._changes.append((0, extra_bytes))
         self._count()
 
@@ -68,7 +68,7 @@ class MemoryCounter:
         self._count()
 
     def _count(self) -> None:
-        """Count the changes, in order, unless somebody is at it, who then counts them all."""
+        """Count the changes in order; if another thread has the lock, that thread counts them."""
         changes = self._changes
         while changes and self._lock.acquire(blocking=False):
             try:
@@ -84,17 +84,17 @@ class MemoryCounter:
 
 
 class Buffer:
-    """The device memory of one value. `take()` gives what is there, or raises what went wrong."""
+    """The device memory of one value. `take()` returns the data, or raises the error of the op that failed."""
 
     __slots__ = ("__weakref__", "_job", "_memory", "_nbytes", "_pending", "data", "error")
 
     def __init__(self, memory: MemoryCounter, nbytes: int, pending: bool = True) -> None:
-        """Make a buffer whose bytes the caller has counted."""
+        """Make a buffer; the caller counts its bytes."""
         self._memory = memory
         self._nbytes = nbytes
         self._job: Waitable | None = None
         self._pending = pending
-        # What it holds, None while pending or lost; what made the op fail whose result it would be.
+        # `data` is None while the buffer is pending or failed; `error` is what the op raised that failed.
         self.data: Any = None
         self.error: BaseException | None = None
 
@@ -116,7 +116,7 @@ class Buffer:
             self._memory.free(self._nbytes)
 
     def hand_over_bytes(self) -> int:
-        """Count no more: another buffer takes this memory over. Gives the bytes."""
+        """Stop counting this memory, because another buffer reuses it. Returns the bytes."""
         nbytes, self._nbytes = self._nbytes, 0
         return nbytes
 
@@ -149,11 +149,11 @@ class Buffer:
         self._job = None
 
     def take(self) -> Any:
-        """Give the data of a buffer that is not pending."""
+        """Data of a buffer that is not pending; raises if it failed."""
         self.check()
         return self.data
 
     def check(self) -> None:
-        """Raise what made the op fail whose result this would be."""
+        """Raise the error of the op that should have made this value, if it failed."""
         if self.error is not None:
             raise to_raise(self.error)

@@ -1,8 +1,9 @@
 """Handles: what a lazy tensor holds instead of storage.
 
 A `Value` is one immutable value: pending in the running trace (its epoch and number there) or backed by a
-buffer. A `Cell` is mutable memory: the value it has now, shared by all tensors that alias it as a whole. A
-`View` is a part of a cell, seen through a lens. An in-place op gives the cell a new value; views follow.
+buffer. A `Cell` is mutable memory: its current value, shared by all tensors that alias the whole of it. A `View`
+is the part of a cell that a lens selects. An in-place op rebinds the cell to a new value; views of the cell read the
+new value. Made by `record`, held by `lazy_tensor`; `runtime.device_context` gives values their buffers.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from ltc_core.graph.ir import Lens, TensorMeta
 if TYPE_CHECKING:
     from ltc_core.tensor.buffer import Buffer
 
-Trace = Any  # `trace.Trace`, which stands on this file
+Trace = Any  # `record.trace.Trace`, which imports this file
 
 __all__ = ["Cell", "Handle", "Value", "View", "base_of", "lens_of"]
 
 
 class Value:
-    """A value: number `index` of the trace of this `epoch`, or, once that is cut, the contents of `buffer`.
+    """A value: number `index` in the trace of `epoch`; after the cut of that trace, the contents of `buffer`.
 
-    With neither it is the contents of memory nobody has written yet.
+    With neither it is not recorded yet: uninitialized memory, or a view.
     """
 
     __slots__ = ("__weakref__", "buffer", "epoch", "index")
@@ -42,7 +43,7 @@ class Value:
 
 
 class Cell:
-    """Memory that tensors share: its value, and how often that was replaced."""
+    """Memory that tensors share: its current value; `version` counts how often the value was replaced."""
 
     __slots__ = ("meta", "trace", "value", "version")
 
@@ -58,7 +59,7 @@ class Cell:
 
 
 class View:
-    """A part of a cell. `value` caches the part's value in the running trace at `version` of the cell."""
+    """A part of a cell. `value` caches its value in the running trace, as of `version` of the cell."""
 
     __slots__ = ("base", "lens", "meta", "trace", "value", "version")
 

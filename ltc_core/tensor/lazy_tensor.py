@@ -2,7 +2,7 @@
 
 A wrapper subclass: autograd, views' version counters and `nn.Parameter` see an ordinary tensor of the device;
 every ATen call below autograd arrives in `__torch_dispatch__`, which looks up the op's handler in `HANDLERS`
-(filled by `dispatch`). It has no storage; what it holds is its handle `_h` (see `handles`).
+(made by `ops.dispatch`). A lazy tensor has no storage; it holds its handle `_h` (see `handles`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 Handler = Callable[[Any, Any], Any]
 
-# One handler an overload, called with (args, kwargs) of the op; made on first use.
+# overload -> handler, called with (args, kwargs) of the op; made on first use.
 HANDLERS: dict[torch._ops.OpOverload, Handler] = {}
 _handler_of: Callable[[torch._ops.OpOverload], Handler]
 
@@ -49,7 +49,7 @@ _data: Any = torch._C.TensorBase.data
 
 
 def use_handlers(handler_of: Callable[[torch._ops.OpOverload], Handler]) -> None:
-    """Let `handler_of` make the handlers; called by `dispatch`, which stands above this file."""
+    """Let `handler_of` make the handlers. `setup` passes that of `ops.dispatch`, which imports this file."""
     global _handler_of
     _handler_of = handler_of
     HANDLERS.clear()
@@ -60,7 +60,7 @@ _kept_copies: ContextVar[list[torch.Tensor] | None] = ContextVar("_kept_copies",
 
 @contextlib.contextmanager
 def keeping_copies() -> Iterator[None]:
-    """Keep the copies that tensors are pickled as until the block ends: a process that it starts opens their memory."""
+    """Keep the CPU copies of pickled tensors until the block ends: a process started in it opens their memory."""
     token = _kept_copies.set([])
     try:
         yield
@@ -69,7 +69,7 @@ def keeping_copies() -> Iterator[None]:
 
 
 class LazyStorage:
-    """What a lazy tensor shows of its memory: enough to tell which tensors share it, and how large it is."""
+    """The storage that a lazy tensor shows: it says which tensors share memory, and how large the memory is."""
 
     def __init__(self, tensor: LazyTensor) -> None:
         self.device = tensor.device
@@ -90,10 +90,10 @@ class LazyStorage:
 
 
 class _Flattening:
-    """The attribute `__tensor_flatten__`, which a tracer from outside looks for; a call of it is refused.
+    """The attribute `__tensor_flatten__`, which an outside tracer looks for; a call of it raises.
 
-    `nn.Module._apply` looks for it, too, and would swap tensors, which it refuses while a graph refers to one. There it
-    is missing, so that `_apply` assigns `.data` (see `set_data`). Without the C++ side it swaps them.
+    `nn.Module._apply` looks for it, too, and would then swap tensors, which fails while an autograd graph refers to
+    one. So `_apply` does not find it, and assigns `.data` (see `ops.set_data`). Without the C++ side `_apply` swaps.
     """
 
     def __get__(self, tensor: torch.Tensor | None, owner: type) -> Callable[..., Any]:
@@ -121,8 +121,8 @@ def is_called_from(name: str, depth: int) -> bool:
 class LazyTensor(torch.Tensor):
     """A tensor whose values are computed when they are needed.
 
-    It shows contiguous strides whatever view it is, as the guides of its peers promise; autograd and ATen see
-    the strides eager PyTorch would give.
+    `stride()` returns contiguous strides, for views too, as the peers' guides promise; autograd and ATen see the
+    strides of eager PyTorch.
     """
 
     _h: Handle
@@ -138,8 +138,8 @@ class LazyTensor(torch.Tensor):
         try:
             return handler(args, kwargs)
         except errors.LtcError as error:
-            # Leave no operand behind in the traceback: whoever keeps the error would keep a module's parameters
-            # in use, and `module.to(device)`, which the error may advise, would refuse to move them.
+            # The traceback must hold no operand: if the caller keeps the error, a module's parameters would stay
+            # referenced, and `module.to(device)`, which the error may advise, would refuse to move them.
             args = kwargs = error.__context__ = None
             raise error.with_traceback(None)  # noqa: B904 - the cause was chained where it was caught
 
@@ -173,7 +173,7 @@ class LazyTensor(torch.Tensor):
             self._h = other._h
             return
         if register.is_native():
-            _data.__set__(self, other)  # which asks `set_data` for the rest
+            _data.__set__(self, other)  # PyTorch calls `ops.set_data` before it copies
             return
         grad, self.grad = self.grad, None
         moved = torch.nn.Parameter(other, requires_grad=self.requires_grad)
@@ -182,7 +182,11 @@ class LazyTensor(torch.Tensor):
             self.grad = grad.to(other.device)
 
     def as_subclass(self, cls: Any) -> Any:
-        """A new tensor without a shape, if the class is one of those: `to` asks for it. Other classes are refused."""
+        """A new uninitialized parameter or buffer, if `cls` is one (`to` calls this), or a view if `cls` is a base.
+
+        Raises:
+            UnsupportedOpError: `cls` is another class.
+        """
         if issubclass(cls, (parameter.UninitializedParameter, parameter.UninitializedBuffer)):
             return cls(self.requires_grad, self.device, self.dtype)
         if not issubclass(LazyTensor, cls):
@@ -216,7 +220,7 @@ class LazyTensor(torch.Tensor):
         return LazyStorage(self)
 
     def data_ptr(self) -> int:
-        """Identify the memory: equal for tensors that share it. It is no address."""
+        """An identifier, no address: equal for tensors that start at the same element of the same memory."""
         return id(base_of(self._h)) + self._h.meta.offset * self.dtype.itemsize
 
     def is_shared(self) -> bool:
@@ -231,11 +235,11 @@ class LazyTensor(torch.Tensor):
         )
 
     def detach_(self) -> Any:
-        """Detach it in place; what was written through a view of it is detached, too.
+        """Detach in place; writes through views of this tensor are detached, too.
 
-        The next use of such a view asks autograd for its gradient function anew. A view of ordinary memory gets one
-        that leads nowhere. For a subclass PyTorch replays the view, gets none and fails an internal assertion, once:
-        here. The view requires gradients as in eager, and passes none on.
+        On its next use such a view asks autograd for a new `grad_fn`. In eager it gets one that leads nowhere. For a
+        subclass PyTorch replays the view, gets no `grad_fn` and fails an internal assertion, but only the first time,
+        which is here. As in eager, the view requires gradients and passes none on.
         """
         super().detach_()
         if self._version and self._use_count() > 1:  # type: ignore[attr-defined]
@@ -251,7 +255,7 @@ class LazyTensor(torch.Tensor):
         return self.detach().cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refuse, as other devices do, unless `force` asks for a copy."""
+        """Raise a TypeError, as other devices do; with `force`, return a copy."""
         if force:
             return self.detach().cpu().numpy()
         raise errors.op_error(
@@ -274,7 +278,7 @@ class LazyTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         """Copy the values too, for `copy.copy` as well as for `copy.deepcopy`.
 
-        Tensors that share memory share it again in the copy of a structure that holds them all.
+        Tensors of one structure that share memory share it in the copy, too.
         """
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
@@ -313,11 +317,11 @@ class LazyTensor(torch.Tensor):
 
 
 def _copy_of(handle: Handle, memo: dict[int, Any]) -> Handle:
-    """The same part of a copy of its memory; `memo` keeps the copy for others that share that memory."""
+    """Handle of the same part in a copy of the memory; `memo` keeps the copy for tensors that share the memory."""
     base = base_of(handle)
     known = memo.get(id(base))
     if known is None:
-        with base.trace.lock:  # values are immutable: two cells may have one
+        with base.trace.lock:  # values are immutable: two cells may have the same value
             copied = Cell(base.trace, base.value, base.meta)
         known = memo[id(base)] = (copied, base)  # `base` must live as long as its id is used
     whole: Cell = known[0]
@@ -358,7 +362,7 @@ _make = torch.Tensor._make_wrapper_subclass
 
 
 def make_empty(meta: TensorMeta, device: torch.device) -> LazyTensor:
-    """Make a tensor that holds nothing yet."""
+    """Make a tensor without a handle."""
     return _make(LazyTensor, *meta.wrapper_arguments(device))
 
 
@@ -370,7 +374,7 @@ def wrap(handle: Handle) -> LazyTensor:
 
 
 def set_handle(t: LazyTensor, handle: Handle) -> None:
-    """Make `t` another tensor in place: its shape, its memory. For `resize_`, `set_`, `t_` and `out=`."""
+    """Replace the memory, shape and dtype of `t` in place. For `resize_`, `set_`, `t_` and `out=`."""
     if handle.meta is not t._h.meta:
         with torch.no_grad():
             _take_shape(t, handle)
@@ -378,9 +382,9 @@ def set_handle(t: LazyTensor, handle: Handle) -> None:
 
 
 def _take_shape(t: LazyTensor, handle: Handle) -> None:
-    """Give `t` the shape and dtype of `handle`; what autograd knows of `t` stays.
+    """Set the shape and dtype of `t` to those of `handle`; the autograd state of `t` stays.
 
-    PyTorch takes no tensor of inference mode as the data of one that is not, nor the other way round.
+    PyTorch refuses to set the data of an ordinary tensor to an inference tensor, and the other way round.
     """
     with torch.inference_mode(t.is_inference()):
         shaped = wrap(handle)
@@ -399,7 +403,7 @@ def sizes_of(args: Sequence[Any]) -> str:
 
 
 def name_methods() -> None:
-    """Make `t.is_xla` and its like true where the device has a name PyTorch knows already."""
+    """Make `t.is_<device>` true if PyTorch defines it, as it does for the device name `xla`."""
     method = f"is_{settings.device_name}"
     if hasattr(torch.Tensor, method):
         setattr(LazyTensor, method, property(lambda self: True))

@@ -1,7 +1,7 @@
-"""A tensor and a view of it must not be saved apart: they would come back as two.
+"""Refuse to save a tensor and a view of it: they would be loaded as two tensors that do not share memory.
 
-`check_handles` looks for such pairs among tensors, `check_pickled` among those that one pickler is given, one after the
-other.
+`check_handles` checks all tensors of a structure, for `api.verbs`. `check_pickled` checks the tensors that one pickler
+writes, one after the other, for `lazy_tensor`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["check_handles", "check_pickled"]
 
 
 class _Seen:
-    """The memory that one structure refers to: cell -> (number of the tensor, its handle)."""
+    """The memory of one structure's tensors: id of the cell -> (position and handle of the first tensor there)."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[int, Handle]] = {}
@@ -37,7 +37,7 @@ class _Seen:
 
 
 def check_handles(handles: Iterable[Handle]) -> None:
-    """Refuse a structure in which a tensor and a view of it would be saved apart.
+    """Raise if the structure has a tensor and a view of it.
 
     Raises:
         CheckpointError: "Tensor ID 2 is sharing a view with tensor ID 1".
@@ -51,14 +51,14 @@ _picklers: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
 
 
 def check_pickled(handle: Handle) -> None:
-    """Check one more tensor of what the calling `torch.save` writes; other picklers are not checked."""
+    """Check one more tensor that the calling `torch.save` writes; other picklers are not checked."""
     pickler = _calling_pickler()
     if pickler is not None:
         _picklers.setdefault(pickler, _Seen()).add(handle)
 
 
 def _calling_pickler() -> Any:
-    """Find the pickler of the innermost `torch.save` on the stack: PyTorch passes no handle to it."""
+    """The pickler of the innermost `torch.save` on the stack; PyTorch does not pass it to `__reduce_ex__`."""
     frame = sys._getframe(2)
     while frame is not None:
         if (

@@ -1,9 +1,9 @@
-// The device itself, as far as PyTorch's C++ must see it: N device indices, one stream each, events, generators,
-// a pinned host allocator and the memory figures behind torch.accelerator. Everything that needs thought is a method
-// of the Python object handed to init(); this file only carries calls to it. No device tensor is allocated here.
+// The device as PyTorch's C++ sees it: N device indices, one stream each, events, generators, a pinned host allocator
+// and the memory figures behind torch.accelerator. The logic is in the Python object that init() gets
+// (module.DeviceHooks); this file forwards calls to it. No device tensor is allocated here.
 //
-// Rules of this file: Python is called only through Call (takes the GIL, refuses once the interpreter is going away),
-// and never while one of our own locks is held.
+// Rules of this file: Python is called only through Call (takes the GIL, throws once the interpreter is shutting down)
+// and in ~LtcGenerator, and never while one of our own locks is held.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -38,7 +38,7 @@ constexpr int64_t kFirstUserGenerator = 1024; // ids below are the default gener
 std::atomic<int> num_devices{0};
 PyObject* hooks = nullptr; // leaked: generators may outlive the module
 std::array<at::Generator, kMaxDevices>& default_generators() {
-  static auto* all = new std::array<at::Generator, kMaxDevices>(); // leaked: read by threads until the very end
+  static auto* all = new std::array<at::Generator, kMaxDevices>(); // leaked: threads read it until the process ends
   return *all;
 }
 
@@ -50,8 +50,8 @@ bool python_is_gone() {
 #endif
 }
 
-// Calls one method of the hooks object with the GIL held; a Python exception becomes pybind11's C++ exception, which
-// PyTorch turns back into the very same Python object.
+// Calls one method of the hooks object with the GIL held. A Python exception is thrown as pybind11's C++ exception,
+// which PyTorch turns back into the same Python object.
 struct Gil {
   const PyGILState_STATE state = PyGILState_Ensure();
   ~Gil() { PyGILState_Release(state); }
@@ -61,7 +61,7 @@ bool python_answers(const char* method) {
   return true;
 }
 struct Call {
-  const bool alive; // members in this order: the check comes before the GIL is asked for
+  const bool alive; // initialized before `gil`: the check must come before the GIL is acquired
   const Gil gil;
   PyObject* result = nullptr;
   template <typename... Args>
@@ -127,7 +127,7 @@ void synchronize(DeviceIndex index) {
   Call("synchronize", "i", static_cast<int>(index_or_current(index)));
 }
 
-// Work is ordered by the recorder, not by streams: an event has nothing to wait for but the whole device.
+// The recorder orders the work, not streams: to wait for an event is to wait for the whole device.
 struct Event {
   DeviceIndex device;
   std::chrono::steady_clock::time_point recorded_at;
@@ -155,7 +155,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const DeviceIndex index) const override { synchronize(index); }
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(num_devices.load()); }
 #if __has_include(<c10/core/DeviceCapability.h>) // not in torch 2.9
-  c10::DeviceCapability getDeviceCapability(Device) const { return {}; } // every dtype: ATen runs it
+  c10::DeviceCapability getDeviceCapability(Device) const { return {}; } // every dtype: ATen kernels run the ops
 #endif
   void record(void** event, const Stream& s, const DeviceIndex, const c10::EventFlag) const override {
     if (!*event)
@@ -179,10 +179,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 // ---- generators ----------------------------------------------------------------------------------------------------
 
-// PyTorch calls a generator with mutex_ locked, often holding the GIL. Python code may hand the GIL to another thread,
-// which then waits for the same mutex with the GIL: a deadlock. So the mutex is let go while Python runs; the hooks
-// order themselves. A caller may come without the lock, when nobody else knows the generator yet: the mutex is one that
-// says so (`make_checked`), since to unlock an ordinary one that another thread has, or nobody, is undefined.
+// PyTorch calls a generator with mutex_ locked, often holding the GIL. While Python code runs, another thread may take
+// the GIL and wait for the same mutex: a deadlock. So the mutex is unlocked while Python runs; the hooks have their own
+// locks. A caller may come without the lock if no other thread knows the generator yet. Unlocking an ordinary mutex
+// that the thread does not hold is undefined; an error-checking one (`make_checked`) returns an error.
 struct Unlocked {
   pthread_mutex_t* const mutex;
   const bool was_mine;
@@ -191,7 +191,7 @@ struct Unlocked {
   Unlocked& operator=(const Unlocked&) = delete;
   ~Unlocked() {
     if (was_mine)
-      pthread_mutex_lock(mutex); // whoever holds it now does not wait for the GIL, see above
+      pthread_mutex_lock(mutex); // no deadlock: the thread that holds it now does not wait for the GIL, see above
   }
 };
 void make_checked(std::mutex& mutex) {
@@ -220,7 +220,7 @@ struct LtcGenerator final : c10::GeneratorImpl {
     if (python_is_gone())
       return;
     const Gil gil;
-    PyObject *type, *value, *trace; // a destructor may run while an exception is on its way
+    PyObject *type, *value, *trace; // a destructor may run while a Python exception is set
     PyErr_Fetch(&type, &value, &trace);
     PyObject* result = PyObject_CallMethod(hooks, "generator_free", "L", static_cast<long long>(id));
     if (!result)
@@ -239,7 +239,7 @@ struct LtcGenerator final : c10::GeneratorImpl {
     Unlocked unlocked(mutex_);
     return Call("generator_seed", "L", static_cast<long long>(id)).as_uint64();
   }
-  // The offset is part of the state tensor; pickling a generator still reads and writes one.
+  // The offset is part of the state tensor; pickling a generator still reads and writes an offset.
   uint64_t get_offset() const override { return 0; }
   void set_offset(uint64_t offset) override {
     TORCH_CHECK_NOT_IMPLEMENTED(offset == 0, "this device keeps no separate offset: use get_state and set_state");
@@ -277,7 +277,7 @@ struct LtcGenerator final : c10::GeneratorImpl {
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-// Pinned memory is plain host memory whose address ranges are remembered, so that is_pinned() tells the truth.
+// Pinned memory is plain host memory; its address ranges are kept, so that is_pinned() is true for it.
 struct PinnedAllocator final : at::HostAllocator {
   std::mutex mutex;
   std::map<const char*, size_t> blocks;
@@ -316,7 +316,7 @@ struct PinnedAllocator final : at::HostAllocator {
 };
 
 struct DeviceMemory final : c10::DeviceAllocator {
-  // Device tensors are Python wrappers without storage; PyTorch asks for empty data at most.
+  // Device tensors are Python wrappers without storage: PyTorch allocates at most 0 bytes.
   at::DataPtr allocate(size_t size) override {
     TORCH_CHECK(
         size == 0, "a tensor of this device has no memory of its own: ", size, " bytes were asked for it from C++");
@@ -385,7 +385,7 @@ PyObject* guarded(Function function) {
   return nullptr;
 }
 
-// Default generators for the new indices first, then the count: nobody sees an index without its generator.
+// The default generators are made before the count grows, so that no thread sees an index without its generator.
 void grow(int count) {
   for (int index = num_devices.load(); index < count; ++index)
     default_generators()[index] = at::make_generator<LtcGenerator>(index, index, true);
@@ -476,7 +476,7 @@ PyObject* py_default_generator(PyObject*, PyObject* arg) {
 }
 
 // Sets whether calls reach the class's __torch_dispatch__: the one part of a tensor that `t.data = other` does not set.
-// By address (`t._cdata`): the header that unpacks a Python tensor would triple the build time.
+// The tensor is passed by address (`t._cdata`): the header that unpacks a Python tensor would triple the build time.
 PyObject* py_set_python_dispatch(PyObject*, PyObject* args) {
   unsigned long long address = 0;
   int is_on = 0;
