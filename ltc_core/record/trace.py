@@ -123,7 +123,7 @@ class Trace:
     scalars: list[Any]
 
     def _restart(self) -> None:
-        # Called with interrupts deferred: the inputs of one trace do not belong to the cursor of another.
+        # A cut defers interrupts meanwhile: the inputs of one trace do not belong to the cursor of another.
         self.epoch = next(_epochs)
         self.cursor = self.root
         self.count = 0

@@ -202,7 +202,7 @@ class NextStep : Operands {
     return true;
   }
 
-  // Counts one more value of the trace. `ref` is a weak reference to it; None for an input, a view, an undefined result.
+  // Counts one more value of the trace. `ref` is a weak reference to it; None for an input, a view, an undefined one.
   bool take_number(PyObject* ref) {
     ++count;
     return PyList_Append(trace_of.refs.of(trace), ref) == 0;
