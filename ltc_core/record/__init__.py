@@ -1,1 +1,1 @@
-"""From the call that ATen makes to a step of the trace; C++ in csrc/ records what was recorded before."""
+"""Recording: an ATen call becomes a step of the trace. C++ in csrc/ records the calls that repeat known steps."""

@@ -1,10 +1,10 @@
-"""Recording without Python what was recorded before: the fast way into `recorder` and `view_recorder`.
+"""The fast path of recording: C++ records a call that repeats a known step.
 
-`csrc/ltc_record.cpp` stands in front of what PyTorch's dispatcher does for a tensor subclass, op by op. A call that
-repeats the next step of its trace is made there; every other one goes on to `LazyTensor.__torch_dispatch__`, and
-Python alone says what recording is. Without a C++ compiler, or with LTC_EAGER, all calls go there; so they do while the
-C++ part is built, beside the first program of a machine. `ops.dispatch` names the ops, `runtime.device_context`
-says when the part may take its place.
+`csrc/ltc_record.cpp` registers a kernel for each op at the dispatcher's key for Python. The kernel records a call that
+repeats the next step of its trace. Every other call goes on to `LazyTensor.__torch_dispatch__`; `recorder` and
+`view_recorder` define what recording is (docs/recording.md). All calls go there without a C++ compiler, with LTC_EAGER,
+and while the C++ part is being built, which takes place during the first program of a machine. `ops.dispatch` adds the
+ops; `setup` and `runtime.device_context` install the C++ part once it is loaded.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ extension = Extension("_ltc_record", Path(__file__).parent / "csrc" / "ltc_recor
 
 _native: Any = None
 _lock = threading.Lock()
-# The ops to follow, by name and overload; those named before the C++ part is there wait for it.
+# The ops that C++ records, by name and overload. Ops added before the C++ part is loaded wait here.
 _ops: dict[tuple[str, str], tuple[Any, ...]] = {}
-_is_on: bool | None = None  # not decided: by LTC_EAGER, where each op is cut where it is called
+_is_on: bool | None = None  # None: LTC_EAGER decides, which cuts after each op
 
 
 def after_fork_in_child() -> None:
-    """Make the lock anew: its owner may be a thread that is gone."""
+    """Renew the lock: its owner may be a thread that the child does not have."""
     global _lock
     _lock = threading.Lock()
 
 
 def install() -> bool:
-    """Put the C++ part in its place once it was loaded; give whether it is there. Cost: nothing until then."""
+    """Install the C++ part if it is loaded. Returns whether it is installed. Cost: nothing until it is loaded."""
     global _native
     native = extension.loaded
     if _native is not None or native is None:
@@ -58,13 +58,13 @@ def install() -> bool:
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
                 native.add(*names, *op)
-            native.enable(_is_on is not False)  # LTC_EAGER is read with the first op
+            native.enable(_is_on is not False)  # not `_is_wanted`: the first op reads LTC_EAGER
             _native = native
     return True
 
 
 def add_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) -> None:
-    """Let calls of an op be followed; `shares` says that its result is its first operand."""
+    """Record calls of an op in C++; with `shares` its result holds the handle of its first operand."""
     kind = "share" if shares else "view" if schema.view else "recorded"
     writes = tuple(name in schema.writes for name in schema.names)
     names = op._schema.name, op._schema.overload_name
@@ -77,7 +77,7 @@ def add_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) ->
 
 
 def enable(on: bool) -> bool:
-    """Follow calls, or leave all of them to Python; gives whether they were followed before."""
+    """Record calls in C++, or leave all of them to Python. Returns the previous setting."""
     global _is_on
     with _lock:
         was_on, _is_on = _is_wanted(), on
@@ -91,5 +91,5 @@ def _is_wanted() -> bool:
 
 
 def num_fast_calls() -> int:
-    """Count the calls that were followed so far; 0 without the C++ part."""
+    """Number of calls that C++ has recorded so far; 0 without the C++ part."""
     return 0 if _native is None else int(_native.count())

@@ -1,7 +1,8 @@
-"""New branches of the trace: making the node of an op that was not recorded here before.
+"""The node of a new step: an op that was not recorded at this point of the trace before.
 
-`grow` and `grow_view` infer the results' metadata and write the call down with its operands by number. They raise
-`shape_inference.Unknown` or `NotRecordable` for a call that cannot be recorded.
+`recorder` and `view_recorder` pass `grow` and `grow_view` to `Trace.advance`. Both infer the results' metadata
+(`shapes.shape_inference`) and return a `graph.ir.Node` with its operands by number. They raise `Unknown` or
+`NotRecordable` for a call that cannot be recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NONE: dict[str, Any] = {}  # shared by all nodes without keyword arguments
 
 
 class OutResized(NotRecordable):
-    """`out=` tensors must get other shapes first."""
+    """`out=` tensors must be resized first, to the metas in `resized`."""
 
     def __init__(self, resized: list[tuple[LazyTensor, TensorMeta]]) -> None:
         super().__init__()
@@ -63,8 +64,10 @@ def _view_of_any_strides(schema: OpSchema, meta: TensorMeta, static: tuple[Any, 
 
 
 class _Template:
-    """Turns an op's arguments into a node's: operands into `Ref`, numbers into `Scalar`, written ones into
-    `Write`. Walks in the order the signature was built in, so that numbers keep their positions."""
+    """Turns an op's arguments into a node's: operands into `Ref`, written operands into `Write`, scalars into `Scalar`.
+
+    It takes the arguments in the order in which the signature was built, so that scalars keep their positions.
+    """
 
     def __init__(self, trace: Trace, bases: list[Cell], written: set[int]) -> None:
         self._next = len(trace.scalars)
@@ -89,10 +92,10 @@ class _Template:
 def grow(
     schema: OpSchema, trace: Trace, args: Any, kwargs: dict[str, Any], bases: list[Cell]
 ) -> Node:
-    """Make the node of a new branch."""
+    """The node of a new step; `bases` are the cells that the op writes."""
     written = _written_tensors(schema, args, kwargs)
     if any(t._h.meta.overlaps for t in written):
-        raise NotRecordable  # eager refuses most such writes; let it say so where the op is called
+        raise NotRecordable  # eager refuses most such writes; it then raises at the user's call
     if settings.use_bf16 or settings.downcast_bf16:
         _refuse_writes_to_bits(written)
     if bases and schema.args[0] == Arg.TENSORS:
@@ -117,7 +120,7 @@ def grow(
 def _refuse_order(
     schema: OpSchema, args: Any, kwargs: Any, written: list[LazyTensor], bases: list[Cell]
 ) -> None:
-    """An op on lists is one op of the graph only if it does not matter which tensor is written first."""
+    """Raise `InOrder` if the order matters in which an op on lists writes its tensors: it is then not one node."""
     position = {id(cell): k for k, cell in enumerate(bases)}
     cells = [position[id(base_of(t._h))] for t in written]
     for read in shared_reads(schema, args, kwargs, {id(cell): cell for cell in bases}):
@@ -126,14 +129,12 @@ def _refuse_order(
     if len(set(cells)) < len(cells):
         for t in written:
             _, copies = open_lens(base_of(t._h).meta.meta_tensor(), lens_of(t._h))
-            if (
-                copies
-            ):  # the copy of the whole that is brought back last would hide the others' writes
+            if copies:  # each copy is written back as a whole: the last one hides the other writes
                 raise InOrder
 
 
 def _refuse_writes_to_bits(written: list[LazyTensor]) -> None:
-    """What is stored under LTC_USE_BF16 has other bits than the tensor reports."""
+    """Raise for a write through `view(dtype)`: under LTC_USE_BF16 the stored bits are not those of the dtype."""
     if any(step.op is torch.ops.aten.view.dtype for t in written for step in lens_of(t._h)):
         raise errors.UnsupportedOpError(
             "a write through view(dtype): floats are stored as something narrower",
@@ -153,7 +154,7 @@ def _infer(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _uses_default_dtype(outs: list[TensorMeta | None], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a result's dtype may be torch's default dtype: a float that comes from no float."""
+    """Whether a result's dtype may be torch's default dtype: it is a float dtype, and no operand has one."""
     if not any(_is_float(meta.dtype) for meta in outs if meta is not None):
         return False
     given = (t._h.meta for t in leaves(args, *kwargs.values()) if type(t) is LazyTensor)
@@ -174,8 +175,10 @@ def _written_tensors(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> lis
 
 
 def _flatten_result(schema: OpSchema, result: Any) -> tuple[list[TensorMeta | None], Any]:
-    """List the new values among an op's results, and say what the op returns: a position in that list, the
-    name of a written argument, or a list or tuple of these."""
+    """New values among an op's results, and what the op returns.
+
+    It returns a position in that list, the name of a written argument, or a list or tuple of these.
+    """
     outs: list[TensorMeta | None] = []
 
     def place(item: Any) -> Any:

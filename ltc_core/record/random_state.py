@@ -1,10 +1,10 @@
 """Random streams: the state of a generator is a value of the graph.
 
-Each device has a default stream, each `torch.Generator` of the device another. A stream's state is a cell of
-bytes in the format of PyTorch's CPU generator; a random op reads it and writes it as it would any operand.
-So the same seed gives the numbers eager PyTorch draws on the CPU, in the order they are recorded, whatever
-executor runs them (XLA's makes others of the same state, unless LTC_RANDOM=host), and saving or restoring a state
-records nothing and waits for nothing.
+Each device has a default stream, and each `torch.Generator` of the device has its own. A stream's state is a cell of
+bytes in the format of PyTorch's CPU generator. A random op reads and writes it like any other operand. So a seed gives
+the numbers that eager PyTorch draws on the CPU, in the order of recording, with every executor; XLA's draws other
+numbers from the same state unless LTC_RANDOM=host. Saving a state, or restoring a saved one, records nothing and does
+not sync. `recorder` asks `stream` for the cell; `runtime.device_hooks` installs the streams.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATE_META = TensorMeta.packed(torch.Generator().get_state().shape, torch.uint8)
 
 
 class Stream:
-    """One random stream. Seeded on first use with PyTorch's own seed if nobody seeded it before."""
+    """One random stream. Its first use seeds it with `torch.initial_seed()` if nobody has seeded it."""
 
     def __init__(self, device: int, trace_of: Callable[[int], Trace]) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class Stream:
         self._seed = seed
         self._seeded = weakref.ref(
             self.cell.value
-        )  # weak: who holds a value keeps its memory from the next one
+        )  # weak: a reference to the value would keep its memory from being donated
 
     def initial_seed(self) -> int:
         if self._seed is None:
@@ -67,18 +67,18 @@ class Stream:
         return self._seed
 
     def seed_of_state(self) -> int | None:
-        """Give the seed that makes the state as it is now; None once numbers were drawn, or a state was set."""
+        """The seed that makes the present state; None once numbers were drawn or a state was set."""
         seed = self.initial_seed()
         is_fresh = self._seeded is not None and self._seeded() is self.cell.value
         return seed if is_fresh else None
 
     def get_state(self) -> LazyTensor:
-        """Give the state as a uint8 tensor on the device. Cost: none; `.cpu()` of it syncs."""
+        """The state as a uint8 tensor on the device. Cost: none; `.cpu()` of it syncs."""
         with self.trace.lock:
             return wrap(Cell(self.trace, self.cell.value, STATE_META))
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Set the state from a tensor on this device (recorded, no sync) or on the CPU."""
+        """Set the state from a tensor on the CPU, or on this device: no sync there unless it is a view."""
         if state.dtype != torch.uint8 or state.shape != STATE_META.size:
             raise DeviceError(
                 "this is not the state of a random stream",
@@ -118,7 +118,7 @@ class Streams:
 
     def __init__(self, trace_of: Callable[[int], Trace]) -> None:
         self._trace_of = trace_of
-        # No lock: each access is one call of a dict, and a signal handler or a finalizer may make one in between.
+        # No lock: each access is one dict operation, and a signal handler or a finalizer may interrupt with another.
         self._defaults: dict[int, Stream] = {}
         self._by_generator: dict[int, Stream] = {}
 
@@ -156,7 +156,7 @@ _generator_id: Callable[[torch.Generator], int] | None = None
 
 
 def stream(trace: Trace, generator: torch.Generator | None) -> Cell:
-    """Give the state cell an op on `trace` draws from."""
+    """The state cell that an op on `trace` draws from."""
     assert streams is not None
     if generator is None:
         return streams.default(trace.device.index).cell

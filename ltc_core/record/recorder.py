@@ -1,8 +1,9 @@
-"""Recording one op: from the call ATen makes to a step of the trace.
+"""Recording one op: an ATen call becomes a step of the trace.
 
-`recorder(schema)` gives the op's handler. It builds the op's signature, moves the trace's cursor along it and wraps
-the results. A call that repeats what was recorded here before is recorded by `fast_path`. A call that cannot be
-recorded raises `NotRecordable` or `Unknown`, and `ops.dispatch` runs it on real values.
+`recorder(schema)` returns the op's handler. The handler builds the op's signature (`signature`), moves the trace's
+cursor along it (`trace`) and wraps the results. View ops go to `view_recorder`. Most calls that repeat a known step do
+not get here: the `fast_path` records them. A call that cannot be recorded raises `NotRecordable` or `Unknown`;
+`ops.dispatch` then runs it on real values.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ltc_core.tensor.lazy_tensor import LazyTensor, sizes_of, wrap
 __all__ = ["record_factory", "recorder"]
 
 
-_FOR_EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # where ATen calls an op for each tensor
+_FOR_EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # its kernels: one op for each tensor
 
 
 def recorder(schema: OpSchema) -> Callable[[Any, Any], Any]:
@@ -54,10 +55,10 @@ def _record(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _record_writes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Record an op that writes a list of tensors, and count it in each of them.
+    """Record an op that writes a list of tensors, and increment the version counter of each.
 
-    Autograd counts writes itself, to find what was changed before backward needs it, but leaves lists to the ops that
-    eager PyTorch calls for each tensor. Those ops are recorded where their order matters.
+    Autograd increments version counters to find tensors that were changed before backward needs them. For lists it
+    relies on the ops that eager PyTorch calls for each tensor. Here those ops are recorded only if their order matters.
     """
     if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in args[0]):
         raise errors.op_error(
@@ -119,8 +120,11 @@ def _signature(
     scalars: list[Any],
     bases: dict[int, Cell],
 ) -> tuple[Any, ...]:
-    """Build the signature of a call. Operands that it writes go in as (number of the whole tensor, lens), those that
-    it reads from the same memory once more, at the end."""
+    """The signature of a call.
+
+    A written operand enters as the number of its cell's value, for a view with the lens. Operands that the op reads
+    from cells that it writes enter a second time, at the end.
+    """
     writes = schema.writes
     key: list[Any] = [schema]
     for a, code, name in zip(args, schema.args, schema.names, strict=False):
@@ -152,7 +156,7 @@ def _signature(
 def _results(
     trace: Trace, step: Step, bases: list[Cell], schema: OpSchema, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Wrap an op's results and give the written operands their new values."""
+    """Wrap an op's results and rebind the written cells to their new values."""
     node = step.node
     assert node is not None
     made: list[LazyTensor | None] = []

@@ -1,9 +1,10 @@
-"""The signature of a recorded op: what must be equal for it to be the same step again.
+"""The signature of a recorded op: calls with equal signatures are the same step.
 
-Operands go in by number (by meta where an input is read for the first time), structure by value, numbers by type:
-their values are inputs of the graph. For an op that writes, the signature also says which operands share memory with
-what is written: equal numbers are equal values, not the same memory. An operand that must be made first (a view of
-memory that changed, memory nobody wrote yet) raises `Stale`; `make_operands` makes it.
+An operand enters by number, or by meta if the op is the first to read this input. Structure enters by value. A scalar
+enters by type: its value is an input of the graph. For an op that writes, the signature also says which operands share
+memory with the written ones: equal numbers mean equal values, not the same memory. An operand that must be recorded
+first raises `Stale` (a view of a cell that changed, memory that nobody wrote yet); `view_recorder.make_operands`
+records it. `recorder` builds signatures from these parts.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ __all__ = [
     "shared_reads", "two_devices", "written", "written_cell",
 ]  # fmt: skip
 
-# Arguments that say where a result goes, which the trace knows, or that enter a signature in a way of their own.
+# Arguments that do not enter by name: they say where a result goes, which the trace knows. The generator enters as a
+# written operand.
 DROPPED = frozenset({"device", "pin_memory", "non_blocking", "generator"})
 
 
 class NotRecordable(Exception):
-    """The call needs real values, or first another form, before it can be recorded."""
+    """The call cannot be recorded as it is: `ops.dispatch` changes it or runs it on real values."""
 
 
 class Stale(Exception):
-    """Some operand has to be made first."""
+    """Some operand must be recorded first."""
 
 
 def find_trace(args: Any, kwargs: Any) -> Trace:
-    """Find the trace of the first lazy tensor among an op's arguments."""
+    """The trace of the first lazy tensor among an op's arguments."""
     stack = [*args, *(kwargs.values() if kwargs else ())]
     for item in stack:
         if type(item) is LazyTensor:
@@ -52,7 +54,7 @@ def find_trace(args: Any, kwargs: Any) -> Trace:
 
 
 def two_devices(ours: torch.device, other: torch.device, what: str) -> errors.DeviceMismatchError:
-    """Make the error for an op that is given tensors of two devices."""
+    """The error for an op with tensors of two devices."""
     return errors.DeviceMismatchError(
         "Expected all tensors to be on the same device, but found at least two devices, "
         f"{ours} and {other}!",
@@ -63,7 +65,7 @@ def two_devices(ours: torch.device, other: torch.device, what: str) -> errors.De
 
 
 def operand(trace: Trace, handle: Cell | View) -> Any:
-    """Give an operand's part of the signature: its number, or the meta of an input read for the first time."""
+    """An operand's part of the signature: its number, or the meta of an input that is read for the first time."""
     if handle.trace is not trace:
         raise two_devices(trace.device, handle.trace.device, str(handle.meta))
     if is_stale(handle, trace.epoch):
@@ -73,7 +75,7 @@ def operand(trace: Trace, handle: Cell | View) -> Any:
 
 
 def scalar(a: Any, scalars: list[Any]) -> Any:
-    """Give a number's part of the signature, its type, and put its value among the step's numbers."""
+    """A scalar's part of the signature, which is its type; its value is appended to `scalars`."""
     if a is None:
         return None
     if isinstance(a, bool | int | float | complex):
@@ -124,7 +126,7 @@ def written(trace: Trace, a: Any, bases: dict[int, Cell]) -> Any:
 
 
 def written_cell(trace: Trace, cell: Cell, bases: dict[int, Cell]) -> Any:
-    """Part of the signature of memory that is written: its number; ~k where it is the k-th of `bases` again."""
+    """A written cell's part of the signature: as `operand` returns it, or ~k if it is the k-th of `bases` again."""
     if id(cell) in bases:
         return ~list(bases).index(id(cell))
     bases[id(cell)] = cell
@@ -132,9 +134,9 @@ def written_cell(trace: Trace, cell: Cell, bases: dict[int, Cell]) -> Any:
 
 
 class SharedRead(NamedTuple):
-    """A tensor that an op reads from memory that it writes: the part of the k-th written cell under `lens`.
+    """A tensor that an op reads from memory that it writes: the part under `lens` of the written cell at index `cell`.
 
-    It is the tensor at position `item` of the list that argument `name` is; `item` is 0 for a single tensor.
+    `name` is the argument, `item` the position in the list if the argument is one, else 0.
     """
 
     name: str
@@ -146,7 +148,7 @@ class SharedRead(NamedTuple):
 def shared_reads(
     schema: OpSchema, args: Any, kwargs: Any, bases: dict[int, Cell]
 ) -> tuple[SharedRead, ...]:
-    """Operands that an op reads from the memory of `bases`, which it writes."""
+    """Operands that an op reads from the cells that it writes, `bases`."""
     found = []
     for name, a in _read_arguments(schema, args, kwargs):
         if type(a) is LazyTensor:

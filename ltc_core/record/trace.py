@@ -1,9 +1,10 @@
-"""The running trace of one device: a cursor in a trie of everything that was recorded before.
+"""The running trace of one device: a cursor in a trie of all steps that were recorded before.
 
-A training loop repeats itself. When the next op has the signature (op, operands by number, structure) that
-followed here last time, its results are already known: nothing is inferred or hashed anew. New branches grow
-through `grow`. A cut hands the path, what is alive and the inputs to `runtime.device_context`. The trace belongs to the
-device, not to a thread: several threads may record one step.
+A training loop repeats itself. If the next op has the signature (op, operands by number, structure) of the step that
+followed here last time, the metadata of its results are known: nothing is inferred or hashed. For another signature
+`make_node` makes the node of a new step. A cut (`runtime.device_context`) takes the path, the inputs, the scalars and
+the alive values. The trace belongs to the device, not to a thread: several threads may record one step of a training
+loop.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ _epochs = itertools.count(1)
 class Step:
     """One recorded op in the trie.
 
-    `inputs` are the values first read here: (number, meta). `programs` caches what was compiled for cuts that
-    end here.
+    `inputs` are the values first read here: (number, meta). `programs` caches the programs of cuts that end here.
     """
 
     __slots__ = (
@@ -44,35 +44,35 @@ class Step:
         self.node = node
         self.inputs = inputs
         self.children: dict[tuple[Any, ...], Step] | None = (
-            None  # beside `next`; most steps have none
+            None  # the other ones than `next`; most steps have none
         )
         self.next_key: tuple[Any, ...] | None = None
         self.next: Step | None = None
         self.programs: dict[Any, Any] | None = None
         self.lenses: tuple[Any, ...] | None = None
-        self.expected: Any = None  # of `csrc/ltc_record.cpp`
-        self.end = 0  # values of the trace after this step
-        self.num_scalars = 0  # and its scalars
+        self.expected: Any = None  # `Expected` of `csrc/expected.h`
+        self.end = 0  # count of the trace's values after this step
+        self.num_scalars = 0  # count of its scalars after this step
 
     def child(self, key: tuple[Any, ...]) -> Step | None:
-        """Find the step that followed here with this signature."""
+        """The known next step with this signature, or None."""
         if self.next_key == key:
             return self.next
         return self.children.get(key) if self.children is not None else None
 
     def prefer(self, key: tuple[Any, ...], step: Step) -> None:
-        """Make `step` the one that is tried first here."""
+        """Make `step` the next step that is tried first."""
         if self.next is not None and self.next is not step and self.next_key is not None:
             if self.children is None:
                 self.children = {}
             self.children[self.next_key] = self.next
-        self.next_key = None  # an interrupt here must not leave a key with another step
+        self.next_key = None  # an interrupt here must not leave a key beside the wrong step
         self.next = step
         self.next_key = key
 
 
 class Cut:
-    """What a cut takes out of a trace: the path's end, inputs, numbers, and the values that are alive."""
+    """What a cut takes out of a trace: the last step of its path, the inputs, the scalars and the alive values."""
 
     __slots__ = ("alive", "inputs", "path", "scalars")
 
@@ -90,13 +90,13 @@ class Cut:
 
 
 class Trace:
-    """The recording of one device. Everything here is done with `lock` held.
+    """The recording of one device. Callers hold `lock`, except for `empty` and `after_fork`.
 
     Args:
         device: the device whose ops are recorded.
         memory: counts the bytes of its buffers.
 
-    Before an op is recorded with `limit` values in the trace, `on_limit` is called.
+    `on_limit` is called before an op is recorded into a trace of `limit` values or more.
     """
 
     __slots__ = (
@@ -123,7 +123,7 @@ class Trace:
     scalars: list[Any]
 
     def _restart(self) -> None:
-        # Called with interrupts held back: the inputs of one trace do not go with the cursor of another.
+        # A cut defers interrupts meanwhile: the inputs of one trace do not belong to the cursor of another.
         self.epoch = next(_epochs)
         self.cursor = self.root
         self.count = 0
@@ -133,20 +133,20 @@ class Trace:
         self.scalars = []
 
     def after_fork(self) -> None:
-        """Make the lock anew: in a forked child its owner may be a thread that is gone."""
+        """Renew the lock: its owner may be a thread that the forked child does not have."""
         self.lock = threading.RLock()
 
     def __bool__(self) -> bool:
-        """Tell whether anything was recorded since the last cut."""
+        """Whether anything was recorded since the last cut."""
         return self.cursor is not self.root
 
     # -- operands ------------------------------------------------------------------------------
 
     def bind(self, value: Value, meta: TensorMeta) -> TensorMeta:
-        """Make a value with a buffer an input of the trace; gives what its first use adds to a signature.
+        """Make a value with a buffer an input of the trace. Returns `meta`, which enters the signature of this op.
 
         Raises:
-            LtcError: what it held was lost when the op that makes it failed.
+            LtcError: the op that computes the value failed.
         """
         buffer = value.buffer
         if buffer is not None:
@@ -160,9 +160,10 @@ class Trace:
         return meta
 
     def rewind(self) -> None:
-        """Make the trace agree with its cursor, after an op that was not recorded or only half (Ctrl-C).
+        """Make the trace agree with its cursor, after an op whose recording failed or was interrupted (Ctrl-C).
 
-        Inputs bound for it are let go. What it would have defined is dead, whatever was numbered of it.
+        If the cursor has not moved, the inputs bound for the op are unbound. If it has moved, the results and scalars
+        that are missing get placeholders: nobody holds these results.
         """
         end = self.cursor.end
         while self.inputs and self.inputs[-1][0] >= end:
@@ -181,8 +182,11 @@ class Trace:
     def advance(
         self, key: tuple[Any, ...], grow: Callable[[], Node], before: int, numbers: int = 0
     ) -> Step:
-        """Move the cursor along `key`. `grow` makes the node of a new branch; `before` is the count of
-        values before this op's inputs were bound; `numbers` it has, not yet among the scalars."""
+        """Move the cursor along `key`; `grow` makes the node of a new step.
+
+        `before` is the count of values before this op's inputs were bound. `numbers` is the count of its scalars, which
+        are not yet in `self.scalars`.
+        """
         cursor = self.cursor
         step = cursor.child(key)
         if step is None:
@@ -212,7 +216,7 @@ class Trace:
         return found[::-1]
 
     def define(self) -> Value:
-        """Number the next value of the trace; whoever holds it keeps it alive over the cut."""
+        """A new value of the trace with the next number. It is alive at the cut if somebody still holds it."""
         index = self.count
         value = Value(self.epoch, index)
         self.refs.append(weakref.ref(value))
@@ -220,14 +224,14 @@ class Trace:
         return value
 
     def define_view(self) -> Value:
-        """Number the next value of the trace, one that its base can give again after the cut."""
+        """A view's new value with the next number. The cut drops it: it can be recorded again from its base."""
         index = self.count
         self.refs.append(None)
         self.count = index + 1
         return Value(self.epoch, index)
 
     def skip(self) -> None:
-        """Number a result that is undefined."""
+        """Use up the next number for an undefined result."""
         self.refs.append(None)
         self.count += 1
 
@@ -246,17 +250,17 @@ class Trace:
         return cut
 
     def forget(self) -> None:
-        """Drop the trie (the programs compiled for it too); the running trace must be empty."""
+        """Drop the trie and the programs that its steps cache; the running trace must be empty."""
         self.root = Step(None, None, ())
         self.steps = 0
         self._restart()
 
     def empty(self, meta: TensorMeta) -> Cell:
-        """Make memory that nobody has written yet; no op is recorded until it is used."""
+        """A cell of memory that nobody has written yet; no op is recorded until it is used."""
         return Cell(self, Value(-1, -1), meta)
 
     def path(self, end: Step) -> list[Step]:
-        """List the steps from the root to `end`."""
+        """The steps from the root to `end`."""
         steps = []
         step: Step | None = end
         while step is not None and step.node is not None:
@@ -266,7 +270,7 @@ class Trace:
 
 
 def is_stale(handle: Cell | View, epoch: int) -> bool:
-    """Tell whether a handle's value must be made (again) before an op can read it."""
+    """Whether a handle's value must be recorded (again) before an op can read it."""
     if type(handle) is Cell:
         return handle.value.epoch != epoch and handle.value.buffer is None
     return handle.value.epoch != epoch or handle.version != handle.base.version  # type: ignore[union-attr]

@@ -1,8 +1,8 @@
-"""Recording views: a view op on a handle gives another handle on the same memory.
+"""Recording views: a view op on a handle returns another handle on the same cell.
 
-`record_view` is the handler's path, `record_view_step` records one step of a lens on a value, with the signature the
-same op has when the user calls it, so that both are one step of the trace. `make_operands` records what a stale
-operand needs: the view steps of a part whose whole has changed, or the memory nobody wrote yet.
+`recorder` uses `record_view` as the handler of view ops. `record_view_step` records one step of a lens on a value, with
+the signature that the op has when the user calls it, so that both are the same step of the trace. `make_operands`
+records what a stale operand needs: the view steps of a part whose cell has changed, or memory that nobody wrote yet.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["make_operand", "make_operands", "record_view", "record_view_step"]
 
 
 def record_view(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Record a view op; gives its view, or a list of them."""
+    """Record a view op. Returns its view, or a list of views."""
     is_inference = args[0].is_inference()
     if is_inference != torch.is_inference_mode_enabled():
-        with torch.inference_mode(is_inference):  # a view is as its base
+        with torch.inference_mode(is_inference):  # a view is an inference tensor if its base is
             return _record_view(schema, args, kwargs)
     return _record_view(schema, args, kwargs)
 
@@ -79,7 +79,7 @@ def _wrap_views(trace: Trace, step: Step, base: Cell, lens: Any) -> Any:
 
 
 def _lenses(step: Step) -> tuple[tuple[ViewStep], ...]:
-    """Give, for each result of a view op, the one step that leads to it."""
+    """The lens of each result of a view op, which is one step."""
     if step.lenses is None:
         node = step.node
         assert node is not None
@@ -94,7 +94,7 @@ def _lenses(step: Step) -> tuple[tuple[ViewStep], ...]:
 def record_view_step(
     trace: Trace, value: Value, meta: TensorMeta, view: ViewStep
 ) -> tuple[Value, TensorMeta]:
-    """Record one view op on a value, with the signature it has when the user calls it."""
+    """Record one view op on a value, with the signature that it has when the user calls it."""
     before = trace.count
     schema = OpSchema.of(view.op)
     number = value.index if value.epoch == trace.epoch else trace.bind(value, meta)
@@ -110,7 +110,7 @@ def record_view_step(
 
 
 def make_operands(args: Any, kwargs: Any) -> None:
-    """Record what makes the operands of an op: the view steps of views, memory not yet written."""
+    """Record what stale operands of an op need: the view steps of a view, or memory that nobody wrote yet."""
     for item in leaves(args, *(kwargs.values() if kwargs else ())):
         if type(item) is LazyTensor:
             make_operand(item._h)
@@ -147,5 +147,5 @@ def _record_empty(trace: Trace, cell: Cell) -> None:
 
     trace.advance(
         (op, meta), grow, trace.count
-    )  # the op itself stands for its schema: never called by users
+    )  # the op instead of its schema: no call of a user has this key
     cell.rebind(trace.define())

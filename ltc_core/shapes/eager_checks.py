@@ -1,8 +1,8 @@
-"""What eager's kernels refuse and ATen's kernels for the device `meta` let pass.
+"""Calls that eager's CPU kernels refuse although ATen's kernels for the device `meta` accept them.
 
-A wrong call must fail where it is made, not in the background. `is_refused` knows the ops whose meta kernels ask
-less than their CPU kernels; it runs once on a new branch of the trace. A call it refuses is made on real values,
-where eager raises its own error.
+A wrong call must raise where the user makes it, not later in the worker thread. `shape_inference` asks `is_refused` and
+`is_overlap_refused` before it infers results. A refused call runs on real values (`ops.fallback`), where eager raises
+its own error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _index_put(x: Any, indices: Any, values: Any, *rest: Any) -> bool:
     if values.dtype != x.dtype:
         return True
     masks = [i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices]
-    if any(masks):  # how many elements a mask selects is in its values
+    if any(masks):  # the number of selected elements depends on the mask's values
         return _any_mask_of_other_shape(x, indices, masks)
     try:
         picked = aten.index.Tensor(_meta(x), [None if i is None else _meta(i) for i in indices])
@@ -103,7 +103,7 @@ _REFUSED: dict[str, Callable[..., bool]] = {
     "random_": _random_range,
 }
 
-# Ops that are tried on a stand-in of the operands' shapes: floats are ones, integers (indices) zeros.
+# Ops that are tried on stand-ins of the operands' shapes: floats are 1, integers (indices) 0.
 _REHEARSED = frozenset(
     {
         "multinomial", "bucketize", "searchsorted", "index_add", "index_add_", "aminmax",
@@ -120,10 +120,10 @@ _REHEARSED = frozenset(
 
 
 def is_overlap_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether eager refuses a call because of memory that its operands share.
+    """Whether eager refuses a call because its operands share memory.
 
-    Kernels look at addresses, and meta tensors have none. The rule of ops that go through elements one by one is
-    known; other calls are tried on memory that is shared as theirs.
+    CPU kernels compare addresses, and meta tensors have none. The rule of pointwise ops is known. Other calls are tried
+    on stand-ins that share memory as the operands do.
     """
     if schema.name.startswith("_foreach"):  # one op for each item
         given = (*args, *kwargs.values())
@@ -134,14 +134,14 @@ def is_overlap_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> b
         return _overlap_partly((*args, *kwargs.values()))
     memory = _Memory()
     if memory.size_of(args, kwargs) > _REHEARSAL_ELEMENTS:
-        return True  # or at least not known; the call itself follows, on real values
+        return True  # too large to try: the call runs on real values
     return _fails(schema, args, kwargs, memory.tensor)
 
 
 def _overlap_partly(operands: Iterable[Any]) -> bool:
-    """Tell whether some tensors are different parts of one memory with elements in common.
+    """Whether two of the tensors are different parts of one memory and have elements in common.
 
-    Source: `at::get_overlap_status`: parts with gaps are not looked at.
+    Source: `at::get_overlap_status`, which ignores parts with gaps.
     """
     handles = [t._h for t in operands if isinstance(t, torch.Tensor) and hasattr(t, "_h")]
     return any(
@@ -155,20 +155,20 @@ def _overlap_partly(operands: Iterable[Any]) -> bool:
 
 
 def _span(meta: TensorMeta) -> tuple[Any, ...]:
-    """First byte of a dense tensor's memory, the end of it, and the order of its elements."""
+    """First byte, end and strides of a dense tensor's memory."""
     first = meta.offset * meta.dtype.itemsize
     return first, first + meta.nbytes, meta.stride
 
 
 class _Memory:
-    """Stand-ins for lazy tensors: as many cells of memory as theirs, seen as they see them."""
+    """Stand-ins for lazy tensors, with one storage for each cell: they share memory as the lazy tensors do."""
 
     def __init__(self) -> None:
         self._of_cell: dict[int, torch.UntypedStorage] = {}
 
     @staticmethod
     def size_of(args: Any, kwargs: dict[str, Any]) -> int:
-        """Number of elements of all memory that lazy tensors among the arguments are parts of."""
+        """Number of elements in the cells of all lazy tensors among the arguments."""
         cells: dict[int, Cell] = {}
         for item in leaves(args, *kwargs.values()):
             if isinstance(item, torch.Tensor) and hasattr(item, "_h"):
@@ -192,7 +192,7 @@ class _Memory:
 
 
 def is_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether eager refuses this call though its meta kernel does not."""
+    """Whether eager refuses this call although its meta kernel accepts it."""
     refused = _REFUSED.get(schema.name)
     if refused is not None:
         return refused(*args)
@@ -203,21 +203,22 @@ def is_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
     return _has_no_kernel(schema, args, kwargs)
 
 
-# Ops with dtypes of operands that the processor has a kernel for.
+# (schema, dtypes of the operands) for which the CPU has a kernel.
 _with_kernel: set[tuple[Any, ...]] = set()
 
 
 def _has_no_kernel(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether the processor has no kernel for the dtypes of a call, where they are not all float32 or all float64.
+    """Whether the CPU has no kernel for the dtypes of a call. All float32 or all float64 is taken to have one.
 
-    Cost: a run on a stand-in, for each set of dtypes until there is a kernel.
+    Cost: a run on stand-ins for each op and its dtypes, until one run has succeeded.
     """
     tensors = _tensors(args, kwargs)
     dtypes = tuple(t.dtype for t in tensors)
     if len(set(dtypes)) <= 1 and set(dtypes) <= {torch.float32, torch.float64}:
         return False
     key = (schema, dtypes)
-    # What a forward op keeps for its backward has other dtypes than meta kernels say; the forward op was tried.
+    # Backward ops are not tried: tensors that a forward op saves for them have other dtypes than its meta kernel says.
+    # The forward op was tried.
     is_own = schema.op.namespace == "aten" and not schema.name.endswith("_backward")
     if (
         not is_own
@@ -226,7 +227,7 @@ def _has_no_kernel(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
         or sum(t.numel() for t in tensors) > _TRIED_ELEMENTS
     ):
         return False
-    # An `out` without elements takes any size, and nothing is warned of.
+    # An `out` without elements is resized without a warning.
     outs = {
         k: torch.empty(0, dtype=kwargs[k].dtype)
         for k in schema.writes
@@ -246,7 +247,7 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _one_element(t: torch.Tensor) -> torch.Tensor:
-    """What is done to each element does not depend on how many there are."""
+    """A stand-in with one element, or none if `t` has none: a pointwise kernel does not depend on the count."""
     return torch.ones((1,) * t.dim() if t.numel() else t.shape, dtype=t.dtype)
 
 
@@ -271,7 +272,10 @@ def _fails(
 def _failure(
     schema: OpSchema, args: Any, kwargs: dict[str, Any], stand_in: Callable[..., torch.Tensor]
 ) -> Exception | None:
-    """What the call raises on stand-ins. The call itself follows on real values, and says what is wrong."""
+    """The exception that the call raises on stand-ins, or None.
+
+    The user never sees it: a refused call runs on real values, where eager raises its own.
+    """
 
     def tensor(item: Any) -> Any:
         return stand_in(item) if isinstance(item, torch.Tensor) else item
@@ -280,9 +284,9 @@ def _failure(
         k: map_leaves(tensor, v) for k, v in kwargs.items() if k not in ("generator", "device")
     }
     if schema.draws:
-        named["generator"] = torch.Generator()  # not the one of the process
+        named["generator"] = torch.Generator()  # the process's own generator must not advance
     try:
-        # Its warnings are the user's: catch_warnings would change the filters of all threads, and might leave them so.
+        # Its warnings reach the user: catch_warnings changes the filters of all threads and may leave them changed.
         schema.op(*map_leaves(tensor, list(args)), **named)
     except Exception as error:
         return error

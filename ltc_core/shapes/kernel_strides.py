@@ -1,9 +1,9 @@
-"""Strides of an op's results, as the CPU kernel gives them.
+"""Strides of an op's results, as the CPU kernel returns them.
 
-ATen's kernels for the device `meta` are partly written in Python, and some of those give other strides than the CPU
-kernels where operands are not packed. So the CPU kernel is called on small stand-ins of the operands, and the order of
-the dims of its results is taken over. A convolution asks ATen which memory format its backend computes in.
-Called by `shape_inference`, once on a new branch of the trace.
+Some of ATen's kernels for the device `meta` are written in Python and return other strides than the CPU kernels if
+operands are not packed. `as_kernels_give` calls the CPU kernel on small stand-ins of the operands and copies the order
+of dims in memory from its results. For a convolution, ATen says which memory format its backend computes in.
+Called by `shape_inference.infer` for calls that are not in its cache.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ __all__ = ["as_kernels_give"]
 
 aten = torch.ops.aten
 
-# Stand-ins that cannot be smaller than the operands have at most so many elements.
+# The most elements of stand-ins that must be as large as the operands.
 _MOST_ELEMENTS = 1 << 16
 
-# Ops whose results are not packed even where the operands are.
+# Ops whose results are not packed even if the operands are.
 _TURN_PACKED = ("_fft_", "_linalg_svd", "linalg_eig")
 
-# Integers in these are numbers, or checked by the kernel; in others they may be addresses.
+# Ops that may be called on stand-ins of integers: their kernels compute with integers, or check them as indices. Other
+# kernels may use integers as unchecked addresses.
 _CHECKED_INTEGERS = ("floor_divide", "max_unpool")
 
 
 def as_kernels_give(schema: OpSchema, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-    """`result`, metas as ATen's meta kernel tells them, with the strides of the CPU kernel's results.
+    """`result`, the metas from ATen's meta kernel, with the strides of the CPU kernel's results.
 
-    Cost: nothing where all operands are packed, else a call on some dozen elements.
+    Cost: nothing for most ops if all operands are packed, else a call on some dozen elements (at most 65,536).
     """
     if schema.view or all(name is not None for name in schema.returns):
         return result
@@ -75,7 +76,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
 def _stand_ins(
     schema: OpSchema, args: Any, kwargs: dict[str, Any], operands: Sequence[TensorMeta], result: Any
 ) -> Callable[[TensorMeta], torch.Tensor] | None:
-    """What makes a stand-in of an operand: small ones where the sizes do not matter; None if they are too large."""
+    """Function that makes an operand's stand-in, small if the sizes do not matter; None if stand-ins are too large."""
     if _is_of_any_size(schema, operands, result) and not _has_sizes(schema, args, kwargs):
         sizes = sorted({n for meta in operands for n in meta.size if n > 1})
         small = {0: 0, 1: 1, **{n: k for k, n in enumerate(sizes, 2)}}
@@ -88,7 +89,10 @@ def _stand_ins(
 
 
 def _is_of_any_size(schema: OpSchema, operands: Sequence[TensorMeta], result: Any) -> bool:
-    """Whether a kernel works for other sizes that are as equal: kernels do not all check the sizes they rely on."""
+    """Whether the kernel works for smaller sizes that are equal where these are.
+
+    Not tried for other ops: some kernels do not check the sizes that they rely on.
+    """
     if torch.Tag.pointwise in schema.op.tags or "batch_norm" in schema.name:
         return True
     try:
@@ -103,7 +107,7 @@ def _metas(result: Any) -> Iterator[TensorMeta]:
 
 
 def _has_sizes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether some argument is a whole number that is not the number of a dim."""
+    """Whether some structural argument is an integer, dims excepted."""
     given = [
         a
         for name, a in (*zip(schema.names, args, strict=False), *kwargs.items())
@@ -113,7 +117,7 @@ def _has_sizes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _compact(meta: TensorMeta, small: dict[int, int]) -> list[int]:
-    """Strides of fewer elements that compare as those of `meta`: less, equal, zero."""
+    """Strides for the sizes in `small`, in the order of those of `meta`: equal ones stay equal, 0 stays 0."""
     found = {0: 0}
     step = 1
     for stride in sorted(set(meta.stride) - {0}):
@@ -124,7 +128,7 @@ def _compact(meta: TensorMeta, small: dict[int, int]) -> list[int]:
 
 
 def _filled(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Integers are zeros, as they may be indices."""
+    """A stand-in of ones; integers are 0, because they may be indices."""
     return torch.empty_strided(size, stride, dtype=dtype).fill_(0 if _is_integer(dtype) else 1)
 
 
@@ -134,18 +138,18 @@ def _called(
     kwargs: dict[str, Any],
     stand_in: Callable[[TensorMeta], torch.Tensor],
 ) -> Any:
-    """What the CPU kernel gives for stand-ins; None if it refuses them, as kernels that look for sizes may."""
+    """Results of the CPU kernel for stand-ins; None if it refuses them, as kernels that check sizes may."""
 
     def made(item: Any) -> Any:
         return stand_in(item._h.meta) if hasattr(item, "_h") else item
 
     named = {k: map_leaves(made, v) for k, v in kwargs.items() if k not in ("generator", "device")}
     if schema.draws:
-        named["generator"] = torch.Generator()  # not the one of the process
+        named["generator"] = torch.Generator()  # the process's own generator must not advance
     try:
         return schema.op(*map_leaves(made, list(args)), **named)
     except Exception:
-        return None  # the call itself is not refused: its meta kernel has let it pass
+        return None  # the call itself is not refused: its meta kernel accepted it
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -157,7 +161,7 @@ def _zipped(
     change: Callable[[TensorMeta, Any], TensorMeta],
     path: tuple[int, ...] = (),
 ) -> Any:
-    """`result` with each meta changed by what is given for its place."""
+    """`result` with each meta replaced by `change(meta, given(path))`; `path` is its position in nested lists."""
     if isinstance(result, TensorMeta):
         return change(result, given(path))
     if isinstance(result, list | tuple):
@@ -172,7 +176,7 @@ def _at(given: Any, path: tuple[int, ...]) -> Any:
 
 
 def _in_order(meta: TensorMeta, t: torch.Tensor) -> TensorMeta:
-    """`meta` with its dims in the order that those of `t` have in memory."""
+    """`meta` with packed strides whose dims have the same order in memory as those of `t`."""
     given = t.stride()
     if t.dim() != len(meta.size) or not TensorMeta.like(t).dense or not meta.numel:
         return meta

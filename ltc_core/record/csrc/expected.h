@@ -1,4 +1,4 @@
-// What is expected of a call that was recorded before, and how that is noted down.
+// What to expect of a call that repeats a step, and how that is noted while Python records the step.
 #pragma once
 #include "operands.h"
 
@@ -8,23 +8,23 @@
 
 namespace ltc {
 
-// One argument, or one item of a list.
+// What to expect of one argument, or of one item of a list.
 struct Want {
   enum What { kSame, kType, kNumbered, kFirstRead, kItems };
   What what;
-  IValue value; // kSame: equal to this. kType: a number of the type of this
-  Py_ssize_t number = 0; // kNumbered: the value of this number, kFirstRead: what it will have. kItems: so many items, which follow
-  PyObject* meta = nullptr; // kFirstRead: an input of this meta; metas live for ever
-  PyObject* lens = nullptr; // of a part of a cell that is written; null for a whole tensor
-  Py_ssize_t cell = -1; // which of the cells that are written it is, or is a part of; -1: none of them
-  bool may_share = false; // it is read: whether a call can only be told from others by `cell`
+  IValue value; // kSame: equal to this. kType: a scalar of the type of this
+  Py_ssize_t number = 0; // kNumbered, kFirstRead: the value's number. kItems: the count of items; their wants follow
+  PyObject* meta = nullptr; // kFirstRead: the meta of the input; metas are never freed
+  PyObject* lens = nullptr; // of a part of a written cell; null for a whole tensor
+  Py_ssize_t cell = -1; // index of the written cell that the operand is, or is a part of; -1: none
+  bool may_share = false; // it is read, and its number does not say whether it shares memory with a written cell
 };
 
 struct Expected {
   PyObject_HEAD
   const Op* op;
   std::vector<Want>* wants;
-  std::optional<at::ScalarType> default_dtype; // that the result's dtype follows
+  std::optional<at::ScalarType> default_dtype; // torch's default dtype then, if the result's dtype follows it
 };
 
 inline void free_expected(PyObject* self) {
@@ -38,7 +38,7 @@ inline void free_expected(PyObject* self) {
 }
 inline PyTypeObject expected_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.Expected", sizeof(Expected)};
 
-// What was noted of a call that goes to Python.
+// What was noted about a call before Python records it.
 struct Noted {
   Object trace, before, epoch, expected;
   Object written; // the first cell it writes
@@ -54,7 +54,8 @@ struct Noted {
       *object = Object();
   }
 
-  // Keeps it with the step that Python made of the call, which gave `returned`, if that is the one step since.
+  // Stores `expected` in the step that Python recorded for the call, which returned `returned`. Stores nothing unless
+  // exactly one step was recorded since, and this call recorded it.
   void keep(c10::ArrayRef<IValue> returned) {
     if (!trace)
       return;
@@ -82,7 +83,7 @@ struct Noted {
   }
 
  private:
-  // Whether the call defined a value since. It may not have been recorded; the one step since is then another thread's.
+  // Whether the call defined a value. If it did not, the one step since was recorded by another thread.
   bool has_defined(c10::ArrayRef<IValue> returned) const {
     if (written)
       return is_new(cell_of.value.of(written.get()));
@@ -98,12 +99,12 @@ struct Noted {
   }
 };
 
-// Notes down what to expect of a call.
+// Notes what to expect of a repetition of a call.
 class Noter : Operands {
  public:
   Noter(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args) : Operands(op, trace, args) {}
 
-  // Notes what to expect of this call, if it is not one that only Python can make.
+  // Fills `noted`; leaves `noted.trace` null for a call that only Python can record.
   void note(Noted& noted) {
     noted.expected = Object(expected_type.tp_alloc(&expected_type, 0));
     if (!noted.expected)
@@ -113,7 +114,7 @@ class Noter : Operands {
     wants = expected->wants = new std::vector<Want>();
     new (&expected->default_dtype) std::optional<at::ScalarType>();
     const auto& arguments = op.handle.schema().arguments();
-    size_t given = args.size(); // positional arguments after these have their defaults: Python does not see them
+    size_t given = args.size(); // the positional arguments after these have their defaults; Python does not get them
     while (given > 0 && (arguments[given - 1].kwarg_only() || is_default(arguments[given - 1], args[given - 1])))
       --given;
     for (size_t i = 0; i < args.size(); ++i) {
@@ -152,7 +153,7 @@ class Noter : Operands {
 
   bool note_argument(const IValue& a, int code, bool is_written) {
     if (code == kGenerator && !a.isNone())
-      return false; // the stream is another one
+      return false; // it has another stream than the default one
     if (a.isNone() || (!a.isTensor() && (code == kStatic || code == kStaticNumber || code == kGenerator))) {
       wants->push_back({Want::kSame, a});
       return true;
@@ -222,8 +223,8 @@ class Noter : Operands {
     return cell && note_operand(cell.get(), nullptr, written.add(cell.get()));
   }
 
-  // Notes what is read from cells that are written. A whole cell and the same cell written have one number, so that
-  // another number says enough; the number of a part says nothing of its cell.
+  // Notes which operands are read from written cells. A whole cell that is read and written has the same number both
+  // times, so an operand with another number is not that cell. The number of a part says nothing about its cell.
   void note_shared_reads() {
     std::unordered_set<Py_ssize_t> numbers_written;
     for (const Want& want : *wants) {

@@ -1,10 +1,10 @@
-// Follow a trace: record an op that was recorded before, the way it was recorded then.
+// The fast path of recording: record a call that repeats the next step of its trace, without running Python.
 //
-// `recorder` and `record_view` say what recording is. In a training loop nearly every call repeats the one that
-// followed here last time; for those, these files do the same without running Python. They stand in front of the
-// dispatcher's key for Python, op by op. A call that Python recorded leaves behind what was expected of it
-// (`Expected`, kept with its step); when the next call meets that, the cursor moves on and the results are made here.
-// Anything else, an op that never was recorded here, an operand that must be made first, goes to Python untouched.
+// record/recorder.py and record/view_recorder.py define what recording is (docs/recording.md). In a training loop
+// nearly every call repeats the step that followed here last time. This file registers a kernel (`Follower`) for each
+// op at the dispatcher's key for Python. When Python records a call, the kernel keeps with the step what to expect of a
+// repetition (`Expected`, expected.h). A call that meets it moves the cursor, and its results are made in C++
+// (`NextStep`, next_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
 #include "next_step.h"
 
 #include <ATen/core/stack.h>
@@ -18,8 +18,9 @@
 namespace ltc {
 namespace {
 
-// ---- in front of the dispatcher's key for Python -------------------------------------------------------------------
+// ---- kernels at the dispatcher's key for Python --------------------------------------------------------------------
 
+// Holds the trace's lock; `is_taken` is false, with an error set, if that failed.
 class Locked {
  public:
   explicit Locked(PyObject* trace) : lock(Py_NewRef(trace_of.lock.of(trace))) {
@@ -46,9 +47,9 @@ class Locked {
   throw error;
 }
 
-thread_local bool is_for_python = false; // the last call is one that `Follower` leaves to Python, see `is_of_other_mode`
+thread_local bool is_for_python = false; // `Follower` leaves the last call to Python because of `is_of_other_mode`
 
-// Runs the calls of one op.
+// The kernel of one op: records a call that repeats the next step, else calls Python.
 class Follower final : public c10::OperatorKernel {
  public:
   explicit Follower(Op given)
@@ -82,8 +83,8 @@ class Follower final : public c10::OperatorKernel {
     }
   }
 
-  // Whether inference mode decides about the call: a view is as its base in it and outside of it, and outside of it no
-  // tensor of it may be written.
+  // Whether Python must handle the call because of inference mode. A view is an inference tensor if its base is one, in
+  // any mode. Outside of inference mode, inference tensors of a list must not be written.
   bool is_of_other_mode(const IValue& first) const {
     const bool is_inference = c10::InferenceMode::is_enabled();
     if (op.kind >= kView)
@@ -96,7 +97,7 @@ class Follower final : public c10::OperatorKernel {
     return false;
   }
 
-  // Makes the call if it is the next step of its trace, else notes it.
+  // Records the call and returns true if it is the next step of its trace. Else notes what to expect of it.
   bool follow(torch::jit::Stack& stack, Noted& noted) {
     const auto args = torch::jit::last(stack, op.codes.size());
     const Object handle(first_handle(args));
@@ -145,8 +146,8 @@ class Follower final : public c10::OperatorKernel {
   }
 };
 
-// Stands where `LazyTensor.__torch_dispatch__` does, for calls that do not come through the dispatcher: when autograd
-// saves the result of an op it has it detached. Everything else goes to Python.
+// Replaces `LazyTensor.__torch_dispatch__`. Handles `detach`, which autograd calls without the dispatcher when it saves
+// the result of an op. Every other call goes to Python.
 PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) {
   const bool is_detach = n == 4 && given[0] == detach && PyTuple_CheckExact(given[2]) &&
       PyTuple_GET_SIZE(given[2]) == 1 && is_type(PyTuple_GET_ITEM(given[2], 0), lazy_tensor);
@@ -159,7 +160,7 @@ PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) {
 
 // ---- the module ----------------------------------------------------------------------------------------------------
 
-// add(name, overload name, kind, draws, codes, writes): follow calls of this op from now on.
+// add(name, overload name, kind, draws, codes, writes): register the kernel of an op.
 PyObject* add(PyObject*, PyObject* given) {
   const char *name, *overload, *kind;
   int draws;
@@ -192,8 +193,8 @@ PyObject* add(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// setup(aten.detach.default, LazyTensor.__torch_dispatch__, empty, aten.empty_strided.default, stream, LazyTensor, Trace, Step, Cell, View, Value, Buffer,
-//       TensorMeta)
+// setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, LazyTensor,
+//       Trace, Step, Cell, View, Value, Buffer, TensorMeta)
 PyObject* setup(PyObject*, PyObject* given) {
   PyObject *op, *python, *empty, *memory, *stream, *tensor, *trace, *step, *cell, *view, *value, *buffer, *meta;
   if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOO", &op, &python, &empty, &memory, &stream, &tensor, &trace, &step, &cell, &view, &value, &buffer, &meta))
@@ -235,12 +236,12 @@ PyObject* setup(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// enable(on): record calls here, or leave all of them to Python. Gives what it was.
+// enable(on): record calls in C++, or leave all of them to Python. Returns the previous setting.
 PyObject* enable(PyObject*, PyObject* on) {
   const bool was_on = is_on.exchange(PyObject_IsTrue(on) == 1);
   return PyBool_FromLong(was_on);
 }
-// count(): calls followed so far.
+// count(): the number of calls that the kernels have handled without Python so far.
 PyObject* count(PyObject*, PyObject*) {
   return PyLong_FromSsize_t(num_followed);
 }

@@ -1,10 +1,10 @@
-// A call compared with the next step of its trace, and made if it is that step.
+// Compares a call with the next step of its trace, and records it if they are the same.
 #pragma once
 #include "expected.h"
 
 namespace ltc {
 
-// Nothing is changed before the whole call was found as expected; if making it fails after that, the trace is rewound.
+// `is_next` changes nothing. If `make` fails, it rewinds the trace.
 class NextStep : Operands {
  public:
   NextStep(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args) : Operands(op, trace, args) {}
@@ -27,9 +27,9 @@ class NextStep : Operands {
     return (!op.draws || stream_is_next()) && shares_as_expected();
   }
 
-  // Gives what the op returns; nothing, with an error, if that failed.
+  // Records the call as the next step. Returns what the op returns, or nothing after an error.
   std::optional<IValue> make() {
-    const Object kept(Py_NewRef(step)); // should a finalizer run that cuts the trace
+    const Object kept(Py_NewRef(step)); // a finalizer may run and cut the trace
     trace_of.cursor.set(trace, step);
     std::optional<IValue> result;
     if (bind_inputs() && add_numbers())
@@ -40,8 +40,8 @@ class NextStep : Operands {
     return std::nullopt;
   }
 
-  // Records the beginning of memory that this call would write or read first, where that is the next step. Gives
-  // whether there was any. An error is left set.
+  // Records memory that this call uses and that nobody wrote yet, as `_record_empty` does, if that is the next step.
+  // Returns whether it recorded any. An error is left set.
   bool begin_memory() {
     bool begun = false;
     for (const IValue& a : args) {
@@ -64,7 +64,7 @@ class NextStep : Operands {
     const Want* want;
     PyObject* handle; // its tensor holds it
   };
-  std::vector<Read> reads; // that may share memory with what is written
+  std::vector<Read> reads; // operands that may share memory with written cells
 
   // -- comparing
 
@@ -117,7 +117,7 @@ class NextStep : Operands {
     return written.add(cell.get()) == want.cell && operand_is(cell.get(), want);
   }
 
-  // Whether what is read shares memory with what is written as it did then.
+  // Whether the operands that are read share memory with the written cells as in the step.
   bool shares_as_expected() const {
     for (const Read& read : reads) {
       const bool is_part = is_type(read.handle, view_type);
@@ -170,7 +170,7 @@ class NextStep : Operands {
     return true;
   }
 
-  // Makes the trace agree with its cursor after an error.
+  // Calls `Trace.rewind` after an error, which stays set.
   void rewind() {
     const ErrorAside aside;
     const Object rewound(PyObject_CallMethodNoArgs(trace, name_rewind));
@@ -202,7 +202,7 @@ class NextStep : Operands {
     return true;
   }
 
-  // Counts one more value of the trace: `ref` tells at the cut whether somebody holds it.
+  // Counts one more value of the trace. `ref` is a weak reference to it; None for an input, a view, an undefined one.
   bool take_number(PyObject* ref) {
     ++count;
     return PyList_Append(trace_of.refs.of(trace), ref) == 0;
@@ -275,7 +275,7 @@ class NextStep : Operands {
     return arrange(spec.get(), made);
   }
 
-  // A spec is a position among the results, the name of a written argument, or a tuple or list of these.
+  // `spec` is `Node.result`: a position among the results, the name of a written argument, or a tuple or list of these.
   IValue arrange(PyObject* spec, const std::vector<at::Tensor>& made) {
     if (spec == Py_None)
       return {};

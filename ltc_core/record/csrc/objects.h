@@ -1,7 +1,7 @@
-// Python's objects of the recording (`Trace`, `Step`, `Cell`, ...), read and written through their slots.
+// Python objects of the recording (`Trace`, `Step`, `Cell`, ...), read and written through their slots.
 //
-// All of it with the GIL. A function that gives null or false where it makes something has set an error; others have
-// not, and no object here is shared with a thread that has not the GIL.
+// Callers hold the GIL. A function that makes something returns null or false after an error, and the Python error is
+// set. Other functions set no error. No object is shared with a thread that does not hold the GIL.
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -37,7 +37,7 @@ class Object {
   PyObject* object = nullptr;
 };
 
-// Where an object of a Python class keeps an attribute that is in the class's __slots__.
+// The place of an attribute in the objects of a Python class; the attribute is in the class's __slots__.
 class Slot {
  public:
   bool find(PyObject* type, const char* name) {
@@ -51,7 +51,7 @@ class Slot {
     offset = reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset;
     return true;
   }
-  // Borrowed; null if nothing is there.
+  // Borrowed; null if the attribute is not set.
   PyObject* of(PyObject* object) const { return place(object); }
   bool is_none(PyObject* object) const { return !place(object) || place(object) == Py_None; }
   void set(PyObject* object, PyObject* value) const {
@@ -95,14 +95,14 @@ inline struct {
 } meta_of;
 inline Slot buffer_error;
 
-inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type; // given by `setup`, never let go
+inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type; // set by `setup`, never released
 inline PyObject *name_acquire, *name_release, *name_handle, *name_outs, *name_result, *name_rewind, *name_uses_default_dtype;
 inline PyObject* number_zero;
-inline PyObject *detach, *python_dispatch; // the op; what stood where `dispatch` stands
+inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL
 inline Py_ssize_t num_followed = 0;
 inline PyObject* make_empty; // (meta, device) -> a lazy tensor without a handle
-inline PyObject* empty_op; // what stands in a key for the beginning of memory, with its meta
+inline PyObject* empty_op; // (empty_op, meta) is the key of the step for memory that nobody wrote yet
 inline PyObject* find_stream; // (trace, generator) -> the cell of a random stream
 
 inline bool is_type(PyObject* object, PyObject* type) {
@@ -111,7 +111,7 @@ inline bool is_type(PyObject* object, PyObject* type) {
 inline PyObject* new_object(PyObject* type) {
   return PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0);
 }
-// Whether two objects are equal; an error while they are compared says no.
+// Whether two objects are equal; false if the comparison raises.
 inline bool equal(PyObject* a, PyObject* b) {
   const int answer = PyObject_RichCompareBool(a, b, Py_EQ);
   if (answer < 0)
@@ -125,7 +125,7 @@ struct Gil {
   const PyGILState_STATE state = PyGILState_Ensure();
   ~Gil() { PyGILState_Release(state); }
 };
-// Keeps a Python error aside while something else is called.
+// Saves the current Python error, and restores it at the end.
 class ErrorAside {
  public:
   ErrorAside() { PyErr_Fetch(&type, &value, &traceback); }

@@ -1,4 +1,4 @@
-// The arguments of one call: which of them are values of the trace, which are numbers.
+// The arguments of one call: its operands, which are values of the trace, and its scalars.
 #pragma once
 #include "tensors.h"
 
@@ -13,20 +13,20 @@
 namespace ltc {
 
 enum Kind { kRecorded, kView, kShare };
-enum Code { kStatic, kTensor, kTensors, kNumber, kNumbers, kGenerator, kStaticNumber }; // `schema.Arg`
+enum Code { kStatic, kTensor, kTensors, kNumber, kNumbers, kGenerator, kStaticNumber }; // `graph.op_schema.Arg`
 
 using c10::IValue;
 
 struct Op {
   Kind kind;
-  bool draws; // from the random stream of the device
+  bool draws; // from a random stream
   std::vector<int> codes; // of the arguments, in order
   std::vector<bool> writes;
   c10::OperatorHandle handle;
   bool writes_any = false;
 
-  // Autograd counts what is written into a tensor, but leaves lists of tensors to the ops that eager PyTorch calls for
-  // each of them.
+  // Whether the kernel must increment the tensors' version counters. Autograd does not for a list: it relies on the ops
+  // that eager PyTorch calls for each tensor.
   bool writes_list() const {
     const auto& name = handle.schema().name();
     return name.rfind("aten::_foreach_", 0) == 0 && !writes.empty() && writes[0];
@@ -36,7 +36,7 @@ struct Op {
 inline bool is_number(const IValue& a) {
   return a.isDouble() || a.isInt() || a.isBool() || a.isComplexDouble();
 }
-// A number may come as a tensor, where an op has no form that takes numbers; Python sees the number.
+// PyTorch passes a scalar as a tensor if the op has no overload that takes scalars. Python gets the scalar.
 inline bool is_wrapped_number(const IValue& a) {
   return a.isTensor() && a.toTensor().defined() && a.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
 }
@@ -50,7 +50,7 @@ inline PyObject* python_number(const IValue& a) {
   const auto number = a.toComplexDouble();
   return PyComplex_FromDoubles(number.real(), number.imag());
 }
-// PyTorch cannot compare a generator with anything.
+// PyTorch cannot compare generators.
 inline bool same_value(const IValue& a, const IValue& b) {
   if (a.isNone() || b.isNone() || a.isGenerator() || b.isGenerator())
     return a.isNone() && b.isNone();
@@ -60,7 +60,7 @@ inline bool same_type(const IValue& a, const IValue& b) {
   return a.isDouble() == b.isDouble() && a.isBool() == b.isBool() && a.isInt() == b.isInt();
 }
 
-// Gives the handle of the first lazy tensor among values; null, without an error, if there is none.
+// The handle of the first lazy tensor among values, an owned reference; null, without an error, if there is none.
 inline PyObject* first_handle(c10::ArrayRef<IValue> values) {
   for (const IValue& a : values) {
     if (a.isTensor()) {
@@ -76,23 +76,23 @@ inline PyObject* first_handle(c10::ArrayRef<IValue> values) {
   return nullptr;
 }
 
-// A value first read by this call.
+// A value that becomes an input of the trace with this call.
 struct Input {
   PyObject* value;
   PyObject* meta;
 };
 
-// The cells that a call writes, each once, in the order in which they come.
+// The cells that a call writes, each once, in the order of the arguments.
 class Written {
  public:
-  // The position of a cell, which is added if it is new.
+  // Index of a cell, which is added if it is new.
   Py_ssize_t add(PyObject* cell) {
     const auto [found, is_new] = positions.emplace(cell, static_cast<Py_ssize_t>(cells.size()));
     if (is_new)
       cells.push_back(cell); // its tensor, or the device, holds it
     return found->second;
   }
-  // The position of a cell, -1 if it is not written.
+  // Index of a cell, -1 if it is not written.
   Py_ssize_t find(PyObject* cell) const {
     const auto found = positions.find(cell);
     return found == positions.end() ? -1 : found->second;
@@ -103,7 +103,7 @@ class Written {
   std::unordered_map<PyObject*, Py_ssize_t> positions;
 };
 
-// What a call has to do with its trace.
+// A call's inputs and scalars, as it is compared or noted.
 class Operands {
  protected:
   Operands(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args)
@@ -112,11 +112,11 @@ class Operands {
   const Op& op;
   const c10::ArrayRef<IValue> args;
   PyObject *const trace, *const epoch;
-  Py_ssize_t count; // values of the trace so far
+  Py_ssize_t count; // count of the trace's values so far
   c10::SmallVector<Input, 8> inputs;
   c10::SmallVector<const IValue*, 8> numbers;
 
-  // Null if it is none.
+  // The scalar of an argument; null if it is not one.
   const IValue* number_of(const IValue& a) {
     if (!is_wrapped_number(a))
       return is_number(a) ? &a : nullptr;
@@ -124,7 +124,7 @@ class Operands {
     return &unwrapped.back();
   }
 
-  // The value of a handle of this trace, null if it must be made first.
+  // The value of a handle; null for a handle of another trace and for a stale view.
   PyObject* value_of_handle(PyObject* handle) const {
     if (is_type(handle, cell_type)) {
       PyObject* value = cell_of.value.of(handle);
@@ -151,7 +151,7 @@ class Operands {
     return true;
   }
 
-  // The stream is one more operand that the op writes.
+  // The state cell of the default stream, which the op writes; null, without an error, if there is none.
   Object stream() const {
     Object cell(PyObject_CallFunctionObjArgs(find_stream, trace, Py_None, nullptr));
     if (!cell)
@@ -164,7 +164,7 @@ class Operands {
   }
 
  private:
-  std::deque<IValue> unwrapped; // numbers that came as tensors
+  std::deque<IValue> unwrapped; // scalars that came as tensors
 };
 
 } // namespace ltc

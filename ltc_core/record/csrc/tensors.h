@@ -1,4 +1,4 @@
-// New lazy tensors, and what a lazy tensor holds.
+// New lazy tensors, and the handle of a lazy tensor.
 #pragma once
 #include "objects.h"
 
@@ -11,7 +11,7 @@
 #include <vector>
 
 #if TORCH_VERSION_MINOR >= 13
-// By hand: torch/csrc/autograd/python_variable.h, where these two stand, makes the build three times as long.
+// Declared here, because including torch/csrc/autograd/python_variable.h makes the build three times as long.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
 #else
@@ -20,7 +20,7 @@ PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
 
 namespace ltc {
 
-// Makes tensors of one size, stride, offset and dtype on one device: what `Tensor._make_wrapper_subclass` makes.
+// Size, stride, offset, dtype and device for `new_tensor`, which makes what `Tensor._make_wrapper_subclass` makes.
 struct Maker {
   PyObject_HEAD
   PyObject* device;
@@ -44,7 +44,7 @@ inline bool read_dims(PyObject* from, std::vector<int64_t>& dims) {
     dims.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(from, i)));
   return !PyErr_Occurred();
 }
-// Gives the maker of a meta, kept with it for the device asked for last. Borrowed.
+// The maker of a meta, cached in the meta for the last device. Borrowed.
 inline Maker* maker_for(PyObject* meta, PyObject* device) {
   PyObject* known = meta_of.maker.of(meta);
   if (known && Py_IS_TYPE(known, &maker_type) && reinterpret_cast<Maker*>(known)->device == device)
@@ -70,7 +70,7 @@ inline Maker* maker_for(PyObject* meta, PyObject* device) {
   return maker;
 }
 
-// Makes a lazy tensor; an undefined one says that there was an error.
+// Makes a lazy tensor without a handle; returns an undefined tensor after an error.
 inline at::Tensor new_tensor(PyObject* meta, PyObject* device) {
 #if TORCH_VERSION_MINOR >= 13
   const Maker* maker = maker_for(meta, device);
@@ -85,12 +85,12 @@ inline at::Tensor new_tensor(PyObject* meta, PyObject* device) {
   tensor.unsafeGetTensorImpl()->set_python_dispatch(true);
   const Object wrapped(THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(lazy_tensor)));
   return wrapped ? tensor : at::Tensor();
-#else // nothing else makes tensors of a subclass there
+#else // older versions offer no other way to make tensors of a subclass
   const Object made(PyObject_CallFunctionObjArgs(make_empty, meta, device, nullptr));
   return made ? THPVariable_Unpack(made.get()) : at::Tensor();
 #endif
 }
-// Makes a lazy tensor that holds `handle`; an undefined one says that there was an error.
+// Makes a lazy tensor that holds `handle`; returns an undefined tensor after an error.
 inline at::Tensor wrap(PyObject* meta, PyObject* device, PyObject* handle) {
   at::Tensor tensor = new_tensor(meta, device);
   const Object wrapped(tensor.defined() ? THPVariable_Wrap(tensor) : nullptr);
@@ -106,7 +106,7 @@ inline at::Tensor share(PyObject* handle) {
   PyObject* meta = is_type(handle, cell_type) ? cell_of.meta.of(handle) : view_of.meta.of(handle);
   return wrap(meta, trace_of.device.of(trace_of_handle(handle)), handle);
 }
-// Gives the handle of a lazy tensor; null, without an error, if it is another one.
+// The handle of a lazy tensor, an owned reference; null, without an error, for any other tensor.
 inline PyObject* handle_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_privateuseone())
     return nullptr;
