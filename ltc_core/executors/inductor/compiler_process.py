@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ltc_core.executors.inductor.artifacts import WORK
-from ltc_core.executors.inductor.request import compiler_variables, is_decisive
+from ltc_core.executors.inductor.compiler_variables import compiler_variables, is_decisive
 from ltc_core.settings import settings
 
 __all__ = ["Answer", "CompilerProcess"]

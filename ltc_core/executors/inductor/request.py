@@ -23,21 +23,15 @@ import torch
 
 from ltc_core.compile.retrace import Refused
 from ltc_core.compile.subgraph import Subgraph
+from ltc_core.executors.inductor.compiler_variables import compiler_variables
 from ltc_core.graph.ir import TensorMeta
 
-__all__ = ["Request", "compiler_variables", "decode", "encode", "is_decisive", "key"]
+__all__ = ["Request", "decode", "encode", "key"]
 
 
 _PACKAGE = Path(__file__).parents[2]
 # What decides what is made of a part is in these folders: the graph and its passes, the executors.
 _FOLDERS = ("graph/*.py", "compile/*.py", "executors/**/*.py")
-# Variables that PyTorch's compiler reads, and those of them that only say where and how fast it works.
-_READ = ("TORCHINDUCTOR_", "TORCH_COMPILE_", "AOT_INDUCTOR_", "AOTINDUCTOR_", "ATEN_CPU_CAPABILITY")
-_WHERE = (
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TORCHINDUCTOR_COMPILE_THREADS",
-    "TORCHINDUCTOR_WORKER_START",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,20 +111,6 @@ def _environment() -> str:
             *(f"{name}={value}" for name, value in compiler_variables().items()),
         )
     )
-
-
-@functools.cache
-def compiler_variables() -> dict[str, str]:
-    """Environment variables that decide what is compiled, as they were when they were first asked for.
-
-    The compiler's process is started with these: its programs are those that the key says.
-    """
-    return {name: os.environ[name] for name in sorted(os.environ) if is_decisive(name)}
-
-
-def is_decisive(name: str) -> bool:
-    """Whether an environment variable is one of those that decide what is compiled."""
-    return name.startswith(_READ) and name not in _WHERE
 
 
 def _processor() -> str:

@@ -14,14 +14,13 @@ from ltc_core.compile.retrace import Refused
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.inductor import request as module
 from ltc_core.executors.inductor.compiler_process import CompilerProcess
+from ltc_core.executors.inductor.compiler_variables import compiler_variables, is_decisive
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.request import (
     Request,
-    compiler_variables,
     decode,
     encode,
-    is_decisive,
     key,
 )
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write
