@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ltc_core import errors, source
-from ltc_core.graph.op_schema import OpSchema
+from ltc_core.graph.op_schema import Arg, OpSchema
 from ltc_core.record import random_state
 from ltc_core.record.make_node import InOrder, grow
 from ltc_core.record.signature import (
@@ -87,6 +87,8 @@ def record_factory(schema: OpSchema, trace: Trace, args: Any, kwargs: dict[str, 
 
 
 def _record_on(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    if schema.draws:
+        args, kwargs = _with_named_generator(schema, args, kwargs)
     with trace.lock:
         if trace.count >= trace.limit:
             trace.on_limit()  # type: ignore[misc]
@@ -110,6 +112,14 @@ def _record_on(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]
         except BaseException:
             trace.rewind()
             raise
+
+
+def _with_named_generator(schema: OpSchema, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments, with the generator as a keyword; `aten::poisson` and others take it as the last positional one."""
+    position = schema.args.index(Arg.GENERATOR)
+    if position >= len(args):
+        return args, kwargs
+    return args[:position], {**kwargs, "generator": args[position]}
 
 
 def _signature(

@@ -5,6 +5,7 @@ That draws are eager's is in test_random_numbers.py; two devices are in test_dev
 
 import gc
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from ltc_core.runtime import devices
 from ltc_core.settings import settings
 from tests.core.beside_eager import assert_same
 from tests.core.counting import Counting
+
+aten = torch.ops.aten
 
 
 @pytest.fixture
@@ -164,6 +167,22 @@ class TestGenerators:
         assert counted.syncs == {"MarkStep": 1}
         expected = [torch.rand(2, generator=g) for g in (*eager, *eager)]
         assert_same(drawn, expected)
+
+    @pytest.mark.parametrize(
+        "op",
+        [
+            lambda x, g: torch.poisson(x, g),
+            lambda x, g: torch.poisson(x, generator=g),
+            lambda x, g: torch._standard_gamma(x, g),
+            lambda x, g: torch.binomial(x, x / 9, g),
+            lambda x, g: aten.rrelu_with_noise(-x, torch.zeros_like(x), 0.1, 0.3, True, g),
+        ],
+    )
+    def test_a_generator_as_a_positional_argument(self, device: torch.device, op: Any) -> None:
+        for _ in range(4):
+            given = torch.Generator(device).manual_seed(3), torch.Generator().manual_seed(3)
+            drawn, eager = (op(torch.full((4,), 3.0, device=g.device), g) for g in given)
+            assert_same(drawn, eager)
 
     def test_the_wrong_device_is_named(self, device: torch.device) -> None:
         with pytest.raises(RuntimeError, match="Expected a .* device type for generator") as raised:
