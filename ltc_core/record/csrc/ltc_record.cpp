@@ -116,12 +116,14 @@ class Follower final : public c10::OperatorKernel {
         throw_python_error();
       std::optional<NextStep> call;
       bool is_next = call.emplace(op, trace, args).is_next();
-      if (!is_next && NextStep(op, trace, args).begin_memory())
+      if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).begin_memory() && !PyErr_Occurred())
         is_next = call.emplace(op, trace, args).is_next();
       if (PyErr_Occurred())
         throw_python_error();
       if (!is_next) {
         Noter(op, trace, args).note(noted);
+        if (PyErr_Occurred())
+          throw_python_error();
         return false;
       }
       result = call->make();

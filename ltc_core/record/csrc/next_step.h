@@ -4,7 +4,7 @@
 
 namespace ltc {
 
-// `is_next` changes nothing. If `make` fails, it rewinds the trace.
+// `is_next` changes nothing, and leaves an interrupt set. If `make` fails, it rewinds the trace.
 class NextStep : Operands {
  public:
   NextStep(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args) : Operands(op, trace, args) {}
@@ -30,10 +30,12 @@ class NextStep : Operands {
   // Records the call as the next step. Returns what the op returns, or nothing after an error.
   std::optional<IValue> make() {
     const Object kept(Py_NewRef(step)); // a finalizer may run and cut the trace
-    trace_of.cursor.set(trace, step);
     std::optional<IValue> result;
-    if (bind_inputs() && add_numbers())
-      result = op.kind == kView ? views() : results();
+    if (bind_inputs()) {
+      trace_of.cursor.set(trace, step); // from here on, `rewind` completes the step
+      if (add_numbers())
+        result = op.kind == kView ? views() : results();
+    }
     if (result && trace_of.count.set_number(trace, count))
       return result;
     rewind();
@@ -49,8 +51,10 @@ class NextStep : Operands {
         begun |= begin_memory(a);
       } else if (a.isList()) {
         for (const IValue& item : a.toListRef())
-          begun |= item.isTensor() && begin_memory(item);
+          begun |= item.isTensor() && !PyErr_Occurred() && begin_memory(item);
       }
+      if (PyErr_Occurred())
+        break;
     }
     return begun;
   }

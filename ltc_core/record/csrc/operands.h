@@ -151,10 +151,10 @@ class Operands {
     return true;
   }
 
-  // The state cell of the default stream, which the op writes; null, without an error, if there is none.
+  // The state cell of the default stream, which the op writes; null if there is none. An interrupt is left set.
   Object stream() const {
     Object cell(PyObject_CallFunctionObjArgs(find_stream, trace, Py_None, nullptr));
-    if (!cell)
+    if (!cell && PyErr_ExceptionMatches(PyExc_Exception))
       PyErr_Clear();
     return cell;
   }
