@@ -12,6 +12,7 @@
     |  `- CheckpointIOError (OSError)           the file cannot be read or written
     |- DataFormatError (ValueError)             a data file is truncated or foreign
     |- LoaderError (RuntimeError)               a loader is misused, or delivers nothing
+    |- ProfilerError (RuntimeError)             a trace cannot be started, stopped or written
     |- RankError (RuntimeError)                 a process of a job failed, or cannot be started
     |  |- RankEndedError (RuntimeError)         a process that was waited for has ended
     |  `- RankTimeoutError (TimeoutError)       processes did not arrive in time
@@ -133,6 +134,10 @@ class DataFormatError(LtcError, ValueError):
 
 class LoaderError(LtcError, RuntimeError):
     """A loader is misused, or has delivered nothing for too long."""
+
+
+class ProfilerError(LtcError, RuntimeError):
+    """A trace cannot be started, stopped or written."""
 
 
 class RankError(LtcError, RuntimeError):

@@ -19,7 +19,7 @@ import torch
 from torch.autograd import profiler as _flag
 
 from ltc_core.api.verbs import mark_step
-from ltc_core.errors import LtcError
+from ltc_core.errors import ProfilerError
 from ltc_core.runtime.devices import contexts
 
 __all__ = ["ProfilerError", "StepTrace", "Trace", "start_trace", "stop_trace", "trace", "trace_me"]
@@ -28,10 +28,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _lock = threading.Lock()
 _running: torch.profiler.profile | None = None
-
-
-class ProfilerError(LtcError, RuntimeError):
-    """A trace cannot be started, stopped or written."""
 
 
 # -- traces --------------------------------------------------------------------------------------

@@ -68,6 +68,11 @@ def keeping_copies() -> Iterator[None]:
         _kept_copies.reset(token)
 
 
+def _identifier(memory: Cell) -> int:
+    """What stands for the address of memory; ranges of two memories below 64 GiB do not overlap."""
+    return id(memory) << 32  # two objects are at least 16 bytes apart
+
+
 class LazyStorage:
     """The storage that a lazy tensor shows: it says which tensors share memory, and how large the memory is."""
 
@@ -80,7 +85,7 @@ class LazyStorage:
         return id(self._base)
 
     def data_ptr(self) -> int:
-        return id(self._base)
+        return _identifier(self._base)
 
     def nbytes(self) -> int:
         return self._base.meta.nbytes
@@ -221,7 +226,7 @@ class LazyTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """An identifier, no address: equal for tensors that start at the same element of the same memory."""
-        return id(base_of(self._h)) + self._h.meta.offset * self.dtype.itemsize
+        return _identifier(base_of(self._h)) + self._h.meta.offset * self.dtype.itemsize
 
     def is_shared(self) -> bool:
         return False

@@ -26,6 +26,7 @@ TREE = {
     "DataFormatError": ValueError,
     "LoaderError": RuntimeError,
     "GraphError": AssertionError,
+    "ProfilerError": RuntimeError,
     "RankError": RuntimeError,
     "RankEndedError": RuntimeError,
     "RankTimeoutError": TimeoutError,

@@ -261,6 +261,9 @@ class TestMemoryLayout:
         t = torch.ones(3, device=device)
         assert t.data_ptr() == t.view(3, 1).data_ptr() != (t + 0).data_ptr()
         assert t.data_ptr() == t.untyped_storage().data_ptr()
+        first, second = torch.zeros(9, device=device), torch.zeros(9, device=device)
+        of_first, of_second = ({row.data_ptr() for row in x} for x in (first, second))
+        assert len(of_first | of_second) == 18
         assert not isinstance(t.untyped_storage(), torch.UntypedStorage)
         with pytest.raises(NotImplementedError, match="have no storage"):
             torch.ones(1, device=device).set_(torch.ones(3).untyped_storage())
