@@ -11,7 +11,7 @@ import torch
 
 from ltc_core.errors import CheckpointError, CheckpointFormatError
 from ltc_core.serialization.plain import load as load_plain
-from ltc_core.serialization.tree import map_instances
+from ltc_core.serialization.tree import map_leaves
 
 _NAMES = (
     "torch_xla.utils.serialization.TensorReference",
@@ -49,7 +49,7 @@ def load_legacy(path: str) -> object:
             )
         return _load_tensor(os.path.join(tensors_folder(path), f"tensor_{reference.tid}.pt"))
 
-    return map_instances(TensorReference, fetch, skeleton)
+    return map_leaves(lambda item: isinstance(item, TensorReference), fetch, skeleton)
 
 
 def _load_tensor(file: str) -> object:

@@ -18,7 +18,7 @@ import torch
 from ltc_core.errors import CheckpointError, CheckpointFormatError, CheckpointIOError, LtcError
 from ltc_core.serialization.atomic import io_errors, replace_file
 from ltc_core.serialization.cpu_copy import CpuCopies, is_on_device
-from ltc_core.serialization.tree import collect, map_tensors
+from ltc_core.serialization.tree import map_tensors, tensors_of
 from ltc_core.serialization.weights_only import load_weights_only
 
 FileOrPath = str | os.PathLike[str] | IO[bytes]
@@ -58,7 +58,7 @@ def save(
             _torch_save(copied, copies, file_or_path)
         return
     path = os.path.realpath(os.fsdecode(file_or_path))
-    need_bytes = sum(t.nbytes for t in collect(copied) if t.layout == torch.strided)
+    need_bytes = sum(t.nbytes for t in tensors_of(copied) if t.layout == torch.strided)
     with io_errors(path, need_bytes):
         if os.path.exists(path) and not os.path.isfile(path):
             with open(path, "wb") as special:  # a directory is refused here by the system

@@ -1,107 +1,168 @@
-"""Walk the leaves in a tree of Python containers: `map_tensors`, `collect`, `map_instances`.
+"""Walk the leaves of a tree of Python containers: `map_leaves`, `leaves`, and both for tensors.
 
 A tree is dicts, lists, tuples, sets, other mappings and dataclasses, nested at will. What comes
 out has the same types, the same keys and the same sharing: an object that stands at two places is
-mapped once, and a part without a changed tensor is the object that went in. The walk knows nothing
-of devices; `cpu_copy` is what it is usually given.
+mapped once, and a part without a changed leaf is the object that went in. The walk knows nothing
+of devices; saving (`plain`), batches of loaders and the peers' walkers use it.
 """
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
+__all__ = ["leaves", "map_leaves", "map_tensors", "tensors_of"]
+
 _Tree = TypeVar("_Tree")
-_Leaf = TypeVar("_Leaf")
+_Parts = list[tuple[Any, Any]]
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: _Tree) -> _Tree:
-    """Return `tree` with each tensor replaced by `fn(tensor)`; the input is left as it was.
+def map_leaves(
+    is_leaf: Callable[[Any], bool],
+    fn: Callable[[Any], object],
+    tree: _Tree,
+    *,
+    objects: int = 0,
+    keys: bool = False,
+) -> _Tree:
+    """Return `tree` with each leaf replaced by `fn(leaf)`; the input is left as it was.
 
-    `fn` is called once for each tensor object. Keys, and objects that are no containers (a
-    module, an optimizer), are returned as they are. Cycles are followed.
+    `fn` is called once for each object. Cycles are followed. Python's modules, types and tensors
+    are no containers.
+
+    Args:
+        is_leaf: whether an object is a leaf; asked before the object is taken for a container.
+        objects: levels of other objects (with a `__dict__`) whose attributes are walked.
+        keys: whether the keys of dicts are walked.
 
     Raises:
         RecursionError: the tree is nested more deeply than Python's stack.
     """
-    return map_instances(torch.Tensor, fn, tree)
-
-
-def map_instances(kind: type[_Leaf], fn: Callable[[_Leaf], object], tree: _Tree) -> _Tree:
-    """Return `tree` as `map_tensors` does, with the objects of class `kind` as its leaves."""
-    mapped: _Tree = _Walk(kind, fn).map(tree)
+    mapped: _Tree = _Walk(is_leaf, fn, keys).map(tree, objects)
     return mapped
 
 
-def collect(tree: object) -> list[torch.Tensor]:
-    """Return the tensors of `tree` in the order they stand there, each object once."""
-    found: list[torch.Tensor] = []
+def leaves(
+    is_leaf: Callable[[Any], bool], tree: object, *, objects: int = 0, keys: bool = False
+) -> list[Any]:
+    """Return the leaves of `tree` in the order in which they stand there, each object once."""
+    found: list[Any] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
 
-    map_tensors(note, tree)
+    map_leaves(is_leaf, note, tree, objects=objects, keys=keys)
     return found
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: _Tree) -> _Tree:
+    """Return `tree` with each tensor replaced by `fn(tensor)`; objects such as modules stay as they are."""
+    return map_leaves(_is_tensor, fn, tree)
+
+
+def tensors_of(tree: object) -> list[torch.Tensor]:
+    """Return the tensors of `tree` in the order in which they stand there, each object once."""
+    return leaves(_is_tensor, tree)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 class _Walk:
     """One walk: what each object was mapped to, by id; the objects are kept, so that ids are."""
 
-    def __init__(self, kind: type, fn: Callable[[Any], object]) -> None:
-        self._kind = kind
+    def __init__(
+        self, is_leaf: Callable[[Any], bool], fn: Callable[[Any], object], keys: bool
+    ) -> None:
+        self._is_leaf = is_leaf
         self._fn = fn
+        self._keys = keys
         self._done: dict[int, Any] = {}
         self._kept: list[Any] = []
 
-    def map(self, value: Any) -> Any:
+    def map(self, value: Any, objects: int) -> Any:
         if id(value) in self._done:
             return self._done[id(value)]
         self._kept.append(value)
-        if isinstance(value, self._kind):
-            result: Any = self._fn(value)
-        else:
-            result = self._map_container(value)
+        result = self._fn(value) if self._is_leaf(value) else self._map_container(value, objects)
         self._done[id(value)] = result
         return result
 
-    def _map_container(self, value: Any) -> Any:
+    def _map_container(self, value: Any, objects: int) -> Any:
         if isinstance(value, dict):
-            return self._fill(value, list(value.items()), _set_items)
+            if self._keys:
+                return self._map_with_keys(value, objects)
+            return self._fill(value, value.items(), _set_items, objects)
         if isinstance(value, list):
-            return self._fill(value, list(enumerate(value)), _set_items)
+            return self._fill(value, enumerate(value), _set_items, objects)
         if isinstance(value, tuple | set | frozenset):
-            return self._rebuild(value)
-        if _is_record(value):
-            return self._fill(value, _attributes(value), _set_attributes)
-        return value
+            return self._rebuild(value, objects)
+        if isinstance(value, type | ModuleType | torch.Tensor):
+            return value
+        if isinstance(value, Mapping) and not hasattr(value, "__dict__"):
+            content = dict(value)
+            mapped = self.map(content, objects)
+            return value if mapped is content else type(value)(mapped)  # type: ignore[call-arg]
+        if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+            return self._fill(value, _attributes(value), _set_attributes, objects)
+        if objects > 1 and hasattr(value, "__dict__"):  # its attributes may lead back to it
+            return self._fill(value, list(vars(value).items()), _set_attributes, objects - 1)
+        return self._map_attributes(value) if objects and hasattr(value, "__dict__") else value
+
+    def _map_attributes(self, value: Any) -> Any:
+        """Map the containers among an object's attributes; only an object with a changed one is copied."""
+        changed = [
+            (k, new) for k, old in vars(value).items() if (new := self.map(old, 0)) is not old
+        ]
+        if not changed:
+            return value
+        made = copy.copy(value)
+        _set_attributes(made, changed)
+        return made
 
     def _fill(
         self,
         value: Any,
-        parts: list[tuple[Any, Any]],
+        parts: Iterable[tuple[Any, Any]],
         put: Callable[[Any, Iterable[tuple[Any, Any]]], None],
+        objects: int,
     ) -> Any:
         """Map the parts into a shallow copy, which stands for `value` where a cycle meets it."""
-        made = copy.copy(value)
+        made = value.copy() if type(value) in (list, dict) else copy.copy(value)
         self._done[id(value)] = made
-        changed = [(key, new) for key, old in parts if (new := self.map(old)) is not old]
+        changed = [(key, new) for key, old in parts if (new := self.map(old, objects)) is not old]
         if not changed:
             return value
         put(made, changed)
         return made
 
-    def _rebuild(self, value: Any) -> Any:
+    def _map_with_keys(self, value: dict[Any, Any], objects: int) -> Any:
+        made = copy.copy(value)
+        self._done[id(value)] = made
+        keys = [self.map(key, objects) for key in value]
+        items = [self.map(item, objects) for item in value.values()]
+        old = [*value, *value.values()]
+        if all(a is b for a, b in zip([*keys, *items], old, strict=True)):
+            return value
+        made.clear()
+        made.update(zip(keys, items, strict=True))
+        return made
+
+    def _rebuild(self, value: Any, objects: int) -> Any:
         items = list(value)
-        mapped = [self.map(item) for item in items]
+        mapped = [self.map(item, objects) for item in items]
         if id(value) in self._done:  # a cycle came back here and has made it already
             return self._done[id(value)]
         if all(new is old for new, old in zip(mapped, items, strict=True)):
             return value
-        if not isinstance(value, tuple) or hasattr(value, "n_sequence_fields"):
-            return type(value)(mapped)  # sets, and torch.return_types, which tuple.__new__ refuses
+        is_of_c = isinstance(value, torch.Size) or hasattr(value, "n_sequence_fields")
+        if not isinstance(value, tuple) or is_of_c:  # tuple.__new__ refuses torch.return_types
+            return type(value)(mapped)
         # Not type(value)(...): a namedtuple, or a class with a __new__ of its own, takes fields.
         made = tuple.__new__(type(value), mapped)
         if hasattr(value, "__dict__"):
@@ -109,13 +170,7 @@ class _Walk:
         return made
 
 
-def _is_record(value: Any) -> bool:
-    if isinstance(value, type):
-        return False
-    return isinstance(value, Mapping) or dataclasses.is_dataclass(value)
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def _attributes(value: Any) -> _Parts:
     """What a mapping or a dataclass keeps, in its __dict__ and in the slots of its fields."""
     found = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):

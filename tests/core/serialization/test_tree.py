@@ -1,8 +1,10 @@
 """Walking a tree of containers, and that the plain save keeps each kind of them."""
 
 import dataclasses
+import threading
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from ltc_core.serialization.plain import save
-from ltc_core.serialization.tree import collect, map_instances, map_tensors
+from ltc_core.serialization.tree import leaves, map_leaves, map_tensors, tensors_of
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -91,11 +93,11 @@ def type_tree(value: Any) -> Any:
 
 @pytest.mark.parametrize("tree", CONTAINERS, ids=lambda tree: type(tree).__name__)
 def test_map_tensors_keeps_types_and_leaves_its_input(tree: Any) -> None:
-    before = type_tree(tree), [t.clone() for t in collect(tree)]
+    before = type_tree(tree), [t.clone() for t in tensors_of(tree)]
     mapped = map_tensors(negative, tree)
     assert type_tree(mapped) == type_tree(tree) == before[0]
-    assert [(-t).tolist() for t in collect(mapped)] == [t.tolist() for t in before[1]]
-    assert all(a.equal(b) for a, b in zip(collect(tree), before[1], strict=True))
+    assert [(-t).tolist() for t in tensors_of(mapped)] == [t.tolist() for t in before[1]]
+    assert all(a.equal(b) for a, b in zip(tensors_of(tree), before[1], strict=True))
 
 
 def test_map_tensors_keeps_what_did_not_change() -> None:
@@ -109,7 +111,7 @@ def test_map_tensors_maps_a_shared_object_once() -> None:
     part = [ONE]
     mapped = map_tensors(negative, {"a": part, "b": part, "c": (ONE,)})
     assert mapped["a"] is mapped["b"] and mapped["a"][0] is mapped["c"][0]
-    assert collect({"a": part, "b": part, "c": (ONE,)}) == [ONE]
+    assert tensors_of({"a": part, "b": part, "c": (ONE,)}) == [ONE]
 
 
 def test_map_tensors_follows_cycles() -> None:
@@ -132,8 +134,49 @@ def test_map_tensors_keeps_attributes_of_containers() -> None:
     assert type(mapped) is Needy and mapped["x"].equal(-ONE)
 
 
-def test_map_instances_of_another_class() -> None:
-    assert map_instances(str, len, {"a": ["xy", (ONE, "z")]})["a"][1] == (ONE, 1)
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+def test_leaves_of_another_class() -> None:
+    assert map_leaves(is_text, len, {"a": ["xy", (ONE, "z")]})["a"][1] == (ONE, 1)
+
+
+def test_keys_are_walked_on_request() -> None:
+    tree = {"a": "bc", 1: {"d": 2}}
+    assert leaves(is_text, tree) == ["bc"]
+    assert leaves(is_text, tree, keys=True) == ["a", "bc", "d"]
+    assert map_leaves(is_text, str.upper, tree, keys=True) == {"A": "BC", 1: {"D": 2}}
+
+
+def test_a_mapping_without_attributes_is_made_anew() -> None:
+    tree = MappingProxyType({"a": "b"})
+    assert map_leaves(is_text, str.upper, tree) == {"a": "B"} and tree["a"] == "b"
+    assert map_leaves(is_text, lambda t: t, tree) is tree
+
+
+def test_attributes_of_objects_are_walked_to_a_depth() -> None:
+    inner = Holder(b="two", lock=threading.Lock())
+    outer = Holder(a=["one"], inner=inner)
+    inner.outer = outer
+    assert leaves(is_text, [outer]) == []
+    assert leaves(is_text, [outer], objects=1) == ["one"]
+    (mapped,) = map_leaves(is_text, str.upper, [outer], objects=1)
+    assert mapped is not outer and mapped.a == ["ONE"] and mapped.inner is inner
+    mapped = map_leaves(is_text, str.upper, outer, objects=9)
+    assert mapped.inner.b == "TWO" and mapped.inner.outer is mapped and outer.a == ["one"]
+
+
+def test_an_object_without_leaves_is_not_copied() -> None:
+    """One that refuses to be copied may stand in a batch."""
+    with open(__file__) as file:
+        tree = [file, Holder(file=file)]
+        assert map_leaves(torch.is_tensor, negative, tree, objects=1) is tree
 
 
 @pytest.mark.parametrize("tree", CONTAINERS, ids=lambda tree: type(tree).__name__)
@@ -142,5 +185,5 @@ def test_save_keeps_structure(tree: Any, device: torch.device, tmp_path: Path) -
     save(there, tmp_path / "c.pt")
     loaded = torch.load(tmp_path / "c.pt", weights_only=False)
     assert type_tree(loaded) == type_tree(tree)
-    for got, want in zip(collect(loaded), collect(tree), strict=True):
+    for got, want in zip(tensors_of(loaded), tensors_of(tree), strict=True):
         assert got.device.type == "cpu" and got.equal(want)

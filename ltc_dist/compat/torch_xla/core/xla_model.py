@@ -51,7 +51,7 @@ from ltc_dist.compat.absent import Absent
 from ltc_dist.compat.table import STABLEHLO
 from ltc_dist.compat.torch_xla.runtime import xla_device
 from ltc_dist.compat.torch_xla.utils.utils import for_each_instance, for_each_instance_rewrite
-from ltc_dist.data.batch import mapped
+from ltc_dist.data.batch import map_movable
 
 __all__ = [
     "REDUCE_AND",
@@ -238,7 +238,7 @@ def send_cpu_data_to_device(datas: Any, device: DeviceLike, input_sharding: Any 
         (there,) = ltc.send_cpu_data_to_device(item, device)
         return there if there is item else there.requires_grad_(item.requires_grad)
 
-    result = mapped(datas, moved)
+    result = map_movable(moved, datas)
     return [result] if isinstance(datas, torch.Tensor) else result
 
 

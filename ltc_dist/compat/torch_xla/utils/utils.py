@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import shutil
 import socket
@@ -13,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property as LazyProperty
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from ltc_core.serialization.tree import map_leaves
 from ltc_dist.data.batch import to_device
 
 __all__ = [
@@ -197,62 +198,37 @@ def for_each_instance(
     Values are found in lists, tuples, sets, dicts and their keys, in a `DataWrapper` and in what objects have as
     attributes.
     """
-    _walk(value, select_fn, fn, {}, rewrites=False)
+
+    def visit(chosen: Any) -> Any:
+        fn(chosen)
+        return chosen
+
+    for_each_instance_rewrite(value, select_fn, visit)
 
 
 def for_each_instance_rewrite(
     value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]
 ) -> Any:
-    """Put what a function gives in the place of each value chosen in a structure; give the structure.
+    """Return a structure with what a function gives in the place of each chosen value.
 
-    Collections and objects are made anew. A value that is there several times is replaced by one.
+    Collections and objects with a changed value are made anew. A value that is there several times is replaced by one.
     """
-    return _walk(value, select_fn, fn, {}, rewrites=True)
 
+    def rewrite(item: Any) -> Any:
+        if select_fn(item):
+            return fn(item)
+        tensors = item.get_tensors()
+        found = walk(tensors)
+        return item if found is tensors else item.from_tensors(found)
 
-def _walk(
-    value: Any,
-    select_fn: Callable[[Any], bool],
-    fn: Callable[[Any], Any],
-    seen: dict[int, tuple[Any, Any]],
-    rewrites: bool,
-) -> Any:
-    if id(value) in seen:
-        return seen[id(value)][1]
-    seen[id(value)] = value, value  # kept: the number of one that is gone is given again
-    made = value
-    if select_fn(value):
-        given = fn(value)
-        made = given if rewrites else value
-    elif isinstance(value, DataWrapper):
-        tensors = _walk(value.get_tensors(), select_fn, fn, seen, rewrites)
-        made = value.from_tensors(tensors) if rewrites else value
-    elif isinstance(value, dict):
-        keys = [_walk(k, select_fn, fn, seen, rewrites) for k in value]
-        items = [_walk(v, select_fn, fn, seen, rewrites) for v in value.values()]
-        made = _dict_like(value, keys, items) if rewrites else value
-    elif isinstance(value, list | tuple | set):
-        items = [_walk(v, select_fn, fn, seen, rewrites) for v in value]
-        if rewrites and any(new is not old for new, old in zip(items, value, strict=True)):
-            made = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | torch.Tensor):
-        made = copy.copy(value) if rewrites else value
-        seen[id(value)] = value, made  # before its attributes: they may lead back to it
-        for name, item in list(vars(value).items()):
-            found = _walk(item, select_fn, fn, seen, rewrites)
-            if found is not item:
-                vars(made)[name] = found
-    seen[id(value)] = value, made
-    return made
-
-
-def _dict_like(value: dict[Any, Any], keys: list[Any], items: list[Any]) -> dict[Any, Any]:
-    made = copy.copy(value)  # with what else it has: a default factory
-    if any(new is not old for new, old in zip(keys, value, strict=True)):
-        made.clear()
-    for key, item in zip(keys, items, strict=True):
-        made[key] = item
-    return made
+    walk = functools.partial(
+        map_leaves,
+        lambda item: isinstance(item, DataWrapper) or select_fn(item),
+        rewrite,
+        objects=sys.maxsize,
+        keys=True,
+    )
+    return walk(value)
 
 
 def eprint(*args: Any, **kwargs: Any) -> None:
