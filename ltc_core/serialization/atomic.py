@@ -1,10 +1,20 @@
-"""Put a file or a directory in the place of an older one: all of it, or nothing.
+"""Replace a file or a directory: all of it, or nothing.
 
-`replace_file` and `replace_directory` hand out a temporary sibling to write into. When the block
+`replace_file` and `replace_directory` return a temporary sibling to write into. When the block
 ends, it is on the disk (fsync) and takes the place of what was there; when the block raises, it is
-removed. A temporary is locked (flock) while its writer lives, so that what a killed process left
-behind can be told from what another one is writing. `io_errors` puts the operating system's
-refusals into words.
+removed. A temporary is locked (flock) while its writer lives, so a stale one of a killed process
+differs from one in use. `io_errors` reports errors of the operating system.
+
+A directory cannot be renamed onto a full one. So directories, here and in a job's checkpoints
+(`ltc_dist.checkpoint.commit`), are replaced in these steps:
+
+    1. a temporary sibling is filled; `sync_directory` writes it to the disk
+    2. `swap`: `path` -> the aside name
+    3. `swap`: the temporary -> `path`; then fsync of the parent
+    4. what stands at the aside name is removed
+
+A crash before 2 or after 3 leaves `path` whole, the old one or the new one. Between 2 and 3 there
+is no `path`: readers take the aside name, and the next writer calls `recover` first.
 """
 
 import fcntl
@@ -84,22 +94,14 @@ def replace_file(path: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replace_directory(path: str, check: Callable[[str], None]) -> Iterator[str]:
-    """Hand out a directory to fill; it becomes `path` when the block ends without an error.
+    """Return a directory to fill; it becomes `path` when the block ends without an error.
 
-    A directory cannot be renamed onto a full one, so the old one is moved aside first:
-
-        1. the temporary is filled, its files and itself are fsynced
-        2. `path` -> `old_name(path)`
-        3. the temporary -> `path`, fsync of the parent
-        4. `old_name(path)` is removed
-
-    A crash before 2 or after 3 leaves `path` whole, the old one or the new one. Between 2 and 3
-    there is no `path`: readers take `old_name(path)`, and the next writer moves it back first.
-    `check` is called with `path` before anything is written and again before it is moved; it
-    raises if what is there may not be replaced.
+    The aside name is `old_name(path)`. `check` is called with `path` before anything is written and
+    again before it is moved; it raises if what is there may not be replaced.
     """
+    aside = old_name(path)
     with _lock_parent(path):
-        _recover(path)
+        recover(aside, path, discard)
         check(path)
         _remove_stale(path)
         temporary, descriptor = _new_temporary(path, _create_directory)
@@ -107,15 +109,13 @@ def replace_directory(path: str, check: Callable[[str], None]) -> Iterator[str]:
         yield temporary
         _keep_mode(path, descriptor)
         # Only now, so that the kernel writes one file while the block makes the next.
-        for entry in os.scandir(temporary):
-            fsync(entry.path)
-        os.fsync(descriptor)
+        sync_directory(temporary)
         with _lock_parent(path) as parent:
-            _recover(path)
+            recover(aside, path, discard)
             check(path)
-            _swap(temporary, path)
+            swap(temporary, path, aside)
             os.fsync(parent)
-            discard(old_name(path))
+            discard(aside)
     except BaseException:
         discard(temporary)
         raise
@@ -123,9 +123,8 @@ def replace_directory(path: str, check: Callable[[str], None]) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _swap(temporary: str, path: str) -> None:
+def swap(temporary: str, path: str, aside: str) -> None:
     """Steps 2 and 3; if 3 fails, 2 is undone."""
-    aside = old_name(path)
     try:
         if os.path.lexists(path):
             os.rename(path, aside)
@@ -136,13 +135,12 @@ def _swap(temporary: str, path: str) -> None:
         raise
 
 
-def _recover(path: str) -> None:
-    """Finish what a writer that was killed in step 3 or 4 had begun."""
-    aside = old_name(path)
+def recover(aside: str, path: str, remove: Callable[[str], None]) -> None:
+    """Complete what a writer began that was killed between step 2 and the end of step 4."""
     if not os.path.lexists(aside):
         return
     if os.path.lexists(path):
-        discard(aside)
+        remove(aside)
     else:
         os.rename(aside, path)
 
@@ -219,6 +217,13 @@ def discard(path: str) -> None:
         return
     except OSError as error:
         _log.warning("%s is left over and could not be removed: %s", path, error)
+
+
+def sync_directory(path: str) -> None:
+    """Wait until the files of a directory, and the directory, are on the disk."""
+    for entry in os.scandir(path):
+        fsync(entry.path)
+    fsync(path)
 
 
 def _keep_mode(path: str, descriptor: int) -> None:

@@ -1,7 +1,8 @@
 """How a checkpoint comes to be: all of it on the disk first, then its name, then `latest`, then old ones go.
 
 A process that is killed between any two of these functions leaves the checkpoints before it as they were. Whether the
-one it was writing counts is decided by one rename, `publish`. Comes from `layout`; called by `checkpointer`.
+one it was writing counts is decided by one rename, `publish`. The steps are those of `ltc_core.serialization.atomic`.
+Comes from `layout`; called by `transaction` and `checkpointer`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import time
 from collections.abc import Collection, Mapping
 
 from ltc_core.errors import CheckpointError, CheckpointIOError, LtcError, listed
-from ltc_core.serialization.atomic import discard, fsync, replace_file
+from ltc_core.serialization.atomic import (
+    discard,
+    fsync,
+    recover,
+    replace_file,
+    swap,
+    sync_directory,
+)
 from ltc_core.serialization.directory import Plan, check_directory, open_directory
 from ltc_dist.checkpoint.layout import (
     ABANDONED,
@@ -101,8 +109,8 @@ def sweep(root: str) -> None:
         if match is None or not is_ours(path):
             continue
         final = os.path.join(root, match[1])
-        if match[2] == "old" and not os.path.lexists(final):
-            os.rename(path, final)  # killed between the two renames of `publish`
+        if match[2] == "old":
+            recover(path, final, _remove)
         else:
             _remove(path)
 
@@ -129,9 +137,7 @@ def write_part(temporary: str, name: str, plan: Plan) -> str:
     path = os.path.join(temporary, name)
     os.mkdir(path)
     digest = plan.write(path)
-    for file in os.listdir(path):
-        fsync(os.path.join(path, file))
-    fsync(path)
+    sync_directory(path)
     return digest
 
 
@@ -216,14 +222,7 @@ def publish(temporary: str, root: str, step: int) -> None:
         )
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(temporary, WRITING))
-    if replaces:
-        os.rename(final, aside)
-    try:
-        os.rename(temporary, final)
-    except BaseException:
-        if replaces:
-            os.rename(aside, final)
-        raise
+    swap(temporary, final, aside)
     fsync(root)
     if replaces:
         _remove(aside)
