@@ -159,7 +159,7 @@ class Agent(LocalElasticAgent):
         raise SignalException(f"stopped by {number}", signal.Signals(number))
 
     def leave(self) -> None:
-        """Let the other hosts know that this one begins no other attempt."""
+        """Announce to the other hosts that this one begins no other attempt."""
         with contextlib.suppress(torch.distributed.DistError):  # the host of the store was faster
             self._meeting.shutdown()
 
@@ -169,7 +169,7 @@ class Agent(LocalElasticAgent):
         return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
 
     def _awaits_cause(self) -> bool:
-        """Tell whether some have failed, but only as a consequence of what others may still say.
+        """Whether some have failed, but only as a consequence of what others may still say.
 
         PyTorch's agent ends the others as soon as one has failed. Who is ended can no longer say why.
         """
@@ -226,7 +226,7 @@ class Agent(LocalElasticAgent):
 
 
 def command(spec: Spec, parent_pid: int, beats: str = "") -> list[str]:
-    """Give the arguments of the Python that runs in each process; it ends with `parent_pid`.
+    """Return the arguments of the Python that runs in each process; it ends with `parent_pid`.
 
     Args:
         beats: the directory where it writes down its steps.
@@ -236,7 +236,7 @@ def command(spec: Spec, parent_pid: int, beats: str = "") -> list[str]:
 
 
 def variables(spec: Spec) -> dict[str, str]:
-    """Give what the processes find besides PyTorch's contract, which the agent sets."""
+    """Return the variables of the processes besides PyTorch's contract, which the agent sets."""
     found = dict(spec.env)
     if "OMP_NUM_THREADS" not in os.environ:
         found.setdefault("OMP_NUM_THREADS", str(child.num_threads(spec.nprocs)))
@@ -294,7 +294,7 @@ def _report(failure: ProcessFailure) -> dict[str, Any]:
 
 
 def _told(agent: Agent, failures: dict[int, ProcessFailure]) -> int:
-    """Tell which process failed first, and how; give the exit code."""
+    """Report which process failed first, and how; return the exit code."""
     first = first_failure(agent.failure(rank, failure) for rank, failure in failures.items())
     report, code = _report(failures[first.rank]), first.exitcode
     how = how_it_ended(code)

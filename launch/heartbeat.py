@@ -68,7 +68,7 @@ class Watch:
         self._started = time.monotonic()
 
     def hang(self, pids: dict[int, tuple[int, int]]) -> str:
-        """Say who hangs, "" if nobody does. Those who do are made to say where, on stderr.
+        """Which processes hang, "" if none does. They are made to print their stacks to stderr.
 
         Args:
             pids: local rank -> rank and process id.
@@ -96,13 +96,13 @@ class Watch:
 
 
 def steps(directory: str) -> int:
-    """Give the steps that every process has made; 0 as long as one of them has made none."""
+    """Return the steps that every process has made; 0 as long as one of them has made none."""
     found = [_read(entry.path) for entry in os.scandir(directory)]
     return min((beat[0] if beat is not None else 0 for beat in found), default=0)
 
 
 def _read(path: str) -> tuple[int, float] | None:
-    """Give the steps of a process and when its last one was; None if it has not begun."""
+    """Return the steps of a process and when its last one was; None if it has not begun."""
     try:
         with open(path, "rb") as file:
             data = file.read(_FORM.size)

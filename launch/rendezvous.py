@@ -190,7 +190,7 @@ class StaticRendezvous(RendezvousHandler):
         return self._is_closed
 
     def set_closed(self) -> None:
-        """Say that this host begins no other attempt."""
+        """Announce that this host begins no other attempt."""
         self._is_closed = True
         self._meeting.store.set(f"ended/{self._rank}", b"")
 
@@ -237,7 +237,7 @@ class DynamicRendezvous(DynamicRendezvousHandler):
 
 
 def handler(spec: Spec) -> RendezvousHandler:
-    """Give what the agent of this host finds the others by.
+    """Return what the agent of this host needs to find the others.
 
     Raises:
         RendezvousError: the endpoint is not to be had.

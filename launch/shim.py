@@ -88,7 +88,7 @@ def _run(target: str, is_module: bool) -> None:
 
 
 def _has_guard(source: str) -> bool:
-    """Tell whether the script does something of its own when it is run."""
+    """Whether the script does something of its own when it is run."""
     return any(map(is_guard, ast.parse(Path(source).read_bytes()).body))
 
 

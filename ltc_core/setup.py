@@ -63,7 +63,7 @@ def _register_device() -> None:
 
 
 def _register_fork_handlers() -> None:
-    """Let a forked child use the device; its only thread is the one that forked.
+    """Restore the device in a forked child, whose only thread is the one that forked.
 
     Handlers in the child run in the order of registration, handlers before a fork in the opposite order.
     """

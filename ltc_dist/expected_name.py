@@ -33,7 +33,7 @@ def name_the_device() -> None:
 
 
 def expected_by(script: str) -> str:
-    """Give the name that goes with what a script imports; 'xla' if it does not say.
+    """Return the device name that belongs to what a script imports; 'xla' by default.
 
     With the executor that runs on torch_xla it is 'ltc': 'xla' is that library's own device there.
 
@@ -51,7 +51,7 @@ def expected_by(script: str) -> str:
 
 
 def _runs_on_torch_xla() -> bool:
-    """Tell what `settings.device` will be, before the settings are read."""
+    """Predict `settings.device` before the settings are read."""
     asked = os.environ.get("LTC_DEVICE") or os.environ.get("PJRT_DEVICE") or ""
     return asked.strip().lower() in (("tpu", "xla") if os.environ.get("LTC_DEVICE") else ("tpu",))
 
@@ -67,7 +67,7 @@ def _imported(tree: ast.AST) -> list[str]:
 
 
 def root_of(module: str) -> str:
-    """Give the old package that a module belongs to; '' if to none."""
+    """Return the old package that a module belongs to; '' if to none."""
     return next((root for root in NAMES if f"{module}.".startswith(f"{root}.")), "")
 
 
@@ -77,13 +77,13 @@ def _is_for_compat() -> bool:
 
 
 def _run_as_module() -> list[str]:
-    """Give the command line from `-m` on, without it, if Python was started so."""
+    """Return the command line from `-m` on, without it, if Python was started so."""
     given = sys.orig_argv
     return given[given.index("-m") + 1 :][:1] if "-m" in given else []
 
 
 def _is_imported(name: str) -> bool:
-    """Tell whether the import that is under way is of `name`: its package comes before it."""
+    """Whether the import that is under way is of `name`: its package comes before it."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_find_and_load" and frame.f_locals.get("name") == name:

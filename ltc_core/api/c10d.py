@@ -58,7 +58,7 @@ _ONE_TO_ONE = frozenset({"batch_p2p_ops", "irecv", "isend"})
 
 
 def register() -> None:
-    """Let groups made from now on take tensors of the device, and their ops run."""
+    """Make groups that are created from now on accept tensors of the device."""
     if not dist.is_available():
         return
     name = settings.device_name
@@ -190,7 +190,7 @@ class _Receiving(getattr(dist, "Work", object)):  # type: ignore[misc]
 
 
 def _serve_cpu(group: Any) -> None:
-    """Let a group that was made for the device alone take tensors of the CPU too."""
+    """Make a group that was created for the device alone accept CPU tensors too."""
     cpu, device = torch.device("cpu"), torch.device(settings.device_name)
     if cpu in group._device_types:
         return

@@ -56,7 +56,7 @@ def _queued() -> _Queued:
 
 
 def _snapshot(item: Any) -> Any:
-    """Give a tensor that keeps today's value when the other is written."""
+    """Return a tensor that keeps the current value when the other is written."""
     if type(item) is not LazyTensor:
         return item
     handle = item._h
@@ -160,7 +160,7 @@ class _ClosureThread:
 
     @staticmethod
     def _pass_on(queued: _Queued) -> None:
-        """Let the thread that a closure comes from call what that closure has added and not called itself."""
+        """Make the thread of a closure call the closures that it added and did not call itself."""
         added = _queued()
         while added:
             queued.append(added.popleft())
@@ -171,7 +171,7 @@ class _ClosureThread:
             self._queue.join()
 
     def at_exit(self) -> None:
-        """Let what waits finish; say so if it does not, or if one raised and nobody was told."""
+        """Wait for the closures; warn if one does not end, or raised and nobody was told."""
         deadline = time.monotonic() + settings.exit_timeout_s
         while self._queue.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)

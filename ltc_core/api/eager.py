@@ -12,7 +12,7 @@ __all__ = ["eager_mode", "eager_mode_context", "is_eager_mode"]
 
 
 def is_eager_mode() -> bool:
-    """Tell whether each op runs where it is called."""
+    """Whether each op runs where it is called."""
     return settings.eager
 
 

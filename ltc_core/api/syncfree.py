@@ -25,7 +25,7 @@ _adam_step: Callable[..., Any] = inspect.unwrap(
 
 
 def _flag(found_inf: Any) -> torch.Tensor:
-    """Give 1.0 if there is anything but zero in it, as the fused ops expect."""
+    """1.0 if any element is not zero, as the fused ops expect."""
     return (torch.as_tensor(found_inf) != 0).any().float()
 
 
@@ -135,7 +135,7 @@ class SGD(torch.optim.SGD):
         grads: Tensors,
         flag: torch.Tensor | None,
     ) -> tuple[Tensors, Tensors]:
-        """Give the buffers, and what is to be in them."""
+        """Return the buffers and their new values."""
         damping = group["dampening"]
         states = [self.state[p] for p in params]
         for p, state in zip(params, states, strict=True):

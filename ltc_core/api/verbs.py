@@ -60,7 +60,7 @@ DeviceLike = torch.device | str | int | None
 
 
 def lazy_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """Give lazy device `n`, or the current one.
+    """Return lazy device `n`, or the current one.
 
     Args:
         n: index of the device.
@@ -84,13 +84,13 @@ def get_lazy_supported_devices(
 
 
 def lazy_device_hw(device: DeviceLike = None) -> str:
-    """Give what a device computes on: 'CPU', 'CUDA', 'TPU', or what else PJRT_DEVICE names."""
+    """Hardware that a device computes on: 'CPU', 'CUDA', 'TPU', or what else PJRT_DEVICE names."""
     _index(device)
     return hardware_kind()
 
 
 def is_lazy_tensor(tensor: object) -> bool:
-    """Tell whether a tensor lives on a lazy device."""
+    """Whether a tensor lives on a lazy device."""
     return type(tensor) is LazyTensor
 
 
@@ -111,7 +111,7 @@ def _index(device: DeviceLike) -> int:
 
 
 def get_memory_info(device: DeviceLike = None) -> dict[str, int]:
-    """Give a device's memory figures, under the names of both generations of scripts.
+    """Return a device's memory figures, under the names of both generations of scripts.
 
     Returns:
         bytes_used, bytes_limit, peak_bytes_used; kb_free, kb_total.
@@ -174,7 +174,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def alone_on(index: int) -> Iterator[None]:
-    """Let this thread's steps be those of one device: what other threads record on theirs is not cut by it."""
+    """Restrict this thread's steps to one device: they do not cut what other threads record on theirs."""
     _thread.device = index
     try:
         yield
@@ -223,7 +223,7 @@ def sync_multi(
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Take one tensor for a list of one: iterating it would record its rows."""
+    """Treat one tensor as a list of one: iterating it would record its rows."""
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
@@ -283,7 +283,7 @@ def set_rng_state(seed: int | torch.Tensor, device: DeviceLike = None) -> None:
 
 
 def get_rng_state(device: DeviceLike = None) -> LazyTensor:
-    """Give the random state of a device. Cost: none; nothing is synced until it is read."""
+    """Return the random state of a device. Cost: none; nothing is synced until it is read."""
     return _stream(device).get_state()
 
 

@@ -38,7 +38,7 @@ def _scores(
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:
-    """Give narrow floats as float32, in which ATen's kernels compute."""
+    """Return narrow floats as float32, in which ATen's kernels compute."""
     return [t.float() if t.dtype in _NARROW else t for t in tensors]
 
 
@@ -51,7 +51,7 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> list[Tensor]:
-    """Give (output, logarithm of the sum of exponentials), with flash attention's strides."""
+    """Return (output, logarithm of the sum of exponentials), with flash attention's strides."""
     dtype = query.dtype
     query, key, value = wide(query, key, value)
     scores = _scores(query, key, causal, attn_mask, scale)
@@ -79,7 +79,7 @@ def attention_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> list[Tensor]:
-    """Give the gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     dtype = query.dtype
     grad, query, key, value, out, log_total = wide(grad, query, key, value, out, log_total)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale

@@ -37,7 +37,7 @@ def _sgd(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    """Give the new parameters, gradients and, if there are any, momenta."""
+    """Return the new parameters, gradients and, if there are any, momenta."""
     rows = []
     for p, grad, *rest in _each(params, _unscaled(grads, grad_scale), buffers):
         change = (-grad if maximize else grad) + weight_decay * p
@@ -68,7 +68,7 @@ def _adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    """Give the new parameters, gradients, moments and, with `amsgrad`, maxima; `decoupled` is AdamW's decay."""
+    """Return the new parameters, gradients, moments and, with `amsgrad`, maxima; `decoupled` is AdamW's decay."""
     rows = []
     unscaled = _unscaled(grads, grad_scale)
     for p, grad, m, v, step, *top in _each(params, unscaled, firsts, seconds, steps, maxima):
@@ -101,7 +101,7 @@ def _adagrad(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    """Give the new parameters, gradients and sums of squares, and the steps, which its caller counts."""
+    """Return the new parameters, gradients and sums of squares, and the steps, which its caller counts."""
     rows = []
     for p, grad, total, step in _each(params, _unscaled(grads, grad_scale), sums, steps):
         g = (-grad if maximize else grad) + weight_decay * p
@@ -112,7 +112,7 @@ def _adagrad(
 
 
 def _each(*lists: Tensors) -> Iterator[list[Tensor]]:
-    """Give what belongs to each parameter, out of the lists that are not empty, as floats in which to compute."""
+    """Return what belongs to each parameter, out of the lists that are not empty, as floats in which to compute."""
     for row in zip(*filter(None, lists), strict=True):
         yield wide(*row)
 
@@ -124,7 +124,7 @@ def _unscaled(grads: Tensors, scale: Tensor | None) -> Tensors:
 def _written(
     olds: Sequence[Tensors], rows: Sequence[Tensors], found_inf: Tensor | None
 ) -> list[Tensor]:
-    """Give the new values list after list, in the old ones' dtypes; the old ones where the step is to be skipped."""
+    """Return the new values list after list, in the old ones' dtypes; the old ones where the step is to be skipped."""
     written = []
     for before, after in zip(filter(None, olds), zip(*rows, strict=True), strict=True):
         for old, new in zip(before, after, strict=True):

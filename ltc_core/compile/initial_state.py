@@ -42,12 +42,12 @@ def _without_operand(node: Node) -> Node:
 
 
 def without_operands(graph: Graph) -> Graph:
-    """Let nothing wait for an operand of which only the metadata is read: a draw into it would cut the graph in two."""
+    """Replace operands of which only the metadata is read: a draw into one would split the graph."""
     return dataclasses.replace(graph, nodes=tuple(map(_without_operand, graph.nodes)))
 
 
 def initial_values(graph: Graph) -> set[int]:
-    """Give the positions of nodes that need nothing, and whose value is written until it is an output."""
+    """Return the positions of nodes that need nothing, and whose value is written until it is an output."""
     versions = origins(graph.nodes, graph.outputs).values()
     firsts = {older[-1] for older in versions if older}
     return {

@@ -23,7 +23,7 @@ Number = float | Tensor  # a number that is an input of the program comes as a t
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Give the type to compute in."""
+    """Dtype to compute in."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
@@ -49,7 +49,7 @@ def _open(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _polar(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Give the lengths and angles of vectors of two normal numbers each (Box and Muller).
+    """Return the lengths and angles of vectors of two normal numbers each (Box and Muller).
 
     In float64 both are of all bits, each with those last that are first in the other.
     """
@@ -88,7 +88,7 @@ def _placed(drawn: Tensor, location: Number, scale: Number) -> Tensor:
 
 
 def _largest_below(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """Give the number of `dtype` next below a bound; the bound has a type at least as wide.
+    """Return the number of `dtype` next below a bound, whose dtype is at least as wide.
 
     XLA has no nextafter. A step of half the distance between neighbours is enough, except where the next number below
     is further away than the next above: there it rounds back, and twice the step is taken.
@@ -205,7 +205,7 @@ def _joined(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """Give what `random_` draws at most."""
+    """Largest number that `random_` draws."""
     if dtype.is_floating_point:
         return int(2 ** _digits(dtype))
     return 1 if dtype is torch.bool else torch.iinfo(dtype).max
@@ -227,7 +227,7 @@ def random_from(key: Tensor, x: Tensor, low: int, high: int | None = None) -> Te
 
 
 def _there(key: Tensor, options: dict[str, Any]) -> Tensor:
-    """Give the key on the device that a factory was asked for."""
+    """Return the key on the device that the factory was called for."""
     device = options.get("device")
     return key if device is None else key.to(device)
 

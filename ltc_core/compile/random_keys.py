@@ -36,12 +36,12 @@ _library.impl("next_key", _next_key, "CPU")
 
 
 def is_draw(node: Node) -> bool:
-    """Tell whether a node draws from a stream."""
+    """Whether a node draws from a stream."""
     return isinstance(node.kwargs.get("generator"), Write)
 
 
 def with_keys(graph: Graph, refused: frozenset[str]) -> Graph:
-    """Let draws take keys, where there is a rule for them.
+    """Rewrite draws to take keys, where there is a rule for them.
 
     Args:
         refused: names of ops that draw from the stream itself, on the host.
@@ -75,7 +75,7 @@ def with_keys(graph: Graph, refused: frozenset[str]) -> Graph:
 
 
 def of_host(graph: Graph) -> frozenset[int]:
-    """Give the values that stay on the host: states of streams, and keys until a program takes them."""
+    """Return the values that stay on the host: states of streams, and keys until a program takes them."""
     found: set[int] = set()
     for node in graph.nodes:
         if node.op is NEXT_KEY:

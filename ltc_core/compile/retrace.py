@@ -56,7 +56,7 @@ class Retrace:
         self._metas = part.graph.metas()
 
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Give the part's outputs.
+        """Return the part's outputs.
 
         Args:
             inputs: its inputs, then the vector of floats and that of whole numbers, where there are such.
@@ -90,7 +90,7 @@ class Retrace:
         return op(*args, **kwargs)
 
     def laid_out(self, t: Tensor, meta: TensorMeta) -> Tensor:
-        """Give `t` with the strides recorded for it; the same tensor if it has them."""
+        """Return `t` with the strides recorded for it; the same tensor if it has them."""
         return _with_strides(t, meta)
 
     # -- one node ------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Retrace:
         self._place_all(node, wholes)
 
     def _wholes(self, node: Node) -> list[Tensor]:
-        """Give copies of what a node writes, to be written."""
+        """Return copies of what a node writes, to be written."""
         return [self.laid_out(self._values[w], self._metas[w]).clone() for w in node.writes]
 
     def _place_all(self, node: Node, results: Sequence[Any]) -> None:
@@ -199,18 +199,18 @@ class Retrace:
 
 
 def _unpack(types: Sequence[type], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Take the numbers out of their vectors, in order."""
+    """Unpack the scalars from their vectors, in order."""
     rest = {kind: iter(v.unbind(0)) for kind, v in zip(kinds(types), vectors, strict=True)}
     return [next(rest[kind]) for kind in types]
 
 
 def _numbers_in(node: Node) -> bool:
-    """Tell whether a node is given numbers that are inputs."""
+    """Whether a node has scalars that are inputs."""
     return any(type(item) is Scalar for item in leaves(node.args, *node.kwargs.values()))
 
 
 def _writes_of(node: Node) -> list[Write]:
-    """Give the operands that a node writes, in order."""
+    """Return the operands that a node writes, in order."""
     return [w for w in leaves(node.args, *node.kwargs.values()) if type(w) is Write]
 
 
@@ -224,7 +224,7 @@ def _is_foreach(node: Node) -> bool:
 
 
 def _writes_whole(node: Node) -> bool:
-    """Tell whether a node writes, if anything, its first operand: whole tensors, each once."""
+    """Whether a node writes, if anything, its first operand: whole tensors, each once."""
     if not node.writes:
         return True
     first = node.args[0] if node.args else None
@@ -268,7 +268,7 @@ def apply_rule(
 
 
 def _with_strides(t: Tensor, meta: TensorMeta) -> Tensor:
-    """Give `t` with the strides recorded for it; the same tensor if it has them."""
+    """Return `t` with the strides recorded for it; the same tensor if it has them."""
     if not meta.dense or all(
         n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), meta.stride, strict=True)
     ):

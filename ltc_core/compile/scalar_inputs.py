@@ -40,7 +40,7 @@ def base_name(op: torch._ops.OpOverload) -> str:
 
 
 def takes_scalar(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
-    """Tell whether a number of an op is an input of its program.
+    """Whether a scalar of an op is an input of its program.
 
     Floats of arithmetic always are. What mostly is structure (the 2 of `x * 2`, the -inf of a mask, a batch norm's
     momentum) is a constant until it was seen to change.

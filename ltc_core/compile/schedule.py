@@ -25,7 +25,7 @@ Stage = tuple[int, Kind]
 
 
 def schedule(graph: Graph, eager: set[int]) -> list[Stage]:
-    """Give each node its stage. `eager` are the positions of those that run op by op.
+    """Assign each node its stage. `eager` are the positions of those that run op by op.
 
     That is the first one it can have, with two exceptions. What only a later reduction needs comes after the start of
     the one before it, so as to run while that goes on. What needs nothing but inputs comes where it is used.
@@ -47,7 +47,7 @@ def schedule(graph: Graph, eager: set[int]) -> list[Stage]:
 
 
 def _stage(node: Node, compiled: bool, first_level: int, of_value: dict[int, Stage]) -> Stage:
-    """Give a node the first stage it can have; a compiled one no level before `first_level`."""
+    """Assign a node its first possible stage; for a compiled one no level before `first_level`."""
     stage = (first_level, Kind.COMPILED) if compiled else (0, Kind.EAGER)
     if node.op in collective.FINISHES:
         stage = 0, Kind.WAITING
@@ -98,7 +98,7 @@ def _put_off(nodes: Sequence[Node], found: list[Stage]) -> None:
 
 
 def _batches(nodes: Sequence[Node]) -> Iterator[list[int]]:
-    """Give the positions of the nodes: those the first start needs and it itself, what the second needs more, ...
+    """Return the positions of the nodes: those the first start needs and it itself, what the second needs more, ...
 
     The last batch has what no start needs. Each is in the order of `nodes`.
     """

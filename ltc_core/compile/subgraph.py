@@ -145,7 +145,7 @@ def _views_of_others(
 
 
 def _read(nodes: Sequence[Node]) -> set[int]:
-    """Give the values that nodes read and do not make."""
+    """Return the values that nodes read and do not make."""
     made = {node.first + i for node in nodes for i in range(len(node.outs))}
     return {value for node in nodes for value in references(node)} - made
 

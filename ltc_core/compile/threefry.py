@@ -24,7 +24,7 @@ _LONGEST_RANGE = 1024
 
 
 def next_key(state: Tensor) -> tuple[Tensor, Tensor]:
-    """Take a key from the state of a PyTorch CPU generator.
+    """Derive a key from the state of a PyTorch CPU generator.
 
     Returns: the key, int32[2], and the state after it. Both are new; `state` stays as it is.
     Cost: 6 us.
@@ -41,18 +41,18 @@ def next_key(state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def constant(value: int, like: Tensor) -> Tensor:
-    """Give a number, modulo its type's range, as a constant of the program, of the type and device of `like`."""
+    """Return a number, modulo its type's range, as a constant of the program, of the type and device of `like`."""
     return torch.arange(value, value - 1, -1, dtype=like.dtype, device=like.device).reshape(())
 
 
 def upper_bits(word: Tensor, bits: int) -> Tensor:
-    """Give the upper bits of words as numbers that are not negative."""
+    """Return the upper bits of words as numbers that are not negative."""
     shift = constant(word.dtype.itemsize * 8 - bits, word)
     return torch.bitwise_right_shift(word, shift) & constant((1 << bits) - 1, word)
 
 
 def threefry(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
-    """Give the two words of each block (c0, c1) under a key.
+    """Return the two words of each block (c0, c1) under a key.
 
     Args:
         key: int32[2].
@@ -77,7 +77,7 @@ def threefry(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Give two random words for each element of a shape; elements 2**32 apart get the same ones."""
+    """Return two random words for each element of a shape; elements 2**32 apart get the same ones."""
     return threefry(key, _places(shape, key), constant(0, key))
 
 

@@ -37,7 +37,7 @@ class Pair:
     found: Difference
 
     def judge(self) -> tuple[str, str]:
-        """Give the kind and the sentence."""
+        """Return the kind and the sentence."""
         reasons: list[tuple[str, str]] = []
         for kind, rule in _RULES:
             if self.is_sibling and kind not in _OF_SIBLINGS:
@@ -54,7 +54,7 @@ class Pair:
 
     @property
     def is_sibling(self) -> bool:
-        """Tell whether both were cut from one recording."""
+        """Whether both were cut from one recording."""
         return self.old.path is self.new.path
 
     @property
@@ -63,7 +63,7 @@ class Pair:
 
     @property
     def is_alike(self) -> bool:
-        """Tell whether it is worth while to say what differs."""
+        """Whether it is worth while to say what differs."""
         aligned = self.found.aligned
         is_part = aligned >= _FEW and aligned >= len(self.new.ops) / 2
         return self.likeness >= _SOME or is_part
@@ -98,7 +98,7 @@ class Pair:
 
     @property
     def has_state_first(self) -> bool:
-        """Tell whether the op that reads new state first also writes it, as optimizers do."""
+        """Whether the op that reads new state first also writes it, as optimizers do."""
         return bool(self.state) and not set(self.state).isdisjoint(self.state_reader.writes)
 
 

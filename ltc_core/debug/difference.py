@@ -87,7 +87,7 @@ class Difference:
 
     @property
     def is_same_code(self) -> bool:
-        """Tell whether the graphs do the same, but for what is alive at the end."""
+        """Whether the graphs do the same, but for what is alive at the end."""
         return not (self.hunks or self.inputs or self.arguments or self.operands or self.results)
 
 
@@ -223,7 +223,7 @@ class _Walk:
         self._found.arguments.append(ArgumentChange(self._at, node, name, old, new))
 
     def _same(self, x: Any, y: Any) -> bool:
-        """Tell whether two arguments have the same structure; what they refer to is compared by the way."""
+        """Whether two arguments have the same structure; what they refer to is compared by the way."""
         kind = type(x)
         if kind is not type(y):
             return False
@@ -273,7 +273,7 @@ class _Walk:
         found.given_up, found.held = self._sides(old_donated, new_donated)
 
     def _sides(self, old: Any, new: Any) -> tuple[list[int], list[int]]:
-        """Give the values that only the new side has, and those that only the old one has."""
+        """Return the values that only the new side has, and those that only the old one has."""
         number = {n: self._number(n) for n in old}
         theirs, ours = set(number.values()), set(new)
         return [n for n in new if n not in theirs], [n for n in old if number[n] not in ours]

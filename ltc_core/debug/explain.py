@@ -76,7 +76,7 @@ def on_compile(cause: Cause) -> None:
 
 
 def _alone(new: Known, known: KnownGraphs) -> Cause | None:
-    """Give the cause of a graph that is compared with none."""
+    """Return the cause of a graph that is compared with none."""
     if new.reason == _EAGER:
         kind, text = "eager", f"LTC_EAGER=1 runs each op by itself, here {wording.first(new)}"
     elif len(known):

@@ -19,7 +19,7 @@ _LONGEST_S = {"CompileTime": 300, "ExecuteTime": 30}
 
 
 def findings() -> list[str]:
-    """Give a sentence for each thing that was too frequent or took too long, or that ran on the CPU instead."""
+    """Return a sentence for each thing that was too frequent or took too long, or that ran on the CPU instead."""
     return [*_too_frequent(), *_too_long(), *_not_lowered()]
 
 

@@ -66,7 +66,7 @@ def on_cut(device: torch.device, reason: str, compiled: CompiledGraph, elapsed_n
 
 
 def graph_hash(graph: Graph) -> str:
-    """Give 32 digits that are the same for the same graph, in every process."""
+    """Return 32 digits that are the same for the same graph, in every process."""
     return hashlib.sha256(graph.text().encode()).hexdigest()[:32]
 
 

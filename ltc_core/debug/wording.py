@@ -17,7 +17,7 @@ _LONGEST_ARGUMENT = 60
 
 
 def cut(known: Known) -> str:
-    """Give ' (MarkStep at train.py:38)'."""
+    """Text such as ' (MarkStep at train.py:38)'."""
     return f" ({_cut(known)})"
 
 
@@ -26,7 +26,7 @@ def _cut(known: Known) -> str:
 
 
 def first(known: Known) -> str:
-    """Give 'aten::view at train.py:20', the first op of a graph."""
+    """Text such as 'aten::view at train.py:20', the first op of a graph."""
     return _place(known.graph.nodes[0])
 
 
@@ -43,7 +43,7 @@ def _place(node: Node) -> str:
 
 
 def _more(number: int, word: str) -> str:
-    """Give ' (and 2 more inputs)', or nothing for 0."""
+    """Text such as ' (and 2 more inputs)', or nothing for 0."""
     return f" (and {_counted(number, f'more {word}')})" if number > 0 else ""
 
 
@@ -71,7 +71,7 @@ def inputs(new: Known, changes: Sequence[InputChange]) -> str:
 
 
 def alive(old: Known, new: Known, found: Difference) -> str:
-    """Say which values are outputs of only one of the graphs."""
+    """Which values are outputs of only one of the graphs."""
     if found.kept:
         value, outlives = _value(new.graph, found.kept[0]), "outlives"
     else:
@@ -81,7 +81,7 @@ def alive(old: Known, new: Known, found: Difference) -> str:
 
 
 def given_up(old: Known, new: Known, found: Difference) -> str:
-    """Say which inputs' old values only one of the programs may overwrite."""
+    """Which inputs only one of the programs may overwrite."""
     if found.given_up:
         value, is_held = _input(new.graph, found.given_up[0]), "is given up"
     else:

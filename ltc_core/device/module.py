@@ -118,7 +118,7 @@ def _settle_count() -> None:
 
 
 def before_first_count(call: Callable[[], None]) -> None:
-    """Let `device_count` call `call` once, before it returns a count for the first time."""
+    """Register a function that `device_count` calls once, before it first returns a count."""
     global _before_count
     _before_count = call
 

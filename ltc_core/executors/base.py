@@ -146,12 +146,12 @@ class Executor(abc.ABC):
         """Copy data within the device."""
 
     def nbytes(self, meta: TensorMeta) -> int:
-        """Give the bytes the device holds for a tensor of this meta."""
+        """Return the bytes the device holds for a tensor of this meta."""
         return meta.nbytes
 
     @abc.abstractmethod
     def view(self, data: Any, meta: TensorMeta) -> torch.Tensor:
-        """Give data of the device as a CPU tensor of this meta, without a copy where that is possible."""
+        """Return data of the device as a CPU tensor of this meta, without a copy where that is possible."""
 
     @abc.abstractmethod
     def compile(self, graph: Graph) -> Program:
@@ -167,10 +167,10 @@ class Executor(abc.ABC):
         return
 
     def empty_cache(self) -> None:
-        """Give memory that is kept for the next step back to the system."""
+        """Return memory that is kept for the next step to the system."""
         return
 
     def memory_info(self) -> tuple[int, int]:
-        """Give the free and the total bytes of the memory that values live in."""
+        """Return the free and the total bytes of the memory that values live in."""
         host = psutil.virtual_memory()
         return host.available, host.total

@@ -24,7 +24,7 @@ def hardware_kind() -> str:
 
 
 def hardware(index: int) -> torch.device:
-    """Give PyTorch's device that the device `index` computes on.
+    """Return PyTorch's device that the device `index` computes on.
 
     Raises:
         DeviceError: there is no such GPU.

@@ -43,7 +43,7 @@ def keep_memory() -> bool:
 
 
 def give_back() -> None:
-    """Give kept memory back to the system; what is in use stays, and memory is kept as before from then on."""
+    """Return kept memory to the system. Memory in use stays; memory freed later is kept as before."""
     native = extension.loaded
     if native is not None:
         native.give_back()

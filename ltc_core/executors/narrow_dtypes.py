@@ -33,7 +33,7 @@ class StorageTypes:
 
     @classmethod
     def from_settings(cls) -> StorageTypes | None:
-        """Give the mapping the settings ask for; None if tensors are stored as what they report."""
+        """Return the mapping the settings ask for; None if tensors are stored as what they report."""
         if settings.use_bf16:
             return cls({torch.float32: torch.bfloat16, torch.float64: torch.bfloat16})
         if settings.downcast_bf16:
@@ -42,7 +42,7 @@ class StorageTypes:
 
     @classmethod
     def for_xla(cls) -> StorageTypes:
-        """Give the mapping of a TPU, which has no float64: it is float32 unless the settings ask for less.
+        """Return the mapping of a TPU, which has no float64: it is float32 unless the settings ask for less.
 
         XLA has one type of complex numbers on all devices.
         """
@@ -93,7 +93,7 @@ class StorageTypes:
         return self.stored.get(item, item) if type(item) is torch.dtype else item
 
     def call(self, node: Node, op: Callable[..., Any]) -> Callable[..., Any]:
-        """Give `op` so that it runs in float32 where it has no kernel for the stored type."""
+        """Return `op` so that it runs in float32 where it has no kernel for the stored type."""
         if node.op is _BITS:
             return self.view_bits(op)
 

@@ -43,7 +43,7 @@ def release_team() -> None:
 
 
 def use_threads(count: int) -> None:
-    """Let parallel regions, and products of MKL, that the calling thread starts use `count` threads.
+    """Set the number of threads for parallel regions and MKL products that the calling thread starts.
 
     Other threads keep theirs; `torch.set_num_threads`, which is called where PyTorch does not use libgomp, tells MKL
     for all of them.
@@ -58,7 +58,7 @@ def use_threads(count: int) -> None:
 
 
 def _file_of(function: object) -> str:
-    """Give the name of the file a C function was loaded from."""
+    """Return the name of the file a C function was loaded from."""
     info = _DlInfo()
     address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
     found = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
@@ -66,7 +66,7 @@ def _file_of(function: object) -> str:
 
 
 def _candidates() -> list[ctypes.CDLL]:
-    """Give what may hold the OpenMP runtime that PyTorch uses, as it is loaded: the process, the files beside it."""
+    """Return where the OpenMP runtime of PyTorch may be found: the process, and the files beside it."""
     package = Path(torch.__file__).parent
     found: list[ctypes.CDLL] = [ctypes.PyDLL(None)]
     for path in (*package.glob("lib/libgomp*"), *package.parent.glob("torch.libs/libgomp*")):

@@ -45,7 +45,7 @@ class SubgraphRunner(abc.ABC):
         """
 
     def whole_node(self, node: Node | None) -> Node | None:
-        """Give a node of the part as it is in the whole graph."""
+        """Return a node of the part as it is in the whole graph."""
         return None if node is None else self.part.nodes[self.part.graph.nodes.index(node)]
 
     def whole_numbers(self, values: Mapping[int, Any]) -> dict[int, Any]:
@@ -57,7 +57,7 @@ class SubgraphRunner(abc.ABC):
 
 
 def storage_of(data: torch.Tensor) -> int:
-    """Give what tensors that share memory have in common."""
+    """Return a key that is equal for tensors that share memory."""
     return int(data.untyped_storage()._cdata)
 
 
@@ -90,7 +90,7 @@ class PartitionedProgram:
         self._frees = _frees(graph, parts)
 
     def fits(self, scalars: Sequence[Any]) -> bool:
-        """Tell whether this run has the numbers that the program was compiled for."""
+        """Whether this run has the numbers that the program was compiled for."""
         return all(_same(scalars[k], v) for k, v in self._constants.items())
 
     def run_in_steps(

@@ -152,7 +152,7 @@ def on_cpu(call: Callable[..., Any], hardware: torch.device) -> Callable[..., An
 
 
 def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Give results the dtypes they were recorded with: the default dtype may be another one by now."""
+    """Convert results to the recorded dtypes: the default dtype may have changed since."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
@@ -165,7 +165,7 @@ def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_filled(item: Any) -> bool:
-    """Tell whether an argument has something to fill in at run time."""
+    """Whether an argument has something to fill in at run time."""
     return any(type(i) in (Ref, Scalar, Write) for i in leaves(item))
 
 

@@ -54,7 +54,7 @@ def _on_meta(t: Tensor) -> Tensor:
 
 
 def _is_valid(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Tell whether eager takes these operands on any device.
+    """Whether eager takes these operands on any device.
 
     Source: `validate_sdpa_input`, in ATen/native/transformers/attention.cpp.
     """
@@ -64,7 +64,7 @@ def _is_valid(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _is_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, gqa: bool) -> bool:
-    """Tell whether eager takes flash attention on the CPU.
+    """Whether eager takes flash attention on the CPU.
 
     Source: `use_flash_attention_cpp` and what it asks, in ATen/native/transformers/sdp_utils_cpp.
     """

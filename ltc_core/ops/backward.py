@@ -25,7 +25,7 @@ _crosses = False
 
 
 def note_crossing() -> None:
-    """Take note that a graph goes on from the device on another one, where a pass may begin. Cost: 30 ns."""
+    """Note that an autograd graph leaves the device, so that a backward pass may begin elsewhere. Cost: 30 ns."""
     global _crosses
     _crosses = True
 
@@ -44,7 +44,7 @@ class _Engine(torch._C._ImperativeEngine):
 
 
 def _comes_to_lazy(outputs: Iterable[Any]) -> bool:
-    """Tell whether a pass that begins at these tensors, or edges, comes to a tensor of the device."""
+    """Whether a pass that begins at these tensors, or edges, comes to a tensor of the device."""
     name = settings.device_name
     nodes = []
     for output in outputs:
@@ -64,7 +64,7 @@ def _is_lazy(node: Any, name: str) -> bool:
 
 
 def _any_lazy(nodes: list[Any], name: str) -> bool:
-    """Look through a graph that begins on another device. Cost: about 1 us a node."""
+    """Search an autograd graph that begins on another device. Cost: about 1 us a node."""
     seen = set()
     while nodes:
         node = nodes.pop()

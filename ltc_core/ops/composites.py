@@ -145,13 +145,13 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Take the lengths as numbers: on the CPU they cost nothing, and that is where they may be on every device."""
+    """Lengths as Python numbers: they may be on the CPU for every device, where reading them costs nothing."""
     lengths = (input_lengths.reshape(-1).tolist(), target_lengths.reshape(-1).tolist())
     return aten.ctc_loss.IntList(log_probs, targets, *lengths, blank, reduction, zero_infinity)  # type: ignore[no-any-return]
 
 
 def has_no_nested_tensors(x: Tensor, mask: Tensor) -> bool:
-    """Say of every mask that no nested tensor can be made of it: `nn.TransformerEncoder` then computes padded."""
+    """Report that no nested tensor can be made of the mask: `nn.TransformerEncoder` then computes padded."""
     return False
 
 

@@ -179,7 +179,7 @@ def _rescue(
 
 
 def _are_new_outs(reason: OutResized, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether all tensors to be resized are of `out=`, and none of them shares memory with an operand.
+    """Whether all tensors to be resized are of `out=`, and none of them shares memory with an operand.
 
     What an op in place writes is never resized, and an operand of another size is another call.
     """
@@ -229,7 +229,7 @@ def _type_name(t: torch.Tensor) -> str:
 
 
 def _decomposed(schema: OpSchema) -> Handler:
-    """Give the handler of an op that consists of others.
+    """Return the handler of an op that consists of others.
 
     Outside of inference mode autograd has decomposed it, and its part for views is told of each of those ops. In it
     the op comes here as a whole, below autograd. A few ops have a kernel of their own there.
@@ -251,7 +251,7 @@ def _decomposed(schema: OpSchema) -> Handler:
 
 
 def _with_views() -> torch._C._ForceDispatchKeyGuard:
-    """Let autograd's part for views see calls from within a handler."""
+    """Enable autograd's view tracking for calls from within a handler."""
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
     return torch._C._ForceDispatchKeyGuard(included, excluded.remove(_VIEWS))

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 def register_encoder() -> None:
-    """Let calls of `nn.TransformerEncoder` on tensors of the device go through `_call`.
+    """Route calls of `nn.TransformerEncoder` on tensors of the device through `_call`.
 
     Its `forward` stays what TorchScript reads.
     """

@@ -89,7 +89,7 @@ class _RealCall:
 
     @in_own_state
     def finish(self) -> None:
-        """Give the written operands their new values, and their new shapes where the op resized them."""
+        """Rebind the written operands to their new values, and to their new shapes where the op resized them."""
         close_lens(self.pending)
         for base, whole in self.written.values():
             if whole.shape == base.meta.size:
@@ -199,7 +199,7 @@ def _advice(error: Exception) -> str:
 
 
 def _needs_values(op: torch._ops.OpOverload) -> bool:
-    """Tell whether the op can only be answered with values, by its nature."""
+    """Whether the op can only be answered with values, by its nature."""
     tags = op.tags
     return (
         torch.Tag.dynamic_output_shape in tags

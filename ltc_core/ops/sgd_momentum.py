@@ -18,7 +18,7 @@ __all__ = ["register_first_momentum"]
 
 
 def register_first_momentum() -> None:
-    """Give each parameter on the device its momentum before the first step of `torch.optim.SGD`."""
+    """Create the momentum of each parameter on the device before the first step of `torch.optim.SGD`."""
     register_optimizer_step_pre_hook(_first_momentum)
 
 

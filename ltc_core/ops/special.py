@@ -63,7 +63,7 @@ def _clone(args: Any, kwargs: Any) -> Any:
 
 
 def _uninitialised(op: torch._ops.OpOverload) -> Handler:
-    """Give the handler of `empty_like` and its kin: no op is recorded for memory nobody has written."""
+    """Return the handler of `empty_like` and its kin: no op is recorded for memory nobody has written."""
     schema = OpSchema.of(op)
 
     def handle(args: Any, kwargs: Any) -> Any:
@@ -234,7 +234,7 @@ def _huber_loss(args: Any, kwargs: Any) -> Any:
 
 
 def _strided_view(t: LazyTensor, size: Any, stride: Any, offset: int | None) -> View:
-    """See the memory of `t` with other strides: relative to the whole memory, in the order it is stored."""
+    """View the memory of `t` with other strides: relative to the whole memory, in stored order."""
     handle = t._h
     trace, base = handle.trace, base_of(handle)
     meta = base.meta
@@ -275,7 +275,7 @@ def _as_strided_in_place(args: Any, kwargs: Any) -> Any:
 
 
 def _in_place_view(op: torch._ops.OpOverload) -> Handler:
-    """Give the handler of `t_`, `squeeze_`, ...: the tensor becomes a view of its own memory."""
+    """Return the handler of `t_`, `squeeze_`, ...: the tensor becomes a view of its own memory."""
     schema = OpSchema.of(op)
     record = recorder(schema)
 
@@ -320,7 +320,7 @@ def _resize(args: Any, kwargs: Any) -> Any:
 
 
 def _is_held_by_another(base: Cell, t: LazyTensor) -> bool:
-    """Tell whether a tensor other than `t` lies in this memory. Cost: looks at every object of the process."""
+    """Whether a tensor other than `t` lies in this memory. Cost: looks at every object of the process."""
     return any(
         type(other) is LazyTensor and other is not t and _is_in(other, base)
         for other in gc.get_objects()

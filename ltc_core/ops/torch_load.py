@@ -52,5 +52,5 @@ def _deserialize(storage: Any, location: str) -> Any:
 
 
 def register_loading() -> None:
-    """Tell `torch.load` about the device; called once, after it is registered."""
+    """Register the device with `torch.load`; called once."""
     torch.serialization.register_package(_PRIORITY, _tag, _deserialize)

@@ -77,7 +77,7 @@ def check_possible() -> None:
 
 
 def teach_constructors() -> None:
-    """Let PyTorch's two classes be made on the device: theirs makes a subclass of an ordinary tensor only."""
+    """Allow PyTorch's two classes on the device: theirs are made only as subclasses of an ordinary tensor."""
     for cls in (parameter.UninitializedParameter, parameter.UninitializedBuffer):
         cls.__new__ = staticmethod(_maker(cls, cls.__new__))  # type: ignore[method-assign]
 

@@ -56,7 +56,7 @@ def grow_view(
 
 
 def _view_of_any_strides(schema: OpSchema, meta: TensorMeta, static: tuple[Any, ...]) -> TensorMeta:
-    """Let `x.t().view(-1)` work: lazy tensors appear to be contiguous, so any shape that fits is a view."""
+    """Support `x.t().view(-1)`: lazy tensors appear to be contiguous, so any shape that fits is a view."""
     if schema.op is torch.ops.aten.view.default:
         packed = TensorMeta.packed(meta.size, meta.dtype)
         return infer(schema, (packed, *static), {})  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ _lock = threading.RLock()
 
 
 def renew_lock() -> None:
-    """Give a forked child a lock of its own: another thread may have held it at the fork."""
+    """Make a new lock in a forked child: another thread may have held the old one at the fork."""
     global _lock
     _lock = threading.RLock()
 

@@ -67,7 +67,7 @@ class DeviceContext:
     # -- cutting -------------------------------------------------------------------------------
 
     def cut(self, reason: str) -> Job | None:
-        """Hand everything recorded so far to the worker. Gives the job, None if there was nothing to run.
+        """Hand everything recorded so far to the worker. Return the job, or None if there was nothing to run.
 
         Cost: compiles a graph that is new; blocks if `settings.max_pending_steps` jobs are waiting.
         """
@@ -163,7 +163,7 @@ class DeviceContext:
     def _output_buffers(
         self, compiled: CompiledGraph, cut: Cut, inputs: Sequence[Buffer]
     ) -> list[Buffer]:
-        """Give the values that are alive their buffers, with the memory of donated inputs where a program reuses it."""
+        """Assign buffers to the live values; a program may reuse the memory of donated inputs."""
         outputs = []
         more_bytes = 0
         for (_, value), (nbytes, taken) in zip(cut.alive, compiled.outputs, strict=True):
@@ -255,7 +255,7 @@ class DeviceContext:
         self.raise_failure()
 
     def value_data(self, cell: Cell, reason: str) -> Any:
-        """Give the data a cell holds now; the caller must not write it. Cost: cuts and waits if pending."""
+        """Current data of a cell, not to be written by the caller. Cost: cuts and waits if pending."""
         with self.trace.lock:
             value = cell.value
             if value.buffer is None:

@@ -51,7 +51,7 @@ metrics.register_gauge(
 
 
 def checked(index: int) -> int:
-    """Give `index` back if there is such a device."""
+    """Return `index` if there is such a device."""
     count = register.device_count()
     if not 0 <= index < count:
         name = settings.device_name
@@ -66,7 +66,7 @@ def checked(index: int) -> int:
 
 
 def context(index: int) -> DeviceContext:
-    """Give the context of device `index`, made on first use."""
+    """Return the context of device `index`, made on first use."""
     found = _contexts.get(index)
     if found is None:
         with _contexts_lock:
@@ -91,7 +91,7 @@ def context_of(handle: Handle) -> DeviceContext:
 
 
 def real(handle: Handle, reason: str) -> torch.Tensor:
-    """Give a handle's values as a CPU tensor that may share memory with the device: not to be written.
+    """Return a handle's values as a CPU tensor that may share memory with the device: not to be written.
 
     Cost: syncs if they are pending.
     """
@@ -178,13 +178,13 @@ _is_abandoned = False
 
 
 def abandon_work() -> None:
-    """Let this process end without finishing what was handed over, and without a word about it."""
+    """Let this process end without running the jobs in flight, and without a message."""
     global _is_abandoned
     _is_abandoned = True
 
 
 def exit_patience_s() -> float:
-    """Give the seconds this process waits for what was handed over, at its end."""
+    """Seconds for which this process waits at exit for jobs in flight."""
     return 0.0 if _is_abandoned else settings.exit_timeout_s
 
 
@@ -212,7 +212,7 @@ def at_exit() -> None:
 
 
 def before_fork() -> None:
-    """Let no thread be in the middle of recording, and no job be running, while the process is copied."""
+    """Take the locks of recording and wait for running jobs before a fork."""
     _forking.held = _held_still(contexts())
 
 

@@ -89,7 +89,7 @@ class Launch(Job):
     # -- running -------------------------------------------------------------------------------
 
     def run_after(self, jobs: Sequence[Job]) -> None:
-        """Let the worker wait for these jobs of other devices first."""
+        """Make the worker wait for these jobs of other devices first."""
         self._earlier = jobs
 
     @in_own_state

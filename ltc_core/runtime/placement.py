@@ -91,7 +91,7 @@ class PlacementPolicy:
         return self._place
 
     def _step_ns(self) -> float:
-        """Give what a step takes in this place.
+        """Return what a step takes in this place.
 
         In the worker that is at least a run: launches come quicker only as long as its queue fills.
         """
@@ -101,7 +101,7 @@ class PlacementPolicy:
         return max(launches, statistics.median(self._runs))
 
     def _next(self, num_threads: int) -> Placement:
-        """Give the next place to measure, or the best one once all are."""
+        """Return the next place to measure, or the best one once all are."""
         if Placement.HERE not in self._medians:
             return Placement.HERE
         if Placement.SPARING not in self._medians and self._may_spare(num_threads):

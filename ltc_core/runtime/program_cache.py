@@ -78,7 +78,7 @@ class ProgramCache:
     def compile(
         self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str
     ) -> CompiledGraph:
-        """Give the program for a cut, made for `reason`. Cost: compiles if this path was never cut so before."""
+        """Return the program for a cut, made for `reason`. Cost: compiles if this path was never cut so before."""
         outputs = tuple(index for index, _ in cut.alive)
         key = (outputs, donated)
         if cut.path.programs is None:

@@ -38,7 +38,7 @@ class Job:
         return self._done.is_set()
 
     def drop(self) -> None:
-        """Let nobody wait for a job that is not run: in a forked child the worker's thread is gone."""
+        """Fail the waiting jobs in a forked child, where the worker's thread is gone."""
         drop, self._run, self._drop = self._drop, None, None
         if drop is not None:
             drop()
@@ -97,7 +97,7 @@ class Worker:
         self._places.release()
 
     def submit(self, job: Job) -> None:
-        """Hand a job over."""
+        """Queue a job."""
         self._places.acquire()
         with self._lock:
             if self._thread is None:

@@ -75,7 +75,7 @@ def _megabytes(count: int) -> str:
 
 @contextmanager
 def replace_file(path: str) -> Iterator[BinaryIO]:
-    """Hand out a file to write; it becomes `path` when the block ends without an error."""
+    """Return a file to write; it becomes `path` when the block ends without an error."""
     with _lock_parent(path):
         _remove_stale(path)
         temporary, descriptor = _new_temporary(path, _create_file)
@@ -147,7 +147,7 @@ def recover(aside: str, path: str, remove: Callable[[str], None]) -> None:
 
 @contextmanager
 def _lock_parent(path: str) -> Iterator[int]:
-    """Keep other writers out of the directory of `path` for a moment: a swap is two renames."""
+    """Lock the directory of `path` against other writers for a moment: a swap is two renames."""
     descriptor = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -227,7 +227,7 @@ def sync_directory(path: str) -> None:
 
 
 def _keep_mode(path: str, descriptor: int) -> None:
-    """Give the new file or directory the permissions of the one it replaces."""
+    """Copy the permissions of the file or directory that is replaced."""
     if os.path.exists(path):
         os.fchmod(descriptor, stat.S_IMODE(os.stat(path).st_mode))
 

@@ -14,7 +14,7 @@ from ltc_core.tensor.lazy_tensor import LazyTensor
 
 
 def is_on_device(tensor: torch.Tensor) -> TypeIs[LazyTensor]:
-    """Tell whether `tensor` lives on our device."""
+    """Whether `tensor` lives on our device."""
     return isinstance(tensor, LazyTensor)
 
 

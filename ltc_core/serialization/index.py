@@ -35,12 +35,12 @@ class Index:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Tell whether a file of this name belongs to a streaming checkpoint."""
+    """Whether a file of this name belongs to a streaming checkpoint."""
     return name == INDEX_FILE or _FILE_NAME.fullmatch(name) is not None
 
 
 def starts_like_index(path: str) -> bool:
-    """Tell whether the file `path` is an index, damaged or of another version though it may be."""
+    """Whether the file `path` is an index, damaged or of another version though it may be."""
     return starts_like(path, FORMAT)
 
 

@@ -31,7 +31,7 @@ def write_sealed(path: str, kind: str, version: int, body: Any) -> str:
 
 
 def read_sealed(file: BinaryIO, name: str, kind: str, version: int) -> tuple[Any, str]:
-    """Give the body of a file, and its digest.
+    """Return the body of a file, and its digest.
 
     Args:
         name: of the file, for errors.
@@ -60,7 +60,7 @@ def read_sealed(file: BinaryIO, name: str, kind: str, version: int) -> tuple[Any
 
 
 def starts_like(path: str, kind: str) -> bool:
-    """Tell whether a file is of the format, damaged or of another version though it may be."""
+    """Whether a file is of the format, damaged or of another version though it may be."""
     if os.path.islink(path) or not os.path.isfile(path):
         return False
     start = f'{{"format":"{kind}"'.encode("ascii")

@@ -49,7 +49,7 @@ _data: Any = torch._C.TensorBase.data
 
 
 def use_handlers(handler_of: Callable[[torch._ops.OpOverload], Handler]) -> None:
-    """Let `handler_of` make the handlers. `setup` passes that of `ops.dispatch`, which imports this file."""
+    """Set the function that makes handlers. `setup` passes that of `ops.dispatch`, which imports this file."""
     global _handler_of
     _handler_of = handler_of
     HANDLERS.clear()
@@ -415,7 +415,7 @@ def name_methods() -> None:
 
 
 def join_foreach() -> None:
-    """Let optimizers take their foreach path for lazy tensors: one op for a whole list of parameters."""
+    """Make optimizers take their foreach path for lazy tensors: one op for a whole list of parameters."""
     optimizer = sys.modules["torch.optim.optimizer"]
     for module in (optimizer, _foreach_utils):
         supported = module._foreach_supported_types

@@ -93,7 +93,7 @@ class Agreement:
             )
 
     def release(self) -> None:
-        """Let others write to the directory; more calls do nothing."""
+        """Release the directory; further calls do nothing."""
         if self._claim is not None:
             self._claim.release()
 

@@ -119,7 +119,7 @@ class Checkpointer:
     # -- saving ------------------------------------------------------------------------------------
 
     def step(self, step: int, **values: Any) -> None:
-        """Say that a step is over. It is saved if it is a multiple of `every`, or if the job was told to stop.
+        """Call this after each step. It is saved if it is a multiple of `every`, or if the job was told to stop.
 
         On SIGTERM, in any process, all of them save after the same step, some steps later, and end with exit code 143.
 
@@ -264,11 +264,11 @@ class Checkpointer:
         return contents.checkpoint if contents is not None else None
 
     def steps(self) -> list[int]:
-        """Give the steps that have checkpoints, in order; those too that a run has gone back behind."""
+        """Return the steps that have checkpoints, in order; those too that a run has gone back behind."""
         return steps_in(self.directory)
 
     def _come_from(self, step: int) -> None:
-        """Note which steps are of this run: all others will be abandoned by its next commit."""
+        """Note the steps of this run: its next commit abandons all others."""
         abandoned = abandoned_in(self.directory)
         earlier = {s for s in steps_in(self.directory) if s <= step and s not in abandoned}
         self._known = {step, *earlier}
@@ -378,7 +378,7 @@ def _compare(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def close_all() -> None:
-    """Let checkpoints under way become whole before this process leaves its job."""
+    """Wait for checkpoints in flight before this process leaves its job."""
     for checkpointer in list(_live):
         try:
             checkpointer.close()

@@ -124,7 +124,7 @@ def _remove(path: str) -> None:
 
 
 def temporary_name(root: str, step: int, token: str) -> str:
-    """Give the directory that a step is written into."""
+    """Return the directory that a step is written into."""
     return os.path.join(root, f"{step_name(step)}{_TEMPORARY}{token}")
 
 
@@ -142,7 +142,7 @@ def write_part(temporary: str, name: str, plan: Plan) -> str:
 
 
 def see_parts(temporary: str, parts: Mapping[str, str]) -> None:
-    """See that parts which other processes wrote are here: the names and sizes of their files, and the digest.
+    """Check that parts which other processes wrote are visible here: names and sizes of their files, and the digest.
 
     Args:
         parts: the digest of each, as its process reported it.
@@ -209,7 +209,7 @@ def write_manifest(temporary: str, manifest: Manifest) -> None:
 
 
 def publish(temporary: str, root: str, step: int) -> None:
-    """Give the directory its name: from here on the checkpoint counts. One of the same step gives way."""
+    """Rename the directory to its final name: from here on the checkpoint counts. One of the same step is replaced."""
     final = os.path.join(root, step_name(step))
     aside = final + _OLD + temporary.rpartition(_TEMPORARY)[2]
     replaces = os.path.lexists(final)
@@ -229,7 +229,7 @@ def publish(temporary: str, root: str, step: int) -> None:
 
 
 def point_latest(root: str, step: int) -> None:
-    """Let `latest` name the step."""
+    """Point `latest` to the step."""
     with replace_file(os.path.join(root, LATEST)) as file:
         file.write(f"{step_name(step)}\n".encode())
 

@@ -64,17 +64,17 @@ _MOST_PROCESSES = 1 << 20
 
 
 def step_name(step: int) -> str:
-    """Give the name of a step's directory."""
+    """Return the name of a step's directory."""
     return f"step_{step:09d}"
 
 
 def own_part(rank: int) -> str:
-    """Give the name of the part that a process has of its own."""
+    """Return the name of the part that a process has of its own."""
     return f"rank_{rank:05d}"
 
 
 def steps_in(root: str) -> list[int]:
-    """Give the steps that have a directory, in order. None of them has been looked into."""
+    """Return the steps that have a directory, in order. None of them has been looked into."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:

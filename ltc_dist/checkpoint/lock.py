@@ -41,7 +41,7 @@ class Claim:
         self._pid = os.getpid()
 
     def release(self) -> None:
-        """Let others write there; more calls do nothing, and neither does a call in a forked child."""
+        """Release the lock. Further calls, and calls in a forked child, do nothing."""
         # Without the guard: a finalizer may call this while its own thread holds it.
         if self._pid == os.getpid() and _held.get(self._directory) is self:
             if _held.pop(self._directory, None) is self:
@@ -53,7 +53,7 @@ class Claim:
 
 
 def claim(root: str) -> Claim:
-    """Keep other jobs, and other Checkpointers of this process, from writing to a directory.
+    """Lock a directory against other jobs and other Checkpointers of this process.
 
     Raises:
         CheckpointIOError: somebody else writes here, or what stands in the place of the lock is none of ours.

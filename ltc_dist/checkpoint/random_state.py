@@ -14,7 +14,7 @@ __all__ = ["get", "put"]
 
 
 def get() -> dict[str, Any]:
-    """Give the states. The device's is a tensor there: nothing is waited for."""
+    """Return the states. The device's is a tensor there: nothing is waited for."""
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

@@ -74,7 +74,7 @@ class Contents:
 
 
 def latest_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> Checkpoint | None:
-    """Give the newest checkpoint in a directory whose files are all there and of the right size; None if it has none.
+    """Return the newest checkpoint in a directory whose files are all there and of the right size; None if it has none.
 
     Steps that a run has gone back behind are not taken. Digests are checked by `Checkpoint.state`, which reads the
     files.

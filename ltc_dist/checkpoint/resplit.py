@@ -20,7 +20,7 @@ _log = logging.getLogger("ltc")
 def loader_state(
     name: str, states: Sequence[dict[str, Any]], rank: int, world_size: int, batch_size: Any
 ) -> Any:
-    """Give the state for one process of `world_size`, from those of the processes that saved.
+    """Return the state for one process of `world_size`, from those of the processes that saved.
 
     Args:
         name: of the loader, for messages.

@@ -92,7 +92,7 @@ def _in_master(
 
 
 def _notice(path: str, writes: bool, global_master: bool) -> None:
-    """Tell that a version of the path is there, or wait until it is told."""
+    """Announce that a version of the path is there, or wait for the announcement."""
     here = ranks()
     master = 0 if global_master else here.rank - here.local_rank
     _versions[path] += 1

@@ -58,7 +58,7 @@ class Stopping:
             previous(number, frame)
 
     def _before(self) -> Any:
-        """Give the handler that was there before, past those of our own that are closed."""
+        """Return the handler that was there before, past those of our own that are closed."""
         found = self._previous
         owner = getattr(found, "__self__", None)
         if isinstance(owner, Stopping) and owner._is_closed:
@@ -82,7 +82,7 @@ class Stopping:
         return bool(self._pending.popleft().item())
 
     def close(self) -> None:
-        """Give SIGTERM back to whoever had it. The last checkpoint is whole by then, in all processes."""
+        """Restore the previous handler of SIGTERM. The last checkpoint is whole by then, in all processes."""
         self._is_closed = True
         if self._keep_no_more is not None:
             self._keep_no_more()

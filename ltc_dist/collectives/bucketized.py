@@ -44,7 +44,7 @@ def all_gather_bucketized(
     pin_layout: bool = False,
     bucket_cap_mb: float = 160,
 ) -> list[torch.Tensor]:
-    """Give for each tensor those of all processes, concatenated along `dim`.
+    """For each tensor, return those of all processes, concatenated along `dim`.
 
     Args:
         output: tensors that are given the results too.

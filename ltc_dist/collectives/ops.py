@@ -263,7 +263,7 @@ def collective_broadcast(
 
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
-    """Give all processes the parameters and buffers of rank 0.
+    """Broadcast the parameters and buffers of rank 0 to all processes.
 
     Source: `torch_xla.core.xla_model.broadcast_master_param`.
     """

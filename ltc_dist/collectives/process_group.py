@@ -75,7 +75,7 @@ _LONGEST_PAUSE_S = 0.01  # between two looks at whether a GPU is done
 
 
 def group_of(groups: Groups = None) -> Group:
-    """Give this process's group; all processes by default.
+    """Return this process's group; all processes by default.
 
     Raises:
         CollectiveError: `groups` does not have every rank in exactly one group.
@@ -153,7 +153,7 @@ def _of_threads(here: Ranks, members: tuple[int, ...]) -> Group:
 
 
 def reduction(kind: str) -> Any:
-    """Give torch.distributed's name of a reduction."""
+    """Return torch.distributed's name of a reduction."""
     if kind not in _KINDS:
         raise CollectiveError(
             f"there is no reduction {kind!r}", got=f"legal are {', '.join(_KINDS)}"
@@ -399,7 +399,7 @@ def _nccl_is_used() -> bool:
 
 
 def _nccl() -> Callable[[Any, int, int], Any]:
-    """Give what connects GPUs. An op that hangs there is ended by NCCL's own watchdog, when its time is up."""
+    """Return the backend that connects GPUs. NCCL's own watchdog ends an op that hangs, after its timeout."""
     if not dist.is_nccl_available():
         raise CollectiveError(
             "GPUs reduce through NCCL, which this PyTorch lacks",

@@ -110,7 +110,7 @@ class Meeting:
             self._changed.notify_all()
 
     def stop(self, error: BaseException) -> None:
-        """Let all others stop where they are."""
+        """Stop all other threads where they are."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

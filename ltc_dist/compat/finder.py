@@ -78,7 +78,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterable[Distribution]:
-        """Let `importlib.metadata.version("torch_xla")` find what `torch_xla.__version__` says."""
+        """Make `importlib.metadata.version("torch_xla")` return `torch_xla.__version__`."""
         wanted = None if context is None else context.name
         if wanted is None or wanted.lower().replace("-", "_") == _Installed.name:
             yield _Installed()
@@ -115,7 +115,7 @@ class _ServedModule(importlib.abc.Loader):
 
 
 def _part_of(package: str, name: str) -> ModuleType:
-    """Give a module of a package that was not imported yet; the old packages import some of theirs themselves."""
+    """Return a module of a package that was not imported yet; the old packages import some of theirs themselves."""
     full_name = f"{package}.{name}"
     if full_name in SERVED or full_name in ABSENT:
         return importlib.import_module(full_name)

@@ -13,7 +13,7 @@ __all__ = ["table", "variables"]
 
 
 def table() -> str:
-    """Give a table in Markdown: the old modules, their names, and those that only say why they are not here."""
+    """Return a table in Markdown: the old modules, their names, and those that only say why they are not here."""
     old_paths = defaultdict(list)
     for old, served in SERVED.items():
         old_paths[served].append(old)
@@ -37,7 +37,7 @@ def _coded(names: list[str]) -> str:
 
 
 def variables() -> str:
-    """Give a table in Markdown: the old environment variables, ours, and what they do."""
+    """Return a table in Markdown: the old environment variables, ours, and what they do."""
     rows = ["| variable | here | meaning |", "|---|---|---|"]
     for row in SETTINGS:
         if row.aliases:

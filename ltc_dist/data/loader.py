@@ -52,7 +52,7 @@ class PerDeviceLoader:
         return self
 
     def __next__(self) -> Any:
-        """Give the next batch, on the device.
+        """Return the next batch, on the device.
 
         Cost: every `batches_per_execution` batches a step boundary (`mark_step`); waits if the loader is slower.
         """
@@ -129,7 +129,7 @@ class ParallelLoader:
         self._finalizer = weakref.finalize(self, self._prefetch.close)
 
     def per_device_loader(self, device: DeviceLike) -> PerDeviceLoader:
-        """Give the iterator over the batches of one device."""
+        """Return the iterator over the batches of one device."""
         wanted = torch.device(device)
         for lane, known in enumerate(self._devices):
             only_one = wanted.index is None and len(self._devices) == 1
@@ -158,11 +158,11 @@ class ParallelLoader:
         return len(self._cpu_loader) // len(self._devices)  # type: ignore[arg-type]
 
     def next_item(self, device: DeviceLike) -> Any:
-        """Give the next batch of a device, None at the end."""
+        """Return the next batch of a device, None at the end."""
         return next(self.per_device_loader(device), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give where the training loop is: after the batches it has taken, whatever was loaded ahead of it."""
+        """Return the position of the training loop: after the batches it has taken, not those prefetched."""
         return self._position.state_dict(self._prefetch)
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ def _beginning(loader: Iterable[Any]) -> dict[str, Any]:
 
 
 def _keeps_state(loader: Any) -> bool:
-    """Tell whether a loader has a state of its own; accelerate's always has the methods, and may refuse them."""
+    """Whether a loader has a state of its own; accelerate's always has the methods, and may refuse them."""
     if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         return False
     try:
@@ -301,7 +301,7 @@ class MpDeviceLoader:
         return getattr(self._loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give where the training loop is in the epoch: after the batches it has taken.
+        """Return the position of the training loop in the epoch: after the batches it has taken.
 
         A loader with a `state_dict` of its own is asked for its own, as of that batch. Any other is remembered by the
         number of batches, and by what decided the order of the samples when the epoch began: the global generators of
@@ -318,7 +318,7 @@ class MpDeviceLoader:
         return {**self._resume, "order": order_of(self._loader)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state` was taken: each sample of the epoch comes once.
+        """Make the next iteration continue where `state` was taken: each sample of the epoch comes once.
 
         Samplers have the order again that they had, and it does not matter what `set_epoch` says. Generators that a
         sampler or a dataset draws from while the epoch goes on must be held by them, or by the loader.

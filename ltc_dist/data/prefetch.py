@@ -190,7 +190,7 @@ class Prefetch:
             del item
 
     def _next(self) -> _Item | None:
-        """Give the first batch whose device has room for it."""
+        """Return the first batch whose device has room for it."""
         most = self._limits.device_batches
         return next((i for i in self._waiting if len(self._lanes[i.lane].items) < most), None)
 
@@ -200,7 +200,7 @@ class Prefetch:
     # -- taking ------------------------------------------------------------------------------------
 
     def take(self, lane_number: int) -> Any:
-        """Give the next batch of a device.
+        """Return the next batch of a device.
 
         Raises:
             StopIteration: there are no more.
@@ -286,7 +286,7 @@ class Prefetch:
         return self._lanes[lane_number].is_ended
 
     def progress(self) -> tuple[int, Any] | None:
-        """Give how many batches all devices have taken, and the loader's state then; None past the end."""
+        """Return how many batches all devices have taken, and the loader's state then; None past the end."""
         with self._changed:
             return None if self._is_done() else self._newest_state
 

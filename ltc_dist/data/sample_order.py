@@ -186,7 +186,7 @@ def global_states() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def with_states(states: Mapping[str, Any]) -> Iterator[None]:
-    """Let the global generators be in these states during the block, and in their own again after it."""
+    """Set the states of the global generators for the block, and restore their own after it."""
     now = global_states()
     _set_global(states)
     try:
@@ -213,7 +213,7 @@ def draws_base_seed(loader: Any) -> bool:
 
 @contextlib.contextmanager
 def base_seed(loader: Any, draws: bool) -> Iterator[None]:
-    """Let a pass that begins in this block draw the workers' seed, or not, as the pass did that it continues.
+    """Make a pass that begins in this block draw the workers' seed only if the pass that it continues did.
 
     Otherwise the sampler, which draws from the same generator, would see another number.
     """

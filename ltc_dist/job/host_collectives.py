@@ -58,7 +58,7 @@ _last_calls: list[Callable[[], None]] = []
 
 
 def job_store() -> Any:
-    """Give the store of this job, connected on first use.
+    """Return the store of this job, connected on first use.
 
     Raises:
         RankError: it cannot be reached.
@@ -98,14 +98,14 @@ def before_leaving(call: Callable[[], None]) -> None:
 
 
 def abandon() -> None:
-    """Let this process end at once: the job is over, and nobody waits for it."""
+    """End this process at once: the job is over, and nobody waits for it."""
     global _has_left
     _has_left = os.getpid()
     abandon_work()
 
 
 def leave() -> None:
-    """Tell the other processes that this one is at its end, once what it has recorded has run."""
+    """Run what is recorded, then report to the other processes that this one ends."""
     global _store, _has_left
     here = ranks()
     if _has_left == os.getpid() or here.threads:

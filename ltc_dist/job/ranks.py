@@ -119,7 +119,7 @@ _of_thread = threading.local()
 
 
 def ranks() -> Ranks:
-    """Give the ranks of the calling thread's process, or its own inside `replica`.
+    """Return the ranks of the calling thread's process, or its own inside `replica`.
 
     Cost: reads the environment; nothing is initialised.
     """
@@ -129,7 +129,7 @@ def ranks() -> Ranks:
 
 @contextmanager
 def replica(of_thread: Ranks) -> Iterator[None]:
-    """Let the calling thread have ranks of its own for the length of a `with` block."""
+    """Set ranks of its own for the calling thread, for the length of a `with` block."""
     before = getattr(_of_thread, "ranks", None)
     _of_thread.ranks = of_thread
     try:
@@ -142,7 +142,7 @@ def replica(of_thread: Ranks) -> Iterator[None]:
 
 
 def get_ordinal(defval: int = 0) -> int:
-    """Give this process's rank in the job; `defval` if it is alone.
+    """Return this process's rank in the job; `defval` if it is alone.
 
     Source: `torch_xla.core.xla_model.get_ordinal`, which scripts call before `spawn` too.
     """
@@ -151,19 +151,19 @@ def get_ordinal(defval: int = 0) -> int:
 
 
 def get_local_ordinal(defval: int = 0) -> int:
-    """Give this process's rank on its host; `defval` if it is alone in the job."""
+    """Return this process's rank on its host; `defval` if it is alone in the job."""
     found = ranks()
     return found.local_rank if found.world_size > 1 else defval
 
 
 def world_size(defval: int = 1) -> int:
-    """Give the number of processes of the job; `defval` if this one is alone."""
+    """Return the number of processes of the job; `defval` if this one is alone."""
     found = ranks()
     return found.world_size if found.world_size > 1 else defval
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Tell whether this is rank 0 of its host, or with `local=False` of the whole job."""
+    """Whether this is rank 0 of its host, or with `local=False` of the whole job."""
     found = ranks()
     return (found.local_rank if local else found.rank) == 0
 

@@ -44,7 +44,7 @@ def serve_store(address: str = LOOPBACK, port: int = 0) -> tuple[Any, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host is named by its loopback interface."""
+    """Whether a host is named by its loopback interface."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -25,7 +25,7 @@ _POLL_S = 0.5
 
 
 def num_threads(local_world_size: int) -> int:
-    """Give the threads of one process: the cores this one may use, divided among the processes of the host."""
+    """Return the threads of one process: the cores this one may use, divided among the processes of the host."""
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
     else:
@@ -36,7 +36,7 @@ def num_threads(local_world_size: int) -> int:
 def variables(
     of: Ranks, master_addr: str, master_port: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Give the variables of a process: PyTorch's contract, and what belongs to one host.
+    """Return the variables of a process: PyTorch's contract, and what belongs to one host.
 
     A number of threads that the user has set stays.
     """

@@ -79,7 +79,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
 
 
 def has_cause(failures: Iterable[Failure]) -> bool:
-    """Tell whether one of these needs no other one to explain it."""
+    """Whether one of these needs no other one to explain it."""
     return any(_weight(failure) <= 1 for failure in failures)
 
 
@@ -139,7 +139,7 @@ def last_line(error: BaseException) -> str:
 
 
 def how_it_ended(exitcode: int) -> str:
-    """Say what an exit code tells; negative ones are signals."""
+    """Meaning of an exit code; negative ones are signals."""
     if exitcode < 0:
         return f"was killed by {signal.Signals(-exitcode).name}"
     return f"ended with exit code {exitcode}"

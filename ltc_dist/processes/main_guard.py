@@ -12,7 +12,7 @@ __all__ = ["is_guard", "is_unguarded"]
 
 
 def is_unguarded(frame: FrameType | None) -> bool:
-    """Tell whether `frame` was reached from the top of the main script, outside such a guard.
+    """Whether `frame` was reached from the top of the main script, outside such a guard.
 
     Scripts that cannot be read (a notebook's cells) are taken for guarded.
     """
@@ -33,7 +33,7 @@ def is_unguarded(frame: FrameType | None) -> bool:
 
 
 def is_guard(statement: ast.stmt) -> bool:
-    """Tell whether a statement is `if __name__ == "__main__":`."""
+    """Whether a statement is `if __name__ == "__main__":`."""
     return isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test)
 
 

@@ -35,7 +35,7 @@ class Context:
         self.device = device
 
     def getattr_or(self, name: str, defval: Any = None) -> Any:
-        """Give an attribute; if there is none, or it is None, make it from `defval` first, which may be callable."""
+        """Return an attribute; if there is none, or it is None, make it from `defval` first, which may be callable."""
         found = getattr(self, name, None)
         if found is None:
             found = defval() if callable(defval) else defval
@@ -176,7 +176,7 @@ class _Run:
         return self._results
 
     def _drop_pending(self) -> None:
-        """Let what the stopped loops had recorded fail now, and not at the next step: why they were stopped is told."""
+        """Raise the failures of the stopped loops' recorded ops now, not at the next step."""
         for device in self._parallel.devices:
             with contextlib.suppress(LtcError):
                 ltc.wait_device_ops(device)

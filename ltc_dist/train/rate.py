@@ -32,7 +32,7 @@ class RateTracker:
         self._count += count
 
     def rate(self) -> float:
-        """Give the rate since this was asked last, smoothed with those before; 0 if no time has passed."""
+        """Return the rate since this was asked last, smoothed with those before; 0 if no time has passed."""
         now = time.monotonic()
         if now <= self._asked:
             return self._rate or 0.0
@@ -43,6 +43,6 @@ class RateTracker:
         return rate
 
     def global_rate(self) -> float:
-        """Give the rate since the beginning; 0 if no time has passed."""
+        """Return the rate since the beginning; 0 if no time has passed."""
         passed_s = time.monotonic() - self._began
         return self._count / passed_s if passed_s > 0 else 0.0

@@ -145,7 +145,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         _copy_options(self.base_optimizer, self)
 
     def _sharded(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Give a group of the inner optimizer for one of parameters."""
+        """Return a group of the inner optimizer for one of parameters."""
         shards = []
         for p in group["params"]:
             shard = torch.nn.Parameter(self._shard_of(p), requires_grad=p.requires_grad)
@@ -165,7 +165,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return torch.nn.functional.pad(flat, (0, lacking)) if lacking else flat
 
     def _pairs(self) -> Iterator[Pair]:
-        """Give each parameter with its shard."""
+        """Return each parameter with its shard."""
         for group, row in zip(self.param_groups, self._inner.param_groups, strict=True):
             yield from zip(group["params"], row["params"], strict=True)
 
@@ -223,7 +223,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return loss
 
     def _reduce(self, pairs: Sequence[Pair]) -> None:
-        """Give each shard its part of the mean gradient."""
+        """Assign each shard its part of the mean gradient."""
         grads = [self._padded(p.grad) for p, _ in pairs]  # type: ignore[arg-type]
         if self.higher_cc_precision:
             grads = [grad.to(self.optimizer_dtype) for grad in grads]
@@ -262,7 +262,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state of this process: it can be loaded by the same rank of a job of as many processes.
+        """Return the state of this process: it can be loaded by the same rank of a job of as many processes.
 
         Returns:
             'state' (empty), 'param_groups', 'base_state' (of the inner optimizer), 'shape_info' (of the parameters),
@@ -314,6 +314,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
 
 def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Let the groups of an optimizer have what those of another have, but for the parameters."""
+    """Copy the options of an optimizer's groups to those of another, without the parameters."""
     for mine, theirs in zip(source.param_groups, target.param_groups, strict=True):
         theirs.update({key: value for key, value in mine.items() if key != "params"})

@@ -70,7 +70,7 @@ class Artifacts:
         return (self.root / key / _MANIFEST).exists()
 
     def find(self, key: str) -> Path | None:
-        """Give the directory of a whole artifact; a damaged one is removed and counted.
+        """Return the directory of a whole artifact; a damaged one is removed and counted.
 
         Cost: reads all of it, about 1 ms a megabyte.
         """
@@ -93,7 +93,7 @@ class Artifacts:
         return path
 
     def facts(self, path: Path) -> dict[str, Any]:
-        """Give the facts an artifact was committed with."""
+        """Return the facts an artifact was committed with."""
         facts: dict[str, Any] = _read_manifest(path)["facts"]
         return facts
 
@@ -101,7 +101,7 @@ class Artifacts:
 
     @contextlib.contextmanager
     def claim(self, key: str) -> Iterator[bool]:
-        """Hold the right to build `key` for a `with` block; gives False if another process holds it.
+        """Hold the lock for building `key` for a `with` block; yields False if another process holds it.
 
         The right ends with the process. Where the file system has no locks everybody is given it.
 
@@ -126,7 +126,7 @@ class Artifacts:
 
     @contextlib.contextmanager
     def scratch(self, key: str) -> Iterator[Path]:
-        """Give an empty directory to build `key` in; what `commit` did not take of it is removed.
+        """Return an empty directory to build `key` in; what `commit` did not take of it is removed.
 
         Raises:
             OSError: it cannot be made.
@@ -210,7 +210,7 @@ class Artifacts:
                     yield _Entry(used, status.st_size, path, False)
 
     def _remove(self, path: Path) -> bool:
-        """Take an artifact away in one go; False if another process was faster, or it cannot be done."""
+        """Remove an artifact by one rename; False if another process was faster, or if that fails."""
         removed = path.with_name(f"{path.name}.{os.getpid()}{_REMOVED}")
         try:
             path.rename(removed)
@@ -254,7 +254,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Give the body of a manifest.
+    """Return the body of a manifest.
 
     Raises:
         ValueError: it is damaged or of another format.
@@ -294,7 +294,7 @@ def _write_manifest(key: str, built: Path, facts: dict[str, Any]) -> None:
 
 
 def _damage(path: Path) -> str:
-    """Say what is wrong with an artifact, or give "".
+    """What is wrong with an artifact, or "".
 
     Raises:
         OSError: it cannot be read.

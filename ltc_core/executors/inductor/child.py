@@ -126,7 +126,7 @@ def _answer(
 
 @contextlib.contextmanager
 def _temporary_files_in(directory: Path) -> Any:
-    """Let this process, and compilers it starts, make their temporary files there: a kill leaves none behind."""
+    """Set the directory of temporary files for this process and its compilers, so that a kill leaves none behind."""
     before, tempfile.tempdir = tempfile.tempdir, str(directory)
     variable, os.environ["TMPDIR"] = os.environ["TMPDIR"], str(directory)
     try:
@@ -146,13 +146,13 @@ def _is_of_the_disk(error: BaseException | None) -> bool:
 
 
 def _op(error: BaseException) -> str:
-    """Give the name of the op that is refused, if the builder knows it."""
+    """Return the name of the op that is refused, if the builder knows it."""
     op = getattr(error, "op", "")
     return op if isinstance(op, str) else ""
 
 
 def _reason(error: BaseException) -> str:
-    """Give the one line of an error that says most."""
+    """Return the one line of an error that says most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said_by_compiler = [line for line in lines if _COMPILER_ERROR.search(line)]
     line = (said_by_compiler or lines or [""])[0][:_MAX_QUOTED].rstrip(".")

@@ -121,7 +121,7 @@ class CompilerProcess:
             self._reap(0)
 
     def log(self) -> bytes:
-        """Give the last of what the process printed for the last request."""
+        """Return the last of what the process printed for the last request."""
         if self._log < 0:
             return b""
         size = os.fstat(self._log).st_size
@@ -221,7 +221,7 @@ class CompilerProcess:
             fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
 
     def _receive(self, timeout_s: float) -> tuple[Any, ...] | None:
-        """Give the next message; None if there was none in time.
+        """Return the next message; None if there was none in time.
 
         Raises:
             _Gone: there will be none.
@@ -260,7 +260,7 @@ class CompilerProcess:
 
 
 def _is_chosen_by_torch(directory: str) -> bool:
-    """Tell whether PyTorch chose this directory for its cache, not the user: it exports its choice to children.
+    """Whether PyTorch chose this directory for its cache, not the user: it exports its choice to children.
 
     PyTorch's own function for its name imports the compiler, a second of a core.
     """
@@ -302,7 +302,7 @@ def _how_it_ended(code: int, log: bytes) -> str:
 
 
 def _last_words(log: bytes) -> str:
-    """Give the last line that was printed before Python's own report of a crash."""
+    """Return the last line that was printed before Python's own report of a crash."""
     lines = []
     for line in log.replace(b"\0", b"").decode(errors="replace").splitlines():
         if line.startswith("Fatal Python error"):

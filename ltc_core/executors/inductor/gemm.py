@@ -1,4 +1,4 @@
-"""Give large float32 matrix products to oneDNN where it is quicker than MKL, which PyTorch calls for them.
+"""Large float32 matrix products run in oneDNN where it is quicker than MKL, which PyTorch calls for them.
 
 MKL keeps to AVX2 on processors that are not Intel's; oneDNN uses the AVX-512 they have. EPYC with two cores, GFLOP/s of
 MKL and oneDNN: (512, 128) @ (128, 512) 165 and 197, (256, 512) @ (512, 2048) 157 and 194; of products whose left side
@@ -75,7 +75,7 @@ def _is_quicker() -> bool:
 
 
 def _operands(node: torch.fx.Node) -> tuple[Any, Any, Any] | None:
-    """Give (left, right, bias) of a plain matrix product."""
+    """Return (left, right, bias) of a plain matrix product."""
     if node.target is aten.mm.default:
         return node.args[0], node.args[1], None
     if node.target is aten.addmm.default and not node.kwargs:

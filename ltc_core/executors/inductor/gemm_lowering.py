@@ -33,7 +33,7 @@ class _Linear(mkldnn_ir.LinearUnary):
 
 
 def register() -> None:
-    """Tell the compiler how to lower the op."""
+    """Register the lowering of the op."""
     register_lowering(LINEAR, type_promotion_kind=None)(_lower)
 
 

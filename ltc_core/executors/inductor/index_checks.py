@@ -129,7 +129,7 @@ _COUNT_A_DIM = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "
 
 
 def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
-    """Give what inputs must obey, and the positions of the nodes whose indices cannot be told from inputs."""
+    """Return what inputs must obey, and the positions of the nodes whose indices cannot be told from inputs."""
     metas = graph.metas()
     maker = {node.first + i: node for node in graph.nodes for i in range(len(node.outs))}
     bounds: dict[Bound, None] = {}
@@ -191,7 +191,7 @@ def _arange_fits(node: Node, high: int) -> bool:
 
 
 def hold(bounds: Sequence[Bound], inputs: Sequence[torch.Tensor]) -> bool:
-    """Tell whether all indices are legal. Cost: one pass over each; 10 us for a batch of labels."""
+    """Whether all indices are legal. Cost: one pass over each; 10 us for a batch of labels."""
     return all(_holds(bound, inputs[bound.value]) for bound in bounds)
 
 

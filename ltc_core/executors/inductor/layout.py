@@ -21,7 +21,7 @@ _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def keep_channels_last(graph: Graph, stage_of: Sequence[Stage]) -> Graph:
-    """Let images that compiled parts hand to each other be channels-last, if the graph has convolutions."""
+    """Make images between compiled subgraphs channels-last, if the graph has convolutions."""
     if not any(node.op in _CONVOLUTIONS for node in graph.nodes):
         return graph
     chosen = _handed_over(graph, stage_of)

@@ -165,7 +165,7 @@ class _Retrace(Retrace):
 
 
 def _write_back(module: GraphModule, graph: Graph, reuses: dict[int, int]) -> tuple[int, ...]:
-    """Let values that end in an input's memory be written there; give the other outputs, which are returned."""
+    """Write values into the input memory they end in; return the other outputs."""
     fx = module.graph
     inputs = dict(zip(graph.inputs, (n for n in fx.nodes if n.op == "placeholder"), strict=False))
     end = next(n for n in reversed(fx.nodes) if n.op == "output")

@@ -40,7 +40,7 @@ def overlap_reductions(graph: Graph) -> Graph:
 
 
 def _operands(node: Node, metas: Mapping[int, TensorMeta]) -> list[torch.Tensor] | None:
-    """Give what a reduction sees of each of its tensors; None if it must stay one op.
+    """Return what a reduction sees of each of its tensors; None if it must stay one op.
 
     That is for a transport that cannot overlap, and for operands that are not each the whole of a packed tensor.
     """

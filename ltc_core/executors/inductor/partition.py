@@ -99,7 +99,7 @@ def _may_divide_by_zero(
 
 
 def _is_plain_view(lens: Lens, meta: TensorMeta) -> bool:
-    """Tell whether a lens leads to memory as eager's views do: without copies, and not by strides of strides."""
+    """Whether a lens leads to memory as eager's views do: without copies, and not by strides of strides."""
     if len(lens) > 1 and any(step.op is aten.as_strided.default for step in lens):
         return False  # PyTorch cannot make such a write functional
     return not lens or not open_lens(meta.meta_tensor(), lens)[1]

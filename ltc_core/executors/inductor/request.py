@@ -84,7 +84,7 @@ def decode(payload: bytes) -> Request:
 
 
 def key(request: Request) -> str:
-    """Give the key of a request, 64 hexadecimal digits. Cost: about 5 us a node."""
+    """Return the key of a request, 64 hexadecimal digits. Cost: about 5 us a node."""
     digest = hashlib.sha256(_environment().encode())
     digest.update(f"{request.device} {_gpu(request.device)} {request.num_threads}\n".encode())
     digest.update(request.part.text().encode())
@@ -100,7 +100,7 @@ def _gpu(device: str) -> str:
 
 @functools.cache
 def _environment() -> str:
-    """Say in words what programs depend on besides their graph."""
+    """What programs depend on besides their graph, as text."""
     return " ".join(
         (
             torch.__version__,

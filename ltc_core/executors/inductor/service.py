@@ -111,7 +111,7 @@ class CompileService:
     # -- for the callers ---------------------------------------------------------------------------
 
     def available(self) -> str:
-        """Give "", or why nothing can be compiled, in words without a full stop."""
+        """ "" or the reason why nothing can be compiled, without a full stop."""
         if self._unusable:
             return self._unusable
         if not sys.executable or getattr(sys, "frozen", False):
@@ -210,7 +210,7 @@ class CompileService:
             return None
 
     def _finish(self, request: _Request, outcome: Outcome) -> None:
-        """Tell all who asked, also those who ask meanwhile."""
+        """Notify all callers, also those who ask meanwhile."""
         while True:
             with self._changed:
                 if not request.callbacks:
@@ -321,7 +321,7 @@ class CompileService:
         return ""
 
     def _use_temporary_place(self, why: str) -> bool:
-        """Keep what is built from now on in a directory of this process; False if that is done already."""
+        """Use a directory of this process for builds from now on; False if that is so already."""
         if self._temporary is not None or self._is_shut_down:
             return False
         try:
@@ -346,7 +346,7 @@ def _report() -> None:
 
 
 def _kept_log(root: Path, key: str, log: bytes) -> str:
-    """Keep what the compiler printed; say where."""
+    """Store what the compiler printed; return the path."""
     path = root / "logs" / f"{key[:_LOG_NAME_LENGTH]}.log"
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -363,7 +363,7 @@ _lock = threading.Lock()
 
 
 def service() -> CompileService:
-    """Give the service of this process, made on first use."""
+    """Return the service of this process, made on first use."""
     global _service
     with _lock:
         if _service is None:

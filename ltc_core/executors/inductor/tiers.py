@@ -45,7 +45,7 @@ _refused_ops: set[str] = set()
 
 
 def say_once(sentence: str) -> None:
-    """Tell the user why something is not compiled."""
+    """Warn the user why something is not compiled."""
     if sentence not in _said:
         _said.add(sentence)
         print(f"[ltc] {sentence}", file=sys.stderr, flush=True)
@@ -103,7 +103,7 @@ class TieredProgram(Program):
             self._varied.update(k for k, (a, b) in enumerate(pairs) if a != b)
 
     def _compiled(self, scalars: Sequence[Any]) -> PartitionedProgram | None:
-        """Give the compiled program for these numbers if it is there now; see to it that it will be."""
+        """Return the compiled program for these scalars if it is there; else request it."""
         self._runs += 1
         build = self._build  # the service's thread takes it away once it is done
         if build is not None and build.is_orphan:
@@ -138,7 +138,7 @@ class TieredProgram(Program):
         return build
 
     def install(self, chain: PartitionedProgram, seconds: float) -> None:
-        """Take a compiled program, that was there after so many seconds: the next run uses it."""
+        """Install a compiled program, which was built in so many seconds: the next run uses it."""
         self._build = None
         self._runs = 0
         self._chains.append(chain)
@@ -168,7 +168,7 @@ class TieredProgram(Program):
         say_once(sentence)
 
     def refuse(self, outcome: Outcome) -> None:
-        """Take note that a part could not be compiled."""
+        """Note that a subgraph could not be compiled."""
         if outcome.is_dropped:  # the process ends
             self._given_up = True
             return
@@ -224,7 +224,7 @@ class _Build:
             self._compiler.submit(self._keys[k], encode(request), partial(self._take, k), urgent)
 
     def _take(self, k: int, outcome: Outcome) -> None:
-        """Take the outcome of the `k`-th part."""
+        """Store the outcome of the `k`-th subgraph."""
         with self._lock:
             if self._failed:
                 return

@@ -37,7 +37,7 @@ class Collectives:
         self._count = int(library._xla_num_global_devices())
 
     def reduces_in_graph(self, node: Node) -> bool:
-        """Tell whether a node's collective can be an op of a program."""
+        """Whether a node's collective can be an op of a program."""
         replicas = self._replicas(node)
         if replicas is None:
             return False
@@ -171,7 +171,7 @@ def _scale(node: Node) -> float:
 
 
 def plan_of(node: Node, seen: Sequence[Tensor]) -> str:
-    """Say what a collective does and on what: in all members the same."""
+    """Description of a collective and its operands, the same in all members."""
     if node.op in (ops.all_reduce.default, ops.all_reduce_.default):
         return reduction_plan(node.args[2], node.args[4], seen)
     return plan_text(

@@ -68,7 +68,7 @@ class XlaDevice:
         self.collectives = Collectives(self.library, self.name)
 
     def stored(self, dtype: torch.dtype, where: str = "") -> torch.dtype:
-        """Give the dtype that a tensor is stored as.
+        """Return the dtype that a tensor is stored as.
 
         Raises:
             DeviceError: XLA has no such type.
@@ -89,7 +89,7 @@ class XlaDevice:
         return found  # type: ignore[no-any-return]
 
     def fetch(self, data: Sequence[Tensor]) -> list[Tensor]:
-        """Give data as CPU tensors of the stored dtype, in one transfer. Cost: waits for what computes them."""
+        """Return data as CPU tensors of the stored dtype, in one transfer. Cost: waits for what computes them."""
         there = [k for k, d in enumerate(data) if d.device.type != "cpu"]
         found = list(data)
         if there:
@@ -107,7 +107,7 @@ class XlaDevice:
         return copied
 
     def prepare_launch(self) -> None:
-        """Let this thread's next launch run here."""
+        """Make this the device of the thread's next launch."""
         # It runs on the calling thread's device, wherever its inputs are.
         self.library._xla_set_default_device(self.name)
         if self._runs_inline:

@@ -286,7 +286,7 @@ class _Compiled(SubgraphRunner):
         return Stopped(node, {**self._kept(given, is_written=True), **left})
 
     def _on_device(self, given: Sequence[Any], scalars: Sequence[Any]) -> list[Tensor]:
-        """Give the inputs with the vectors of numbers; what is on the host is sent in one transfer."""
+        """Return the inputs with the vectors of numbers; what is on the host is sent in one transfer."""
         numbers = [tuple(scalars[k] for k in positions) for _, positions in self._vectors]
         are_new = numbers != self._numbers
         vectors = self._vectors_sent

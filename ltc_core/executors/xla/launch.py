@@ -154,7 +154,7 @@ class Launch:
 
 
 def _shape_of(graph: Graph) -> tuple[int, ...]:
-    """Give the shape of no elements that stands for a graph: 60 bits of its digest.
+    """Return the shape of no elements that stands for a graph: 60 bits of its digest.
 
     Replicas run one program, but each may call its group by another name.
     """
@@ -170,7 +170,7 @@ def _shape_of(graph: Graph) -> tuple[int, ...]:
 def _trace(
     part: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]
 ) -> tuple[_Retrace, tuple[Tensor, ...]]:
-    """Give the outputs, and what made them."""
+    """Return the outputs, and what made them."""
     while True:
         device.collectives.begin()
         replay = _Retrace(part, device)
@@ -212,7 +212,7 @@ class _Retrace(Retrace):
             raise Refused(str(node.op), "torch_xla does not lower it")
 
     def _check(self, node: Node) -> None:
-        """See that a node's results are what was recorded; give them its dtypes."""
+        """Check that a node's results are as recorded, and convert them to its dtypes."""
         for i, meta in enumerate(node.outs):
             if meta is None:
                 continue
@@ -277,12 +277,12 @@ class _Retrace(Retrace):
         return t if t.dtype is meta.dtype else t.to(meta.dtype)
 
     def _ran_on_host(self) -> set[tuple[str, int]]:
-        """Give the names of the ops that torch_xla ran on the host so far, and how often it did."""
+        """Return the names of the ops that torch_xla ran on the host so far, and how often it did."""
         names = [name for name in self._library._xla_counter_names() if name.startswith("aten::")]
         return {(name, self._library._xla_counter_value(name)) for name in names}
 
 
 def _written(op: torch._ops.OpOverload) -> list[int]:
-    """Give the positions of the operands that an op writes."""
+    """Return the positions of the operands that an op writes."""
     infos = [a.alias_info for a in op._schema.arguments]
     return [i for i, info in enumerate(infos) if info is not None and info.is_write]

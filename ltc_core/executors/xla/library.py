@@ -40,7 +40,7 @@ _HOW_TO_GET_IT = "pip install '.[tpu]' in an environment of its own: torch_xla 2
 
 @functools.cache
 def load() -> Any:
-    """Give torch_xla's library, initialised.
+    """Return torch_xla's library, initialised.
 
     Raises:
         DeviceError: it is not there, does not fit this torch, or cannot be loaded; chips cannot be told apart.
@@ -117,7 +117,7 @@ def _prepare_environment() -> None:
 
 
 def _prepare_cpu_replicas() -> None:
-    """Let the programs of all devices run at the same time, since their collectives wait for each other.
+    """Let the programs of all devices run at the same time: their collectives wait for each other.
 
     The CPU client runs what one thread launches one after the other, and torch_xla launches in the threads of a pool:
     the device that got the thread of another one waited for it, and that one for the collective, until XLA ended the

@@ -68,19 +68,19 @@ class _Lowering:
         return frozenset(map(str, self._refused.ops))
 
     def refuses(self, node: Node, metas: _Metas) -> bool:
-        """Tell whether a node has to run on the host."""
+        """Whether a node has to run on the host."""
         if node.writes and _writes_through_copy(node):
             return True
         return self._refused.has(node, metas)
 
     def rule(self, node: Node, metas: _Metas) -> Callable[..., Any] | None:
-        """Give what a node is traced as; None: its op."""
+        """Return what a node is traced as; None: its op."""
         if self._spelled.has(node, metas):
             return decomposition_table[node.op]
         return RULES.get(node.op)
 
     def refuse_call(self, node: Node, metas: _Metas) -> None:
-        """Let calls like this one run on the host."""
+        """Run calls like this one on the host from now on."""
         self._refused.note_call(node, metas)
 
     def learn(self, node: Node, metas: _Metas, on_host: Set[str]) -> bool:

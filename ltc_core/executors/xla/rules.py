@@ -24,7 +24,7 @@ class _Wrong(Exception):
 
 
 def _unless(op: _Op, is_wrong: Callable[[dict[str, Any]], bool], why: str) -> Callable[..., Any]:
-    """Give what calls `op`, but for some arguments, with which it runs on the host."""
+    """Return a function that calls `op`; with some arguments the op runs on the host."""
     names = [argument.name for argument in op._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def _has_divisor(given: dict[str, Any]) -> bool:
 
 
 def _has_other_scale(given: dict[str, Any]) -> bool:
-    """Tell whether an image is scaled by something else than the ratio of the sizes."""
+    """Whether an image is scaled by something else than the ratio of the sizes."""
     x = given.get("self")
     sizes = given["input_size"] if x is None else x.shape
     pairs = zip(given["output_size"], sizes[2:], strict=True)
@@ -123,7 +123,7 @@ def _power(x: Any, exponent: Any) -> Any:
 
 
 def _strided_places(x: Tensor, size: Any, stride: Any, offset: int | None) -> Tensor:
-    """Give the position of each element of a strided view in the packed tensor."""
+    """Return the position of each element of a strided view in the packed tensor."""
     at = torch.full((), offset or 0, dtype=torch.int64, device=x.device)
     for n, step in zip(size, stride, strict=True):
         at = at.unsqueeze(-1) + torch.arange(n, device=x.device) * step
@@ -143,7 +143,7 @@ def _as_strided_scatter(
 
 
 def _diagonal_places(x: Tensor, offset: int, dim1: int, dim2: int) -> tuple[Tensor, Tensor]:
-    """Give a tensor with a matrix's elements in its last dim, and which of them are the diagonal."""
+    """Return a tensor with a matrix's elements in its last dim, and which of them are the diagonal."""
     rows, columns = x.shape[dim1], x.shape[dim2]
     first_row, first_column = max(-offset, 0), max(offset, 0)
     count = max(min(rows - first_row, columns - first_column), 0)

@@ -108,7 +108,7 @@ def chip_variables(
     read: Callable[[Mapping[str, str]], TpuHost] = read_tpu_host,
     count: Callable[[], int] = count_chips,
 ) -> dict[str, str]:
-    """Give the variables to set in this process before the client is made, less those that `environ` has.
+    """Return the variables to set in this process before the client is made, less those that `environ` has.
 
     Empty if PJRT_DEVICE is not TPU. Several processes of a host get one chip each, in the order of LTC_DEVICES, and
     form one slice with those of the other hosts; ports from 8476 on, one for each, must be free. A single process gets

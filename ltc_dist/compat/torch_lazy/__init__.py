@@ -27,5 +27,5 @@ def mark_step(device: DeviceLike = "", wait: bool = False) -> None:
 
 
 def get_tensor_id(tensor: torch.Tensor) -> int:
-    """Give a number that no other tensor alive has."""
+    """Return a number that no other tensor alive has."""
     return id(tensor)

@@ -7,12 +7,12 @@ __all__ = ["get_force_fallback", "set_force_fallback", "set_reuse_ir"]
 
 
 def get_force_fallback() -> str:
-    """Give the ops that always run on the CPU, with commas between them."""
+    """Return the ops that always run on the CPU, with commas between them."""
     return ",".join(sorted(ltc.settings.force_fallback))
 
 
 def set_force_fallback(configval: str) -> None:
-    """Let ops always run on the CPU: 'aten::add,aten::mul'."""
+    """Set the ops that always run on the CPU: 'aten::add,aten::mul'."""
     names = (name.strip() for name in configval.split(","))
     ltc.settings.force_fallback = frozenset(name for name in names if name)
     choose_anew()

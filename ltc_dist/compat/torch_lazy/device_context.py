@@ -21,7 +21,7 @@ _contexts: dict[str, DeviceContext] = {}
 
 
 def get_device_context(device: DeviceLike = None) -> DeviceContext:
-    """Give the object of a device, by default the current one; always the same."""
+    """Return the object of a device, by default the current one; always the same."""
     if device is None or str(device) == ltc.settings.device_name:
         device = ltc.lazy_device()
     name = str(torch.device(device))

@@ -17,7 +17,7 @@ __all__ = ["extract_compiled_graph"]
 def extract_compiled_graph(
     model: torch.nn.Module, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Give a function that runs a copy of the module on the device: tensors of the CPU go in, and come out.
+    """Return a function that runs a copy of the module on the device: tensors of the CPU go in, and come out.
 
     What the module writes into its arguments is written there.
 

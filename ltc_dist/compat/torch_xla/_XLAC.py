@@ -137,7 +137,7 @@ def _get_xla_tensors_dot(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
-    """Say of a tensor where it is, what it is, and what is pending of it; nothing is run."""
+    """Describe a tensor: its device, its contents, what is pending; nothing is run."""
     pending = ltc.dump_ir([tensor])
     kind = str(tensor.dtype).removeprefix("torch.")
     return (

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def device(index: int | None = None) -> torch.device:
-    """Give device `index` of this process, by default the current one.
+    """Return device `index` of this process, by default the current one.
 
     Raises:
         DeviceError: there is no such device.
@@ -49,12 +49,12 @@ def devices() -> list[torch.device]:
 
 
 def real_devices() -> list[str]:
-    """Give what the devices compute on: ['CPU:0', 'CPU:1']."""
+    """Return what the devices compute on: ['CPU:0', 'CPU:1']."""
     return xla_model.xla_real_devices()
 
 
 def device_count() -> int:
-    """Give the number of devices of this process."""
+    """Return the number of devices of this process."""
     return len(devices())
 
 

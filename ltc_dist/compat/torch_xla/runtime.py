@@ -43,58 +43,58 @@ __all__ = [
 
 
 def using_pjrt() -> bool:
-    """Tell that each process has its own devices; scripts for 2.0 to 2.4 ask."""
+    """True: each process has its own devices. Scripts for 2.0 to 2.4 ask."""
     return True
 
 
 def world_size() -> int:
-    """Give the number of processes of the job."""
+    """Return the number of processes of the job."""
     return ltd.world_size()
 
 
 def global_ordinal() -> int:
-    """Give this process's rank in the job."""
+    """Return this process's rank in the job."""
     return ltd.get_ordinal()
 
 
 def local_ordinal() -> int:
-    """Give this process's rank on its host."""
+    """Return this process's rank on its host."""
     return ltd.get_local_ordinal()
 
 
 def process_index() -> int:
-    """Give this process's rank in the job."""
+    """Return this process's rank in the job."""
     return ranks().rank
 
 
 def process_count() -> int:
-    """Give the number of processes of the job."""
+    """Return the number of processes of the job."""
     return ranks().world_size
 
 
 def local_process_count() -> int:
-    """Give the number of processes of this host."""
+    """Return the number of processes of this host."""
     return ranks().local_world_size
 
 
 def host_index() -> int:
-    """Give which host this is, if all have as many processes."""
+    """Index of this host, if all hosts have as many processes."""
     here = ranks()
     return here.rank // here.local_world_size
 
 
 def addressable_device_count() -> int:
-    """Give the devices of this process."""
+    """Return the devices of this process."""
     return len(ltc.get_lazy_supported_devices())
 
 
 def local_device_count() -> int:
-    """Give the devices of this host."""
+    """Return the devices of this host."""
     return addressable_device_count() * ranks().local_world_size
 
 
 def global_device_count() -> int:
-    """Give the devices of the job."""
+    """Return the devices of the job."""
     return addressable_device_count() * ranks().world_size
 
 
@@ -103,12 +103,12 @@ global_runtime_device_count = global_device_count
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """Give device `n` of this process, by default the current one."""
+    """Return device `n` of this process, by default the current one."""
     return ltc.lazy_device(n, devkind)
 
 
 def device_type() -> str:
-    """Give what the devices compute on: 'CPU', 'CUDA', 'TPU'."""
+    """Return what the devices compute on: 'CPU', 'CUDA', 'TPU'."""
     return ltc.lazy_device_hw()
 
 
@@ -135,12 +135,12 @@ def set_device_type(pjrt_device: str) -> None:
 
 
 def is_bf16_supported() -> bool:
-    """Tell whether bfloat16 can be computed with: everywhere."""
+    """Whether bfloat16 is supported: always True."""
     return True
 
 
 def runtime_device_attributes(device: DeviceLike) -> dict[str, Any]:
-    """Give what is known of a device."""
+    """Return what is known of a device."""
     return {
         "name": str(torch.device(device or "cpu")),
         "kind": ltc.lazy_device_hw(device),
@@ -149,22 +149,22 @@ def runtime_device_attributes(device: DeviceLike) -> dict[str, Any]:
 
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
-    """Give what is known of each device of this process."""
+    """Return what is known of each device of this process."""
     return [runtime_device_attributes(name) for name in ltc.get_lazy_supported_devices()]
 
 
 def get_num_cached_compilation_graph() -> int:
-    """Give the number of graphs that programs were made for."""
+    """Return the number of graphs that programs were made for."""
     return ltc.metrics.counter_value("UncachedCompile") or 0
 
 
 def get_master_ip() -> str:
-    """Give the address of the host that the processes meet at."""
+    """Return the address of the host that the processes meet at."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def initialize_cache(path: str, readonly: bool = False) -> None:
-    """Keep compiled programs in a directory, for the processes that this one starts too.
+    """Set the directory of compiled programs, also for the processes that this one starts.
 
     Raises:
         AssertionError: graphs were built already; the text is torch_xla's.
@@ -178,7 +178,7 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
 
 
 def is_spmd() -> bool:
-    """Tell that tensors are not sharded by annotation."""
+    """False: tensors are not sharded by annotation."""
     return False
 
 

@@ -18,10 +18,10 @@ num_available_chips = num_available_devices
 
 
 def num_local_processes() -> int:
-    """Give the processes that `xmp.spawn` starts."""
+    """Return the processes that `xmp.spawn` starts."""
     return ltc.settings.num_devices
 
 
 def version() -> int:
-    """Give the newest TPU that has two devices a chip, which decides nothing here."""
+    """Return the newest TPU that has two devices a chip, which decides nothing here."""
     return 4

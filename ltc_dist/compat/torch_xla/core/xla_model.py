@@ -142,17 +142,17 @@ def _max_devices(
 
 
 def xla_device_hw(device: DeviceLike = None) -> str:
-    """Give what a device computes on: 'CPU' or 'CUDA'."""
+    """Return what a device computes on: 'CPU' or 'CUDA'."""
     return ltc.lazy_device_hw(device)
 
 
 def xla_device_kind(device: DeviceLike = None) -> str:
-    """Give the model of what a device computes on, such as 'TPU v4'."""
+    """Return the model of what a device computes on, such as 'TPU v4'."""
     return context(_number(device)).executor.kind
 
 
 def xla_real_devices(devices: Sequence[DeviceLike] | None = None) -> list[str]:
-    """Give what the devices compute on: ['CPU:0', 'CPU:1']."""
+    """Return what the devices compute on: ['CPU:0', 'CPU:1']."""
     chosen = ltc.get_lazy_supported_devices() if devices is None else devices
     return [f"{ltc.lazy_device_hw(d)}:{_number(d)}" for d in chosen]
 
@@ -162,7 +162,7 @@ def _number(device: DeviceLike) -> int:
 
 
 def parse_xla_device(device: torch.device | str) -> tuple[str, int] | None:
-    """Give a device's kind and number; None for one that is not lazy."""
+    """Return a device's kind and number; None for one that is not lazy."""
     found = torch.device(device)
     if found.type != ltc.settings.device_name:
         return None
@@ -170,7 +170,7 @@ def parse_xla_device(device: torch.device | str) -> tuple[str, int] | None:
 
 
 def xla_replication_devices(local_devices: Sequence[DeviceLike] | None = None) -> list[str]:
-    """Give the devices that threads of this process train on together."""
+    """Return the devices that threads of this process train on together."""
     return xla_real_devices(local_devices)
 
 
@@ -179,12 +179,12 @@ def set_replication(device: DeviceLike, devices: Sequence[DeviceLike] | None) ->
 
 
 def is_xla_tensor(tensor: object) -> bool:
-    """Tell whether a tensor lives on the device."""
+    """Whether a tensor lives on the device."""
     return ltc.is_lazy_tensor(tensor)
 
 
 def xrt_world_size(defval: int = 1) -> int:
-    """Give the number of processes of the job; `defval` if this one is alone."""
+    """Return the number of processes of the job; `defval` if this one is alone."""
     return ltd.world_size(defval)
 
 
@@ -202,7 +202,7 @@ _numbers = itertools.count(1 << 62)
 
 
 def get_rng_state(device: DeviceLike = None) -> int:
-    """Give a number that brings a device's random numbers back to where they are: the seed, if none was drawn yet.
+    """Return a number that restores a device's random state: the seed, if nothing was drawn yet.
 
     Another number holds in this process only; `ltc_core.get_rng_state` gives the state itself.
     """

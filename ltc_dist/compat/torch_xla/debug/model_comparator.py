@@ -31,7 +31,7 @@ _num_saved: Counter[Path] = Counter()
 
 
 def configure(save_dir: Directory | None) -> None:
-    """Let `save` write to a directory; None turns it off."""
+    """Set the directory that `save` writes to; None turns it off."""
     global _save_dir
     _save_dir = save_dir
     _num_saved.clear()
@@ -71,7 +71,7 @@ def compare(
     atol: float = 1e-08,
     max_diffs: int = 25,
 ) -> str:
-    """Give what differs between two directories of saved tensors as text, '' if nothing does.
+    """Return as text how two directories of saved tensors differ, '' if they do not.
 
     Args:
         rtol, atol: as for `compare_tensors`.
@@ -112,7 +112,7 @@ def tensor_file_compare(
     atol: float = 1e-08,
     max_diffs: int = 25,
 ) -> str:
-    """Give what differs between two saved tensors as text, '' if nothing does."""
+    """Return as text how two saved tensors differ, '' if they do not."""
     tensor1, tensor2 = (ltd.load(path) for path in (path1, path2))
     report = compare_tensors(tensor1, tensor2, rtol, atol, max_diffs)
     if not report:
@@ -132,7 +132,7 @@ def compare_tensors(
     atol: float = 1e-08,
     max_diffs: int = 25,
 ) -> str:
-    """Give what differs between two tensors as text, '' if nothing does; the largest errors come first.
+    """Return as text how two tensors differ, '' if they do not; the largest errors come first.
 
     Values differ that are further apart than `atol` and than `rtol` of the larger one, and those of which only one is
     not a number.

@@ -29,7 +29,7 @@ class DataParallel(ltc_dist.train.data_parallel.DataParallel):
 
 
 def unpacks_pairs(loop_fn: Callable[..., Any]) -> bool:
-    """Tell whether a loop is written for pairs: `for k, (data, target) in loader`, its second argument."""
+    """Whether a loop is written for pairs: `for k, (data, target) in loader`, its second argument."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(loop_fn)))
     except (OSError, TypeError, SyntaxError):

@@ -37,7 +37,7 @@ _MEGABYTES = {"B": 1e-6, "KB": 1e-3, "MB": 1, "GB": 1e3, "TB": 1e6, "PB": 1e9}
 
 
 def mp_test(func: Callable[..., Any]) -> Callable[..., int | None]:
-    """Let a method of a `unittest.TestCase` run in a forked process, and fail if that does.
+    """Run a method of a `unittest.TestCase` in a forked process, and fail if that fails.
 
     Of another function it gives the exit code; a test that gives something is deprecated.
     """
@@ -60,7 +60,7 @@ def mp_test(func: Callable[..., Any]) -> Callable[..., int | None]:
 
 
 def now(format: str = "%H:%M:%S") -> str:
-    """Give the time of day."""
+    """Return the time of day."""
     return datetime.now().strftime(format)
 
 
@@ -111,7 +111,7 @@ def _print_update(kind: str, device: DeviceLike, parts: Mapping[str, Any]) -> No
 
 
 def get_summary_writer(logdir: str | os.PathLike[str] | None) -> Any:
-    """Give a TensorBoard writer for a directory; None without a directory, and in all processes but the first.
+    """Return a TensorBoard writer for a directory; None without a directory, and in all processes but the first.
 
     None as well if no library for it is installed, which is said on stderr.
     """

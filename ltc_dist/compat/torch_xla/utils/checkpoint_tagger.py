@@ -10,7 +10,7 @@ __all__ = ["CheckpointTagger"]
 
 
 class CheckpointTagger:
-    """Gives paths names such as 'best' and 'last'.
+    """Names for paths, such as 'best' and 'last'.
 
     Args:
         remover: called with a path that no name stands for any longer.
@@ -24,7 +24,7 @@ class CheckpointTagger:
         self._remover = remover
 
     def tag(self, name: str, path: str) -> None:
-        """Let `name` stand for `path` from now on."""
+        """Make `name` stand for `path` from now on."""
         old_path = self.tags.get(name)
         self.tags[name] = path
         if self._remover is not None and old_path is not None:
@@ -32,7 +32,7 @@ class CheckpointTagger:
                 self._remover(old_path)
 
     def save_to_json(self) -> str:
-        """Give the names as text."""
+        """Return the names as text."""
         return json.dumps(self.tags)
 
     @classmethod

@@ -52,7 +52,7 @@ class AsyncClosureHandler(ClosureHandler):
         weakref.finalize(self, _tell, self._errors)
 
     def run(self, closure: Closure) -> None:
-        """Hand a closure over.
+        """Queue a closure.
 
         Raises:
             ExecutionError: one of those before raised; chained to what it raised. `closure` is not called.

@@ -23,17 +23,17 @@ class QueueBase:
         self._close_read = self._close_write = False
 
     def max_size(self) -> int:
-        """Give the number of items that may wait."""
+        """Return the number of items that may wait."""
         return self._maxsize
 
     def close(self) -> None:
-        """Let no `put` and no `get` wait any longer: items put from now on are dropped."""
+        """Wake all waiting `put` and `get` calls; items put from now on are dropped."""
         with self._changed:
             self._close_read = self._close_write = True
             self._changed.notify_all()
 
     def close_write(self) -> None:
-        """Say that no more items come: `get` gives those that wait, then None."""
+        """End the input: `get` returns the waiting items, then None."""
         with self._changed:
             self._close_write = True
             self._changed.notify_all()
@@ -55,7 +55,7 @@ class Queue(QueueBase):
                 self._changed.notify_all()
 
     def get(self) -> Any:
-        """Take the oldest item; wait for one. None: the queue was closed."""
+        """Return the oldest item, waiting for one; None after the queue was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._close_write)
             self._changed.notify_all()
@@ -83,7 +83,7 @@ class KeydQueue(QueueBase):
                 self._changed.notify_all()
 
     def get(self, key: Hashable) -> Any:
-        """Take the item of a key; wait for it. None: the queue was closed."""
+        """Return the item of a key, waiting for it; None after the queue was closed."""
         with self._changed:
             self._waited_for[key] += 1
             self._changed.notify_all()

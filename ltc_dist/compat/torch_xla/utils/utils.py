@@ -49,7 +49,7 @@ _TRUE = ("on", "1", "yes", "true", "y")
 
 
 class SampleGenerator:
-    """Gives the same sample again and again: a loader without data.
+    """A loader without data: it yields the same sample again and again.
 
     Args:
         data: the sample.
@@ -74,7 +74,7 @@ class SampleGenerator:
 
 
 class FnDataGenerator:
-    """Gives batches of random samples and what a function makes of them.
+    """Yields batches of random samples and a function's results for them.
 
     Args:
         func: takes the batch; gives the labels.
@@ -114,10 +114,10 @@ class FnDataGenerator:
 
 
 class DataWrapper:
-    """Lets a class say how it becomes samples (`get_tensors`) and is made of them again (`from_tensors`)."""
+    """Converts a class to tensors (`get_tensors`) and back (`from_tensors`)."""
 
     def get_tensors(self) -> Any:
-        """Give the tensors."""
+        """Return the tensors."""
         raise NotImplementedError
 
     def from_tensors(self, tensors: Any) -> Any:
@@ -160,17 +160,17 @@ def getenv_as(name: str, type: Callable[[Any], Any], defval: Any = None) -> Any:
 
 
 def check_env_flag(name: str, default: str = "") -> bool:
-    """Tell whether a variable is on."""
+    """Whether a variable is on."""
     return os.environ.get(name, default).lower() in _TRUE
 
 
 def as_list(t: Any) -> list[Any] | tuple[Any, ...]:
-    """Give lists and tuples as they are, anything else as a list of one."""
+    """Return lists and tuples as they are, anything else as a list of one."""
     return t if isinstance(t, tuple | list) else [t]
 
 
 def shape(inputs: Any) -> tuple[int, ...]:
-    """Give the sizes of nested lists, by their first items."""
+    """Return the sizes of nested lists, by their first items."""
     found = []
     while isinstance(inputs, list | tuple):
         found.append(len(inputs))
@@ -179,14 +179,14 @@ def shape(inputs: Any) -> tuple[int, ...]:
 
 
 def flatten_nested_tuple(inputs: Any) -> tuple[Any, ...]:
-    """Give what nested lists and tuples hold, in order."""
+    """Return what nested lists and tuples hold, in order."""
     if not isinstance(inputs, list | tuple):
         return (inputs,)
     return tuple(item for part in inputs for item in flatten_nested_tuple(part))
 
 
 def list_copy_append(ilist: Sequence[Any], item: Any) -> list[Any]:
-    """Give a list with one item more."""
+    """Return a list with one item more."""
     return [*ilist, item]
 
 
@@ -241,7 +241,7 @@ def null_print(*args: Any, **kwargs: Any) -> None:
 
 
 def get_print_fn(debug: bool | None = None) -> Callable[..., None]:
-    """Give `eprint` if DEBUG is on, else what prints nothing."""
+    """Return `eprint` if DEBUG is on, else what prints nothing."""
     return eprint if (check_env_flag("DEBUG") if debug is None else debug) else null_print
 
 
@@ -263,7 +263,7 @@ def TimedScope(msg: str = "", printfn: Callable[..., Any] | None = eprint) -> It
 
 
 def get_free_tcp_ports(n: int = 1) -> list[int]:
-    """Give ports that nobody listened on just now."""
+    """Return ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(n)]
     try:
         for each in sockets:
