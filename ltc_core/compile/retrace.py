@@ -1,7 +1,7 @@
-"""A part run again on whatever tensors it is given, with nothing written: what a compiler traces.
+"""A subgraph run again on whatever tensors it is given, with nothing written: what a compiler traces.
 
 Nodes are called one after the other. In-place ops become new values; foreach ops become one op for each tensor, which
-compilers fuse again; numbers that are inputs are tensors of no dimension, taken by the rules of `scalar_inputs`. What a
+compilers fuse again; scalars that are inputs are 0-dim tensors, taken by the rules of `scalar_inputs`. What a
 compiler wants otherwise it says in a subclass. Used by `inductor.lower` on fake tensors, by `xla.launch` on real ones.
 """
 
@@ -38,10 +38,10 @@ class Refused(Exception):
 
 
 class Retrace:
-    """Calls a part's nodes on whatever tensors it is given.
+    """Calls a subgraph's nodes on whatever tensors it is given.
 
     Args:
-        part: the part.
+        subgraph: the subgraph.
         copied: outputs that share memory with something else.
         device: where ops that make tensors of nothing make them.
     """
@@ -49,14 +49,14 @@ class Retrace:
     spelled_out: Mapping[str, Spelled] = {}  # by name of the op
     all_by_rule = False  # whether a rule for a whole op is taken where no number is an input, too
 
-    def __init__(self, part: Subgraph, copied: frozenset[int], device: str) -> None:
-        self._part = part
+    def __init__(self, subgraph: Subgraph, copied: frozenset[int], device: str) -> None:
+        self._subgraph = subgraph
         self._copied = copied
         self._device = device
-        self._metas = part.graph.metas()
+        self._metas = subgraph.graph.metas()
 
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the part's outputs.
+        """Return the subgraph's outputs.
 
         Args:
             inputs: its inputs, then the vector of floats and that of whole numbers, where there are such.
@@ -64,10 +64,10 @@ class Retrace:
         Raises:
             Refused: an op failed.
         """
-        graph = self._part.graph
+        graph = self._subgraph.graph
         count = len(graph.inputs)
         self._values: dict[int, Any] = dict(zip(graph.inputs, inputs[:count], strict=True))
-        self._numbers = _unpack(self._part.types, inputs[count:])
+        self._numbers = _unpack(self._subgraph.scalar_types, inputs[count:])
         for node in graph.nodes:
             try:
                 self.call_node(node)
@@ -79,7 +79,7 @@ class Retrace:
 
     def _output(self, value: int) -> Tensor:
         t: Tensor = self._values[value]
-        if value in self._copied or value in self._part.graph.inputs:
+        if value in self._copied or value in self._subgraph.graph.inputs:
             t = t.clone()
         return self.laid_out(t, self._metas[value])
 

@@ -54,7 +54,7 @@ def takes_scalar(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
 
 
 def kinds(types: Sequence[type]) -> list[type]:
-    """Which vectors of numbers a program has, in order."""
+    """Which vectors of scalars a program has, in order."""
     return [kind for kind in NUMBER_DTYPES if kind in types]
 
 
@@ -65,7 +65,7 @@ def rule_for(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
 
 
 def vector_metas(types: Sequence[type]) -> list[TensorMeta]:
-    """Describe the vectors in which a program gets its numbers, after its tensors."""
+    """Metas of the vectors in which a program gets its scalars, after its tensors."""
     return [TensorMeta.packed((types.count(kind),), NUMBER_DTYPES[kind]) for kind in kinds(types)]
 
 

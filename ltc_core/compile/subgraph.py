@@ -34,9 +34,9 @@ class Subgraph:
         inputs: which values of the whole graph those are.
         outputs: which values of the whole graph its outputs are.
         nodes: the nodes as they are in the whole graph.
-        numbers: which numbers of a run its `Scalar`s stand for.
-        types: their Python types.
-        constants: the numbers of a run written into it, with the values they must have.
+        scalars: positions of its scalars among those of a run.
+        scalar_types: their Python types.
+        constants: scalars of a run that are constants here, by position, with the values they must have.
     """
 
     compiled: bool
@@ -44,14 +44,14 @@ class Subgraph:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     nodes: tuple[Node, ...]
-    numbers: tuple[int, ...]
-    types: tuple[type, ...]
+    scalars: tuple[int, ...]
+    scalar_types: tuple[type, ...]
     constants: Mapping[int, Any]
 
     def text(self) -> str:
-        """Write down all that a compiled part depends on. Cost: about 5 us a node."""
-        numbers = " ".join(kind.__name__ for kind in self.types)
-        return "\n".join((numbers, *_graph_rows(self.graph)))
+        """Write down all that a compiled subgraph depends on. Cost: about 5 us a node."""
+        kinds = " ".join(kind.__name__ for kind in self.scalar_types)
+        return "\n".join((kinds, *_graph_rows(self.graph)))
 
 
 def _graph_rows(graph: Graph) -> list[str]:
@@ -82,12 +82,12 @@ def subgraphs_of(
     varied: frozenset[int],
     refused: Set[int] = frozenset(),
 ) -> list[Subgraph]:
-    """Cut a graph into the parts that its stages are, in their order.
+    """Cut a graph into the subgraphs that its stages are, in their order.
 
     Args:
         stage_of: the stage of each node.
-        scalars: the numbers of the last run.
-        varied: positions of numbers seen with another value before.
+        scalars: the scalars of the last run.
+        varied: positions of scalars that had another value before.
         refused: positions of nodes that the compiler cannot take, views too.
     """
     order = sorted(range(len(stage_of)), key=stage_of.__getitem__)
@@ -108,25 +108,25 @@ def subgraphs_of(
         wanted.append(set(needed_later))
         needed_later.update(_read([*more, *nodes]))
     wanted.reverse()
-    parts = []
+    subgraphs = []
     unseen = set(graph.outputs)
     for (compiled, nodes), more, later in zip(groups, views, wanted, strict=True):
         made = {node.first + i for node in nodes for i, m in enumerate(node.outs) if m is not None}
         outputs = sorted(made & later)
         unseen -= set(outputs)
         canonical = _Canonical(graph, metas, later, varied, scalars)
-        part = canonical.part(compiled, [*more, *nodes], outputs)
-        if part is not None:
-            parts.append(part)
+        subgraph = canonical.subgraph(compiled, [*more, *nodes], outputs)
+        if subgraph is not None:
+            subgraphs.append(subgraph)
     if unseen:  # outputs that are inputs as they are
-        parts.append(_Canonical(graph, metas, set(), varied, scalars).passing(sorted(unseen)))
-    return parts
+        subgraphs.append(_Canonical(graph, metas, set(), varied, scalars).passing(sorted(unseen)))
+    return subgraphs
 
 
 def _views_of_others(
     nodes: Sequence[Node], maker: Mapping[int, Node], refused: Set[int]
 ) -> list[Node]:
-    """Find the views that `nodes` read and others make: a part takes its views itself, of what is there anyway.
+    """Find the views that `nodes` read and others make: a subgraph takes its views itself, of what is there anyway.
 
     Not those whose first value is in `refused`.
     """
@@ -151,7 +151,7 @@ def _read(nodes: Sequence[Node]) -> set[int]:
 
 
 class _Canonical:
-    """Writes nodes down with numbers counted from zero."""
+    """Rewrites nodes with values and scalars counted from zero."""
 
     def __init__(
         self,
@@ -167,10 +167,10 @@ class _Canonical:
         self._varied = varied
         self._scalars = scalars
         self._values: dict[int, int] = {}
-        self._numbers: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
         self._constants: dict[int, Any] = {}
 
-    def part(
+    def subgraph(
         self, compiled: bool, nodes: Sequence[Node], outputs: Sequence[int]
     ) -> Subgraph | None:
         nodes = prune(nodes, outputs)
@@ -187,20 +187,20 @@ class _Canonical:
             tuple(self._values[v] for v in outputs),
             frozenset(self._values[v] for v in read if self._is_donated(v)),
         )
-        numbers = tuple(self._numbers)
+        positions = tuple(self._positions)
         return Subgraph(
             compiled,
             graph,
             tuple(read),
             tuple(outputs),
             tuple(nodes),
-            numbers,
-            tuple(type(self._scalars[i]) for i in numbers),
+            positions,
+            tuple(type(self._scalars[i]) for i in positions),
             self._constants,
         )
 
     def passing(self, values: Sequence[int]) -> Subgraph:
-        """Make the part without nodes."""
+        """Make the subgraph without nodes."""
         inputs = {k: self._metas[v] for k, v in enumerate(values)}
         donated = frozenset(k for k, v in enumerate(values) if self._is_donated(v))
         graph = Graph((), inputs, tuple(inputs), donated)
@@ -234,4 +234,4 @@ class _Canonical:
         if compiled and not takes_scalar(op, value, position in self._varied):
             self._constants[position] = value
             return value
-        return Scalar(self._numbers.setdefault(position, len(self._numbers)))
+        return Scalar(self._positions.setdefault(position, len(self._positions)))

@@ -64,10 +64,10 @@ class Remains:
 
 
 class Stopped(Exception):
-    """A node of a part failed.
+    """A node of a subgraph failed.
 
     Attributes:
-        node: the node; None if it may be any of the part's.
+        node: the node; None if it may be any of the subgraph's.
         values: number -> data, for all values that there were then. What the node was to make is not among them.
     """
 

@@ -24,34 +24,34 @@ __all__ = ["PartitionedProgram", "EagerRunner", "SubgraphRunner", "storage_of"]
 
 
 class SubgraphRunner(abc.ABC):
-    """How a part runs.
+    """How a subgraph runs.
 
     Attributes:
-        part: the part.
+        subgraph: the subgraph.
         waits: whether it waits for other processes.
     """
 
     waits = False
 
-    def __init__(self, part: Subgraph) -> None:
-        self.part = part
+    def __init__(self, subgraph: Subgraph) -> None:
+        self.subgraph = subgraph
 
     @abc.abstractmethod
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         """Run on the values of the whole graph, and add to them what it makes.
 
         Raises:
-            Stopped: in the part's own numbers.
+            Stopped: in the subgraph's own numbers.
         """
 
     def whole_node(self, node: Node | None) -> Node | None:
-        """Return a node of the part as it is in the whole graph."""
-        return None if node is None else self.part.nodes[self.part.graph.nodes.index(node)]
+        """Return a node of the subgraph as it is in the whole graph."""
+        return None if node is None else self.subgraph.nodes[self.subgraph.graph.nodes.index(node)]
 
     def whole_numbers(self, values: Mapping[int, Any]) -> dict[int, Any]:
         """Name values by their numbers in the whole graph."""
-        names = dict(zip(self.part.graph.inputs, self.part.inputs, strict=True))
-        for own, whole in zip(self.part.graph.nodes, self.part.nodes, strict=True):
+        names = dict(zip(self.subgraph.graph.inputs, self.subgraph.inputs, strict=True))
+        for own, whole in zip(self.subgraph.graph.nodes, self.subgraph.nodes, strict=True):
             names.update((own.first + i, whole.first + i) for i in range(len(own.outs)))
         return {names[i]: data for i, data in values.items()}
 
@@ -62,11 +62,11 @@ def storage_of(data: torch.Tensor) -> int:
 
 
 class PartitionedProgram:
-    """Runs parts.
+    """Runs subgraphs.
 
     Args:
         graph: the whole graph.
-        links: how its parts run, in order.
+        links: how its subgraphs run, in order.
         memory_of: gives what data that share memory have in common.
         hardware: PyTorch's device that has the data; None if nodes cannot be run on the data one by one.
     """
@@ -85,18 +85,18 @@ class PartitionedProgram:
         self._links = links
         self._memory_of = memory_of
         self._hardware = hardware
-        parts = [link.part for link in links]
-        self._constants = {k: v for part in parts for k, v in part.constants.items()}
-        self._frees = _frees(graph, parts)
+        subgraphs = [link.subgraph for link in links]
+        self._constants = {k: v for subgraph in subgraphs for k, v in subgraph.constants.items()}
+        self._frees = _frees(graph, subgraphs)
 
     def fits(self, scalars: Sequence[Any]) -> bool:
-        """Whether this run has the numbers that the program was compiled for."""
+        """Whether this run has the scalars that the program was compiled for."""
         return all(_same(scalars[k], v) for k, v in self._constants.items())
 
     def run_in_steps(
         self, inputs: Sequence[Any], scalars: Sequence[Any]
     ) -> Generator[None, None, list[Any]]:
-        """Run; yield before each part that waits for other processes."""
+        """Run; yield before each subgraph that waits for other processes."""
         values = dict(zip(self._inputs, inputs, strict=True))
         for at, (link, frees) in enumerate(zip(self._links, self._frees, strict=True)):
             if link.waits:
@@ -106,7 +106,7 @@ class PartitionedProgram:
             except Stopped as stopped:
                 self._note_stop(link, stopped, values)
                 node = link.whole_node(stopped.node)
-                failed = [node] if node is not None else link.part.nodes
+                failed = [node] if node is not None else link.subgraph.nodes
                 found = self._remains(values, self._rest(at, node), failed, scalars)
                 raise NodeFailure(
                     node, found.data, found.older, found.causes
@@ -119,17 +119,17 @@ class PartitionedProgram:
     def _note_stop(link: SubgraphRunner, stopped: Stopped, values: dict[int, Any]) -> None:
         """Put the values that a link left among those of the graph; drop those that it has overwritten."""
         there = link.whole_numbers(stopped.values)
-        for number, value in zip(link.part.graph.inputs, link.part.inputs, strict=True):
-            if number in link.part.graph.donated and value not in there:
+        for number, value in zip(link.subgraph.graph.inputs, link.subgraph.inputs, strict=True):
+            if number in link.subgraph.graph.donated and value not in there:
                 values.pop(value, None)
         values.update(there)
 
     def _rest(self, at: int, node: Node | None) -> list[Node]:
         """The nodes that have not run: those of the link at this position from `node` on, and all after it."""
-        nodes = list(self._links[at].part.nodes)
+        nodes = list(self._links[at].subgraph.nodes)
         if node is not None:
             nodes = nodes[nodes.index(node) :]
-        return nodes + [n for link in self._links[at + 1 :] for n in link.part.nodes]
+        return nodes + [n for link in self._links[at + 1 :] for n in link.subgraph.nodes]
 
     def _remains(
         self,
@@ -156,12 +156,12 @@ def _never(node: Node, values: dict[int, Any]) -> None:
     raise AssertionError(node)
 
 
-def _frees(graph: Graph, parts: Sequence[Subgraph]) -> list[list[int]]:
-    """List, for each part, what nobody reads after it."""
+def _frees(graph: Graph, subgraphs: Sequence[Subgraph]) -> list[list[int]]:
+    """List, for each subgraph, what nobody reads after it."""
     kept = {*graph.inputs, *graph.outputs}
     frees: list[list[int]] = []
-    for part in reversed(parts):
-        gone = [v for v in dict.fromkeys((*part.inputs, *part.outputs)) if v not in kept]
+    for subgraph in reversed(subgraphs):
+        gone = [v for v in dict.fromkeys((*subgraph.inputs, *subgraph.outputs)) if v not in kept]
         kept.update(gone)
         frees.append(gone)
     return frees[::-1]
@@ -172,16 +172,16 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class EagerRunner(SubgraphRunner):
-    """A part on the reference executor."""
+    """A subgraph on the reference executor."""
 
-    def __init__(self, part: Subgraph, hardware: torch.device) -> None:
-        super().__init__(part)
-        self.waits = any(node.op in collective.FINISHES for node in part.nodes)
-        self._program = ReferenceProgram(part.graph, plan(part.graph), None, hardware)
+    def __init__(self, subgraph: Subgraph, hardware: torch.device) -> None:
+        super().__init__(subgraph)
+        self.waits = any(node.op in collective.FINISHES for node in subgraph.nodes)
+        self._program = ReferenceProgram(subgraph.graph, plan(subgraph.graph), None, hardware)
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
-        part = self.part
+        subgraph = self.subgraph
         results = self._program.run_or_stop(
-            [values[i] for i in part.inputs], [scalars[k] for k in part.numbers]
+            [values[i] for i in subgraph.inputs], [scalars[k] for k in subgraph.scalars]
         )
-        values.update(zip(part.outputs, results, strict=True))
+        values.update(zip(subgraph.outputs, results, strict=True))

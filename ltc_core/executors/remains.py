@@ -84,7 +84,7 @@ def _computed(
     for at, node in enumerate(nodes):
         lost = [value for value in references(node) if now.get(value) is None]
         found = [causes.get(value) for value in lost]
-        # Parts do not run in the order of the program, but eager would have raised in that order.
+        # Subgraphs do not run in the order of the program, but eager would have raised in that order.
         cause = min(found, key=lambda c: c[0].first if c else first, default=None)
         # Other processes do not run a collective that this one was to start after the failure.
         if not lost and node.first not in failed and node.op not in collective.OPS:

@@ -70,7 +70,7 @@ def _lowered(part: Subgraph) -> Lowered:
 
     def work() -> None:
         try:
-            results.append(lower(request.part, request.device))
+            results.append(lower(request.subgraph, request.device))
         except BaseException as error:
             errors.append(error)
 

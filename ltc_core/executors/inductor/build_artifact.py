@@ -42,7 +42,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
     request = decode(payload)
     torch.set_num_threads(request.num_threads)
     gemm_lowering.register()
-    lowered = lower(request.part, request.device)
+    lowered = lower(request.subgraph, request.device)
     options = {**_OPTIONS, "aot_inductor.output_path": str(directory / "model.so")}
     with (
         tracing(TracingContext(lowered.mode)),

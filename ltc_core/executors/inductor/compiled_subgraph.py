@@ -1,7 +1,7 @@
-"""The parts of a program that PyTorch's compiler made: libraries, launched through `launcher`.
+"""A program whose subgraphs are compiled libraries, launched through `launcher`.
 
-Parts that are not compiled, and parts whose indices would read out of range, run on the reference executor. Made by
-`tiers` when all its libraries are there.
+Subgraphs that are not compiled, and those with an index out of range in this run, run on the reference executor.
+`tiers` makes the program when all its libraries are there.
 """
 
 from __future__ import annotations
@@ -28,53 +28,54 @@ _log = logging.getLogger("ltc")
 
 def compiled_program(
     graph: Graph,
-    parts: Sequence[Subgraph],
+    subgraphs: Sequence[Subgraph],
     models: Mapping[int, tuple[Model, Sequence[int]]],
     hardware: torch.device,
 ) -> PartitionedProgram:
-    """Make the chain of a graph's parts.
+    """The program of a graph's subgraphs.
 
     Args:
         graph: the whole graph.
-        parts: its parts, in order.
-        models: the libraries of the compiled ones, by position, and which of a part's outputs each returns.
+        subgraphs: its subgraphs, in order.
+        models: the libraries of the compiled ones, by position, and which of a subgraph's outputs each returns.
         hardware: PyTorch's device that has the data.
     """
     links = [
-        _CompiledRunner(part, hardware, *models[k])
-        if part.compiled
-        else EagerRunner(part, hardware)
-        for k, part in enumerate(parts)
+        _CompiledRunner(subgraph, hardware, *models[k])
+        if subgraph.compiled
+        else EagerRunner(subgraph, hardware)
+        for k, subgraph in enumerate(subgraphs)
     ]
     return PartitionedProgram(graph, links, hardware=hardware)
 
 
 class _CompiledRunner(SubgraphRunner):
-    """A part as a library."""
+    """Runs a compiled subgraph."""
 
     def __init__(
-        self, part: Subgraph, hardware: torch.device, model: Model, returned: Sequence[int]
+        self, subgraph: Subgraph, hardware: torch.device, model: Model, returned: Sequence[int]
     ) -> None:
-        super().__init__(part)
+        super().__init__(subgraph)
         self._hardware = hardware
         self._model = model
-        self._metas = list(part.graph.inputs.values())
+        self._metas = list(subgraph.graph.inputs.values())
         # A GPU looks at indices itself, as it does in eager; looking at them here would wait for it.
-        self._bounds = find_bounds(part.graph)[0] if hardware.type == "cpu" else []
+        self._bounds = find_bounds(subgraph.graph)[0] if hardware.type == "cpu" else []
         self._reference: EagerRunner | None = None
         self._is_told = False
-        reuses = plan(part.graph).reuses
-        names = dict(zip(part.graph.outputs, part.outputs, strict=True))
-        sources = dict(zip(part.graph.inputs, part.inputs, strict=True))
+        reuses = plan(subgraph.graph).reuses
+        names = dict(zip(subgraph.graph.outputs, subgraph.outputs, strict=True))
+        sources = dict(zip(subgraph.graph.inputs, subgraph.inputs, strict=True))
         self._written = [(names[o], sources[i]) for o, i in reuses.items() if o not in returned]
         self._returned = [names[o] for o in returned]
-        typed = list(zip(part.numbers, part.types, strict=True))
+        typed = list(zip(subgraph.scalars, subgraph.scalar_types, strict=True))
         self._vectors = [
-            (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind]) for kind in kinds(part.types)
+            (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind])
+            for kind in kinds(subgraph.scalar_types)
         ]
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
-        tensors = [values[i] for i in self.part.inputs]
+        tensors = [values[i] for i in self.subgraph.inputs]
         if not hold(self._bounds, tensors):
             self._run_by_reference(values, scalars)
             return
@@ -89,7 +90,7 @@ class _CompiledRunner(SubgraphRunner):
         except Exception as error:
             if self._written:  # maybe half of it is: lost, as nobody can tell
                 lost = {source for _, source in self._written}
-                named = zip(self.part.graph.inputs, self.part.inputs, tensors, strict=False)
+                named = zip(self.subgraph.graph.inputs, self.subgraph.inputs, tensors, strict=False)
                 there = {number: t for number, value, t in named if value not in lost}
                 raise Stopped(None, there) from error
             self._run_by_reference(values, scalars)  # which op failed, and what the others give
@@ -115,9 +116,9 @@ class _CompiledRunner(SubgraphRunner):
                 expected = self._metas[at] if at < len(self._metas) else None
                 if not (expected and mismatch.is_of_strides(expected)):
                     raise
-                tensors[at] = values[self.part.inputs[at]] = expected.laid_out(tensors[at])
+                tensors[at] = values[self.subgraph.inputs[at]] = expected.laid_out(tensors[at])
 
     def _run_by_reference(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         if self._reference is None:
-            self._reference = EagerRunner(self.part, self._hardware)
+            self._reference = EagerRunner(self.subgraph, self._hardware)
         self._reference.run(values, scalars)

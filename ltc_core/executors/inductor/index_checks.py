@@ -2,7 +2,7 @@
 
 Compiled loops on the CPU check indices inside their threads, where an exception ends the process; eager raises
 IndexError. So operands used as indices are traced back to the inputs of a graph. `hold` compares these with what the
-ops allow; where they do not hold, the part runs op by op and the op at fault raises its own error. An op whose
+ops allow; where they do not hold, the subgraph runs op by op and the op at fault raises its own error. An op whose
 indices are computed within the graph, other than by ops that keep them in range, is left to the reference executor.
 Used by `partition` and `compiled_subgraph`.
 """
@@ -166,7 +166,7 @@ def _source(value: int, maker: dict[int, Node], metas: Metas, high: int) -> int 
         node = maker[value]
         name = node.op._opname
         if "generator" in node.kwargs:
-            return value  # drawn op by op, and so an input of the part that reads it
+            return value  # drawn op by op, and so an input of the subgraph that reads it
         if node.view or name in _SAME_VALUES:
             value = next(references(node))
         elif name == "arange":

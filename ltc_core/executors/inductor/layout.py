@@ -1,7 +1,7 @@
-"""The memory format of what one compiled part makes for another.
+"""The memory format of values between compiled subgraphs.
 
-Convolutions are given channels-last tensors (see `lower`). What goes from part to part keeps that format: as recorded,
-it would be converted at the end of one part and back at the beginning of the next. Used by `partition`.
+Convolutions get channels-last tensors (see `lower`). Values between subgraphs keep that format: in the recorded one
+they would be converted at the end of a subgraph and back at the beginning of the next. Used by `partition`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def keep_channels_last(graph: Graph, stage_of: Sequence[Stage]) -> Graph:
 
 
 def _handed_over(graph: Graph, stage_of: Sequence[Stage]) -> set[int]:
-    """Find the values that go from compiled parts to others, and nowhere else."""
+    """Find the values that go from compiled subgraphs to others, and nowhere else."""
     made_at: dict[int, Stage] = {}
     chosen: set[int] = set()
     others = set(graph.outputs)

@@ -1,4 +1,4 @@
-"""From a part's graph to the FX graph PyTorch's compiler takes: functional, decomposed, with its writes at the end.
+"""From a subgraph's graph to the FX graph PyTorch's compiler takes: functional, decomposed, with its writes at the end.
 
 Nodes are called one after the other on fake tensors; what they call is traced. In-place ops become new values; a
 value that ends in a donated input's memory is copied there at the end, which the compiler turns into a store in
@@ -39,10 +39,10 @@ class Lowered:
     """What `lower` gives.
 
     Attributes:
-        module: the FX graph. Its inputs are those of the part, then the vector of floats, then that of whole
+        module: the FX graph. Its inputs are those of the subgraph, then the vector of floats, then that of whole
             numbers, where there are such.
         fakes: fake tensors for the inputs.
-        returned: which of the part's outputs it returns, in order; the others are written into their inputs.
+        returned: which of the subgraph's outputs it returns, in order; the others are written into their inputs.
         mode: the fake mode the graph was traced with.
     """
 
@@ -59,18 +59,18 @@ class Lowered:
         self.mode = mode
 
 
-def lower(part: Subgraph, device: str) -> Lowered:
-    """Trace a part.
+def lower(subgraph: Subgraph, device: str) -> Lowered:
+    """Trace a subgraph.
 
     Raises:
         Refused: an op could not be traced.
     """
-    memory = plan(part.graph)
+    memory = plan(subgraph.graph)
     mode = FakeTensorMode()
     with mode:
-        fakes = [_fake(meta, device) for meta in part.graph.inputs.values()]
-        fakes += [_fake(meta, device) for meta in vector_metas(part.types)]
-    module = _traced(_Retrace(part, memory.copied, device).run, fakes, mode)
+        fakes = [_fake(meta, device) for meta in subgraph.graph.inputs.values()]
+        fakes += [_fake(meta, device) for meta in vector_metas(subgraph.scalar_types)]
+    module = _traced(_Retrace(subgraph, memory.copied, device).run, fakes, mode)
     if _writing(module):  # decompositions run below functionalization: their own writes are left
         module = _traced(module, fakes, mode)
         left = _writing(module)
@@ -79,7 +79,7 @@ def lower(part: Subgraph, device: str) -> Lowered:
     module.graph = fx_graph_cse(module.graph)
     use_onednn(module)
     _write_numbers_out(module)
-    returned = _write_back(module, part.graph, memory.reuses)
+    returned = _write_back(module, subgraph.graph, memory.reuses)
     return Lowered(module, fakes, returned, mode)
 
 

@@ -2,7 +2,7 @@
 
 Some ops are no business of a compiler: collectives, draws from PyTorch's generator (whose numbers must not depend on
 what runs them), writes through views that only exist on packed memory, ops the compiler refused. `partition` cuts the
-graph into parts that run one after the other, each of one kind. Comes from `tiers`, goes to `request`.
+graph into subgraphs that run one after the other, each of one kind. Comes from `tiers`, goes to `request`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _CHECKED = frozenset(
 def partition(
     graph: Graph, scalars: Sequence[Any], varied: frozenset[int], refused: frozenset[str]
 ) -> list[Subgraph]:
-    """Cut `graph` into parts.
+    """Cut `graph` into subgraphs.
 
     Args:
-        scalars: the numbers of the last run.
-        varied: positions of numbers seen with another value before.
+        scalars: the scalars of the last run.
+        varied: positions of scalars that had another value before.
         refused: names of ops the compiler cannot take.
     """
     graph = overlap_reductions(graph)

@@ -1,6 +1,6 @@
 """What the compiler's process is asked for, and the key its answer is kept under.
 
-A `Request` is a part and everything else a program depends on. Its key is a digest of the part's text, of the
+A `Request` is a subgraph and everything else a program depends on. Its key is a digest of the subgraph's text, of the
 machine, of PyTorch and of the sources that lower it: equal keys, equal programs, in whatever process and run. Comes
 from `tiers`, goes to `service`, and in the compiler's process to `build`.
 """
@@ -30,15 +30,15 @@ __all__ = ["Request", "decode", "encode", "key"]
 
 
 _PACKAGE = Path(__file__).parents[2]
-# What decides what is made of a part is in these folders: the graph and its passes, the executors.
+# What decides what is made of a subgraph is in these folders: the graph and its passes, the executors.
 _FOLDERS = ("graph/*.py", "compile/*.py", "executors/**/*.py")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A part to be compiled for a device, and best with so many threads."""
+    """A subgraph to be compiled for a device, and best with so many threads."""
 
-    part: Subgraph
+    subgraph: Subgraph
     device: str
     num_threads: int
 
@@ -78,7 +78,7 @@ def decode(payload: bytes) -> Request:
     """Read what `encode` wrote.
 
     Raises:
-        Refused: the part has an op that this process does not have.
+        Refused: the subgraph has an op that this process does not have.
     """
     return pickle.loads(payload)  # type: ignore[no-any-return]
 
@@ -87,7 +87,7 @@ def key(request: Request) -> str:
     """Return the key of a request, 64 hexadecimal digits. Cost: about 5 us a node."""
     digest = hashlib.sha256(_environment().encode())
     digest.update(f"{request.device} {_gpu(request.device)} {request.num_threads}\n".encode())
-    digest.update(request.part.text().encode())
+    digest.update(request.subgraph.text().encode())
     return digest.hexdigest()
 
 
@@ -134,7 +134,7 @@ def _compiler() -> str:
 
 
 def _sources() -> str:
-    """Digest the sources that decide what is made of a part. Cost: 3 ms, once a process."""
+    """Digest the sources that decide what is made of a subgraph. Cost: 3 ms, once a process."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in _FOLDERS for path in _PACKAGE.glob(folder)):
         digest.update(str(path.relative_to(_PACKAGE)).encode())

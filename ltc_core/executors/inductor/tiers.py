@@ -95,7 +95,7 @@ class TieredProgram(Program):
         return self._reference.salvage(inputs, scalars)
 
     def _note_numbers(self, scalars: Sequence[Any]) -> None:
-        """Learn which numbers are not the same in every run."""
+        """Note which scalars differ between runs."""
         if self._numbers is None:
             self._numbers = list(scalars)
         elif self._numbers != scalars:
@@ -125,8 +125,8 @@ class TieredProgram(Program):
             self.give_up(f"no graph is compiled, all run op by op: {why}")
             return None
         varied, refused = frozenset(self._varied), frozenset(_refused_ops)
-        parts = partition(self.graph, scalars, varied, refused)
-        build = _Build(self, parts, compiler)
+        subgraphs = partition(self.graph, scalars, varied, refused)
+        build = _Build(self, subgraphs, compiler)
         if not build.requests:
             self._given_up = True
             return None
@@ -186,15 +186,15 @@ class TieredProgram(Program):
 
 
 class _Build:
-    """One attempt to compile the parts of a program. Outcomes arrive in the service's thread."""
+    """One attempt to compile the subgraphs of a program. Outcomes arrive in the service's thread."""
 
     def __init__(
-        self, program: TieredProgram, parts: list[Subgraph], compiler: CompileService
+        self, program: TieredProgram, subgraphs: list[Subgraph], compiler: CompileService
     ) -> None:
         self._program = weakref.ref(program)
         self._graph = program.graph
         self._hardware = program.hardware
-        self._parts = parts
+        self._subgraphs = subgraphs
         self._compiler = compiler
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -204,9 +204,9 @@ class _Build:
         self._started = time.monotonic()
         self.done = threading.Event()
         self.requests = {
-            k: Request(part, program.hardware.type, num_threads)
-            for k, part in enumerate(parts)
-            if part.compiled
+            k: Request(subgraph, program.hardware.type, num_threads)
+            for k, subgraph in enumerate(subgraphs)
+            if subgraph.compiled
         }
         self._keys = {k: key(request) for k, request in self.requests.items()}
 
@@ -232,7 +232,7 @@ class _Build:
                 self._fail(outcome)
                 return
             try:
-                metas = _input_metas(self._parts[k])
+                metas = _input_metas(self._subgraphs[k])
                 model = load(outcome.path / outcome.facts["library"], metas, str(self._hardware))
             except (OSError, RuntimeError) as error:
                 self._fail(Outcome.failed(f"its library cannot be loaded ({error})"))
@@ -241,7 +241,9 @@ class _Build:
             if len(self._models) == len(self.requests):
                 program = self._program()
                 if program is not None:
-                    chain = compiled_program(self._graph, self._parts, self._models, self._hardware)
+                    chain = compiled_program(
+                        self._graph, self._subgraphs, self._models, self._hardware
+                    )
                     program.install(chain, time.monotonic() - self._started)
                 self.done.set()
 
@@ -253,5 +255,5 @@ class _Build:
         self.done.set()
 
 
-def _input_metas(part: Subgraph) -> list[TensorMeta]:
-    return [*part.graph.inputs.values(), *vector_metas(part.types)]
+def _input_metas(subgraph: Subgraph) -> list[TensorMeta]:
+    return [*subgraph.graph.inputs.values(), *vector_metas(subgraph.scalar_types)]

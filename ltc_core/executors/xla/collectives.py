@@ -2,7 +2,7 @@
 
 PJRT knows the replicas: the chips of a slice, each with its process, or the devices of one process. A group of others
 reduces on the host, between two programs, as every `Transport` can. `reduces_in_graph` tells which; the rules call
-torch_xla's ops while a part is traced. Before a program with collectives is launched its members agree on them, for
+torch_xla's ops while a subgraph is traced. Before a program with collectives is launched its members agree on them, for
 XLA waits for ever for one that does not come. Used by `launch`.
 """
 

@@ -1,8 +1,8 @@
 """The XLA executor: whole graphs on a TPU, or on whatever else PJRT runs, through torch_xla's library.
 
-A graph is cut into parts: most often one, that is traced at its first run and launched as a compiled program from then
-on (`launch`). Numbers and the keys of draws are inputs, sent in one transfer. Ops that torch_xla does not lower,
-and collectives between processes, run on the host between compiled parts. States of random streams stay on the host.
+A graph is cut into subgraphs, mostly one. Each is traced at its first run and launched as a compiled program from then
+on (`launch`). Scalars and the keys of draws are inputs, sent in one transfer. Ops that torch_xla does not lower, and
+collectives between processes, run on the host between compiled subgraphs. States of random streams stay on the host.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ __all__ = ["XlaExecutor"]
 
 Tensor = torch.Tensor
 
-# Programs kept of one graph: one for each set of numbers that are constants of it.
+# Programs kept of one graph: one for each set of scalars that are constants of it.
 _MAX_CHAINS = 16
 # Runs of a graph in which state that it makes, such as an optimizer's zeros, comes from the host.
 _FIRST_RUNS = 3
 
-# Traced parts, by device and digest of their text: those that are equal share a program.
+# Traced subgraphs, by device and digest of their text: those that are equal share a program.
 _launches: weakref.WeakValueDictionary[tuple[str, str], Launch] = weakref.WeakValueDictionary()
 
 
@@ -111,7 +111,7 @@ class XlaExecutor(Executor):
 
 
 class XlaProgram(Program):
-    """A graph, compiled when it first runs: only then are its numbers known, and which of them are constants."""
+    """A graph, compiled when it first runs: only then are its scalars known, and which of them are constants."""
 
     def __init__(self, graph: Graph, device: XlaDevice) -> None:
         memory = plan(graph)
@@ -136,7 +136,7 @@ class XlaProgram(Program):
         return run_to_end(chain.run_in_steps(inputs, scalars))
 
     def _make(self, scalars: Sequence[Any]) -> PartitionedProgram:
-        """Make the chain for these numbers; those seen to change are inputs of it where ops allow that."""
+        """Make the program for these scalars; those that changed are inputs of it where ops allow that."""
         if self._numbers is None:
             self._numbers = list(scalars)
         pairs = zip(self._numbers, scalars, strict=True)
@@ -178,10 +178,11 @@ def _chain(
     refused = {at for at, node in enumerate(graph.nodes) if LOWERING.refuses(node, metas)}
     others = {at for at, node in enumerate(graph.nodes) if _runs_on_host(node, device)}
     others |= {at for at, node in enumerate(graph.nodes) if node.first in first_ones}
-    parts = subgraphs_of(graph, schedule(graph, refused | others), scalars, varied, refused)
+    subgraphs = subgraphs_of(graph, schedule(graph, refused | others), scalars, varied, refused)
     of_host = random_keys.of_host(graph)
     links = [
-        _Compiled(part, device) if part.compiled else _Host(part, device, of_host) for part in parts
+        _Compiled(subgraph, device) if subgraph.compiled else _Host(subgraph, device, of_host)
+        for subgraph in subgraphs
     ]
     return PartitionedProgram(graph, links, memory_of=id)
 
@@ -193,56 +194,61 @@ def _runs_on_host(node: Node, device: XlaDevice) -> bool:
 
 
 class _Host(SubgraphRunner):
-    """A part on the host, op by op. What is `of_host` stays there, other results go to the device."""
+    """A subgraph on the host, op by op. What is `of_host` stays there, other results go to the device."""
 
-    def __init__(self, part: Subgraph, device: XlaDevice, of_host: frozenset[int]) -> None:
-        super().__init__(part)
+    def __init__(self, subgraph: Subgraph, device: XlaDevice, of_host: frozenset[int]) -> None:
+        super().__init__(subgraph)
         self._device = device
         # The graph names stored dtypes already; this is for ops without a narrow kernel.
-        self._program = ReferenceProgram(part.graph, plan(part.graph), StorageTypes({}), CPU)
-        self._sent = [k for k, value in enumerate(part.outputs) if value not in of_host]
-        metas = part.graph.metas()
+        self._program = ReferenceProgram(
+            subgraph.graph, plan(subgraph.graph), StorageTypes({}), CPU
+        )
+        self._sent = [k for k, value in enumerate(subgraph.outputs) if value not in of_host]
+        metas = subgraph.graph.metas()
         self._fallbacks = [
-            f"aten::{node.op._opname}" for node in part.graph.nodes if LOWERING.refuses(node, metas)
+            f"aten::{node.op._opname}"
+            for node in subgraph.graph.nodes
+            if LOWERING.refuses(node, metas)
         ]
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
-        part = self.part
+        subgraph = self.subgraph
         for name in self._fallbacks:
             metrics.count(name)
-        given = [values[i] for i in part.inputs]
+        given = [values[i] for i in subgraph.inputs]
         try:
             results = self._program.run_or_stop(
-                self._device.fetch(given), [scalars[k] for k in part.numbers]
+                self._device.fetch(given), [scalars[k] for k in subgraph.scalars]
             )
         except Stopped as stopped:  # what it was given is still on the device
-            stopped.values.update(zip(part.graph.inputs, given, strict=True))
+            stopped.values.update(zip(subgraph.graph.inputs, given, strict=True))
             raise
         if self._sent:
             sent = self._device.send([results[k] for k in self._sent])
             for k, data in zip(self._sent, sent, strict=True):
                 results[k] = data
-        values.update(zip(part.outputs, results, strict=True))
+        values.update(zip(subgraph.outputs, results, strict=True))
 
 
 class _Compiled(SubgraphRunner):
-    """A part as one program of XLA; as a chain of its own once an op of it turned out not to be lowered."""
+    """Runs a subgraph as one XLA program, or as several once one of its ops turned out not to be lowered."""
 
-    def __init__(self, part: Subgraph, device: XlaDevice) -> None:
-        super().__init__(part)
+    def __init__(self, subgraph: Subgraph, device: XlaDevice) -> None:
+        super().__init__(subgraph)
         self._device = device
         self._launch: Launch | None = None
         self._chain: PartitionedProgram | None = None
-        typed = list(zip(part.numbers, part.types, strict=True))
+        typed = list(zip(subgraph.scalars, subgraph.scalar_types, strict=True))
         self._vectors = [
-            (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind]) for kind in kinds(part.types)
+            (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind])
+            for kind in kinds(subgraph.scalar_types)
         ]
         self._numbers: list[tuple[Any, ...]] = []  # of the last run, and as they were sent
         self._vectors_sent: list[Tensor] = []
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
-        part = self.part
-        given = [values[i] for i in part.inputs]
+        subgraph = self.subgraph
+        given = [values[i] for i in subgraph.inputs]
         if self._chain is None:
             inputs = self._on_device(given, scalars)
             try:
@@ -254,20 +260,20 @@ class _Compiled(SubgraphRunner):
                 stopped.values.update(self._kept(given, is_written))
                 raise
             except Refused:  # LOWERING knows by now
-                numbers = [scalars[k] for k in part.numbers]
+                numbers = [scalars[k] for k in subgraph.scalars]
                 varied = frozenset(range(len(numbers)))
-                self._chain = _chain(part.graph, numbers, varied, self._device)
+                self._chain = _chain(subgraph.graph, numbers, varied, self._device)
         if self._chain is not None:
-            numbers = [scalars[k] for k in part.numbers]
+            numbers = [scalars[k] for k in subgraph.scalars]
             try:
                 results = run_to_end(self._chain.run_in_steps(given, numbers))
             except NodeFailure as failure:
                 raise self._stopped(failure, given) from failure.__cause__
-        values.update(zip(part.outputs, results, strict=True))
+        values.update(zip(subgraph.outputs, results, strict=True))
 
     def _kept(self, given: Sequence[Any], is_written: bool) -> dict[int, Any]:
         """The inputs, without those that a failed launch was given to write if it may have written them."""
-        graph = self.part.graph
+        graph = self.subgraph.graph
         return {
             number: data
             for number, data in zip(graph.inputs, given, strict=True)
@@ -275,8 +281,8 @@ class _Compiled(SubgraphRunner):
         }
 
     def _stopped(self, failure: NodeFailure, given: Sequence[Any]) -> Stopped:
-        """A failure of the chain as one of the part. Earlier versions of outputs stand for the inputs they were."""
-        graph = self.part.graph
+        """A failure of the chain as one of the subgraph. Earlier versions of outputs stand for the inputs they were."""
+        graph = self.subgraph.graph
         chains = origins(graph.nodes, graph.outputs)
         left = {
             (chains[output][-1] if output in failure.older else output): data
@@ -286,7 +292,7 @@ class _Compiled(SubgraphRunner):
         return Stopped(node, {**self._kept(given, is_written=True), **left})
 
     def _on_device(self, given: Sequence[Any], scalars: Sequence[Any]) -> list[Tensor]:
-        """Return the inputs with the vectors of numbers; what is on the host is sent in one transfer."""
+        """Return the inputs with the vectors of scalars; what is on the host is sent in one transfer."""
         numbers = [tuple(scalars[k] for k in positions) for _, positions in self._vectors]
         are_new = numbers != self._numbers
         vectors = self._vectors_sent
@@ -320,9 +326,9 @@ class _Compiled(SubgraphRunner):
             raise Stopped(None, {}) from error
 
     def _traced(self, inputs: list[Tensor]) -> Launch:
-        text = hashlib.sha256(self.part.text().encode()).hexdigest()
+        text = hashlib.sha256(self.subgraph.text().encode()).hexdigest()
         found = _launches.get((self._device.name, text))
         if found is None:
-            found = _launches[self._device.name, text] = Launch(self.part, self._device, inputs)
+            found = _launches[self._device.name, text] = Launch(self.subgraph, self._device, inputs)
             metrics.count("CompiledProgram")
         return found

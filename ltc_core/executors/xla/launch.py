@@ -1,8 +1,8 @@
-"""A part as one program of XLA: traced once on the tensors of a run, then launched on those of each run.
+"""A subgraph as one XLA program: traced once on the tensors of a run, then launched on those of each run.
 
-Tracing replays the part on torch_xla's tensors. What the program takes and gives is found out from the trace: inputs in
-the order of the library, constants, outputs that are inputs as they are, outputs that are one value. Donated inputs
-give their memory to outputs. Used by `executor`.
+Tracing runs the subgraph on torch_xla's tensors. The trace tells the program's operands and results: inputs in the
+order of the library, constants, outputs that are inputs unchanged, outputs that are one value. Donated inputs give
+their memory to outputs. Used by `executor`.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ class _From(enum.Enum):
 
 
 class Launch:
-    """A traced part and how to launch it: which tensors its program takes, which outputs it gives.
+    """A traced subgraph and how to launch it: which tensors its program takes, which outputs it gives.
 
     Args:
-        part: the part.
+        subgraph: the subgraph.
         inputs: what it is traced on: data of this run, on the device.
     """
 
-    def __init__(self, part: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, subgraph: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]) -> None:
         self._device = device
         library = self._library = device.library
         with TRACING, torch.no_grad():
             device.synchronize()  # what is still being computed has no handle yet
             library._xla_set_default_device(device.name)
             try:
-                self._make(part, inputs)
+                self._make(subgraph, inputs)
             finally:
                 device.collectives.begin()
                 library._clear_pending_irs(device.name)
 
-    def _make(self, part: Subgraph, inputs: Sequence[Tensor]) -> None:
+    def _make(self, subgraph: Subgraph, inputs: Sequence[Tensor]) -> None:
         """Trace and compile."""
-        replay, outputs = _trace(part, self._device, inputs)
+        replay, outputs = _trace(subgraph, self._device, inputs)
         # Not before: an op that ran on the host while it was traced may have given its operands others.
         handles = self._library._get_tensors_handle(list(inputs))
         assert len(set(handles)) == len(handles), "two inputs share one buffer"
         # Replicas run one program, or wait for each other for ever.
-        shape = _shape_of(part.graph)
+        shape = _shape_of(subgraph.graph)
         program = "x".join(map(str, shape[1:]))
         self._plans = {g: f"{plan}; program {program}" for g, plan in replay.plans.items()}
         try:
-            self._finish(part.graph, inputs, outputs, handles, shape)
+            self._finish(subgraph.graph, inputs, outputs, handles, shape)
         except RuntimeError:
             replay.refuse_what_is_not_lowered()
             raise
@@ -113,7 +113,7 @@ class Launch:
         if not computed:
             return
         # The library's hash of a graph does not tell inputs of one shape apart: (x * y, -x) and (x * y, -y) would be
-        # one program. So each part has a result of no elements, whose shape is its own.
+        # one program. So each subgraph has a result of no elements, whose shape is its own.
         computed.append(torch.zeros(shape, device=self._device.name))
         _, leaves = library._get_tensors_xla_device_data_node(computed)
         for leaf, handle in zip(leaves, library._get_tensors_handle(leaves), strict=True):
@@ -168,12 +168,12 @@ def _shape_of(graph: Graph) -> tuple[int, ...]:
 
 
 def _trace(
-    part: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]
+    subgraph: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]
 ) -> tuple[_Retrace, tuple[Tensor, ...]]:
     """Return the outputs, and what made them."""
     while True:
         device.collectives.begin()
-        replay = _Retrace(part, device)
+        replay = _Retrace(subgraph, device)
         try:
             return replay, replay.run(*inputs)
         except _Again:
@@ -188,8 +188,8 @@ class _Retrace(Retrace):
     spelled_out = EVERYWHERE
     all_by_rule = True
 
-    def __init__(self, part: Subgraph, device: XlaDevice) -> None:
-        super().__init__(part, plan(part.graph).copied, device.name)
+    def __init__(self, subgraph: Subgraph, device: XlaDevice) -> None:
+        super().__init__(subgraph, plan(subgraph.graph).copied, device.name)
         self._types = device.types
         self._library = device.library
         self._collectives = device.collectives
@@ -229,7 +229,7 @@ class _Retrace(Retrace):
         Raises:
             Refused: there is one.
         """
-        nodes = self._part.graph.nodes
+        nodes = self._subgraph.graph.nodes
         good, bad = 0, len(nodes)
         if self._is_lowered(nodes):
             return

@@ -1,6 +1,6 @@
 """What torch_xla lowers, and what it does not, or wrongly.
 
-Most of it is learned while parts are traced: ops without a lowering, calls whose result has another shape than the
+Most of it is learned while subgraphs are traced: ops without a lowering, calls whose result has another shape than the
 recorded one, calls that XLA refuses. What gives wrong numbers has a rule in `rules`. An op without a lowering is
 traced as what it consists of, where PyTorch knows that; else it runs on the host. Used by `executor` and `launch`.
 """

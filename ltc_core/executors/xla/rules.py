@@ -207,7 +207,7 @@ def _of_extreme_power(given: dict[str, Any]) -> bool:
 _DIVISOR = "it ignores divisor_override"
 _SCALE = "it takes the ratio of the sizes for the scale"
 RULES: dict[_Op, Callable[..., Any]] = {
-    # Not lowered, which would else be learned while the first part that has it is traced: one program more.
+    # Not lowered, which would else be learned while the first subgraph that has it is traced: one program more.
     aten.native_layer_norm_backward.default: decomposition_table[
         aten.native_layer_norm_backward.default
     ],

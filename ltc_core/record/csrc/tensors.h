@@ -6,17 +6,10 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
 
 #include <vector>
-
-#if TORCH_VERSION_MINOR >= 13
-// Declared here, because including torch/csrc/autograd/python_variable.h makes the build three times as long.
-PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
-PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
-#else
-#include <torch/csrc/autograd/python_variable.h>
-#endif
 
 namespace ltc {
 

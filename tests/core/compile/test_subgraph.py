@@ -179,7 +179,7 @@ class TestCanonicalForm:
         for first, x, y in ((2, 0, 1), (40, 7, 3), (9, 3, 7)):
             [part] = cut(self.graph(first, x, y), 0.1, 0.2, 0.3)
             texts.add(part.graph.text())
-            assert part.numbers == (first % 3,) and part.types == (float,)
+            assert part.scalars == (first % 3,) and part.scalar_types == (float,)
             assert set(part.inputs) == {x, y} and part.outputs == (first + 1,)
         assert len(texts) == 1
 
@@ -200,7 +200,7 @@ class TestCanonicalForm:
             (4,),
         )
         parts = cut(graph, 0.1, 0.2, refused=frozenset({"aten.neg.default"}))
-        assert [part.numbers for part in parts] == [(0,), (), (1,)]
+        assert [part.scalars for part in parts] == [(0,), (), (1,)]
         assert parts[2].graph.nodes[1].args[1] == Scalar(0)
 
 
@@ -208,18 +208,18 @@ class TestNumbers:
     def test_what_does_not_change_is_written_into_the_program(self) -> None:
         graph = Graph((node(aten.mul.Tensor, 1, Ref(0), Scalar(0)),), {0: META}, (1,))
         [part] = cut(graph, 2)
-        assert (part.numbers, part.constants) == ((), {0: 2})
+        assert (part.scalars, part.constants) == ((), {0: 2})
         assert part.graph.nodes[0].args[1] == 2 and type(part.graph.nodes[0].args[1]) is int
 
     def test_what_changed_once_is_an_input(self) -> None:
         graph = Graph((node(aten.mul.Tensor, 1, Ref(0), Scalar(0)),), {0: META}, (1,))
         [part] = cut(graph, 2, varied=frozenset({0}))
-        assert (part.numbers, part.types, part.constants) == ((0,), (int,), {})
+        assert (part.scalars, part.scalar_types, part.constants) == ((0,), (int,), {})
 
     def test_the_reference_executor_gets_all_of_them(self) -> None:
         graph = Graph((node(aten.pow.Tensor_Scalar, 1, Ref(0), Scalar(0)),), {0: META}, (1,))
         [part] = cut(graph, 2, refused=frozenset({"aten.pow.Tensor_Scalar"}))
-        assert (part.numbers, part.constants) == ((0,), {})
+        assert (part.scalars, part.constants) == ((0,), {})
 
 
 class TestMemory:

@@ -11,6 +11,7 @@
 #include <c10/core/GradMode.h>
 #include <dlfcn.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner.h>
 
 #include <memory>
@@ -18,22 +19,10 @@
 #include <string>
 #include <vector>
 
-// By hand: torch/csrc/autograd/python_variable.h, where these two stand, makes the build three times as long.
-extern PyObject* THPVariableClass;
-PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
-
 namespace {
 
 using torch::inductor::AOTIModelContainerRunner;
 
-// ---- Python tensors ------------------------------------------------------------------------------------------------
-
-// Where the object of a Python tensor keeps its TensorImpl*: found once, at import, with tensors that we know.
-size_t impl_offset = 0;
-
-c10::TensorImpl* impl_of(PyObject* tensor) {
-  return *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(tensor) + impl_offset);
-}
 bool is_tensor(PyObject* object) {
   return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
 }
@@ -45,29 +34,6 @@ at::Tensor make_empty(c10::DeviceType type) {
       c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, std::nullopt, c10::Device(type))),
       caffe2::TypeMeta::Make<float>());
   return at::Tensor(std::move(impl));
-}
-
-bool find_impl_offset() {
-  const at::Tensor known[] = {make_empty(c10::DeviceType::CPU), make_empty(c10::DeviceType::CPU)};
-  for (const auto& tensor : known) {
-    PyObject* object = THPVariable_Wrap(tensor);
-    if (!object)
-      return false;
-    const size_t end = Py_TYPE(object)->tp_basicsize;
-    if (!impl_offset)
-      for (size_t at = sizeof(PyObject); !impl_offset && at + sizeof(void*) <= end; at += sizeof(void*)) {
-        impl_offset = at;
-        if (impl_of(object) != tensor.unsafeGetTensorImpl())
-          impl_offset = 0;
-      }
-    const bool found = impl_offset && impl_of(object) == tensor.unsafeGetTensorImpl();
-    Py_DECREF(object);
-    if (!found) {
-      PyErr_SetString(PyExc_ImportError, "this torch keeps tensors in a way that is not known");
-      return false;
-    }
-  }
-  return true;
 }
 
 // ---- what a program expects ----------------------------------------------------------------------------------------
@@ -190,7 +156,7 @@ Py_ssize_t unpack(const Model& model, PyObject* list, std::vector<at::Tensor>& i
   inputs.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* item = PyList_GET_ITEM(list, i);
-    c10::TensorImpl* impl = is_tensor(item) ? impl_of(item) : nullptr;
+    c10::TensorImpl* impl = is_tensor(item) ? THPVariable_Unpack(item).unsafeGetTensorImpl() : nullptr;
     if (!impl || !model.takes(*impl))
       return not_plain(i, item, impl);
     if (!model.expected[i].fits(*impl))
@@ -290,8 +256,6 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ltc_launch", "Launch compiled gra
 } // namespace
 
 PyMODINIT_FUNC PyInit__ltc_launch() {
-  if (!find_impl_offset())
-    return nullptr;
   model_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&model_spec));
   return model_type ? PyModule_Create(&module) : nullptr;
 }

@@ -59,10 +59,11 @@ def run(
     part = only_part(graph, *scalars, varied=varied)
     found = lower(part, "cpu")
     values = dict(zip(graph.inputs, tensors, strict=True))
+    typed = list(zip(part.scalars, part.scalar_types, strict=True))
     numbers = [
-        torch.tensor([scalars[k] for k, t in zip(part.numbers, part.types, strict=True) if t is kind], dtype=dtype)
+        torch.tensor([scalars[k] for k, t in typed if t is kind], dtype=dtype)
         for kind, dtype in NUMBER_DTYPES.items()
-        if kind in part.types
+        if kind in part.scalar_types
     ]  # fmt: skip
     with torch.no_grad():
         returned = found.module(*(values[v] for v in part.inputs), *numbers)

@@ -77,13 +77,13 @@ def test_what_is_decoded_is_what_was_encoded() -> None:
         for part in partition(found.graph, found.scalars, frozenset(), frozenset()):
             request = Request(part, "cpu", 3)
             again = decode(encode(request))
-            assert same(again.part, part) and again.part.numbers == part.numbers
+            assert same(again.subgraph, part) and again.subgraph.scalars == part.scalars
             assert (again.device, again.num_threads, key(again)) == ("cpu", 3, key(request))
 
 
 def test_what_is_decoded_can_be_lowered() -> None:
     request = decode(encode(make_request(donated=frozenset({0}))))
-    assert len(lower(request.part, "cpu").returned) == 1
+    assert len(lower(request.subgraph, "cpu").returned) == 1
 
 
 def test_an_op_that_the_other_process_does_not_have() -> None:
@@ -91,7 +91,7 @@ def test_an_op_that_the_other_process_does_not_have() -> None:
         library.define("gone(Tensor x, Tensor y, *, int alpha=1) -> Tensor")
         op = torch.ops.request_tests.gone.default
         payload = encode(make_request(op=op))
-        assert decode(payload).part.graph.nodes[0].op is op
+        assert decode(payload).subgraph.graph.nodes[0].op is op
     with pytest.raises(Refused, match="defined by the script") as refused:
         decode(payload)
     assert refused.value.op == str(op)  # so that it runs between what is compiled

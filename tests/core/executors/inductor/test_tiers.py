@@ -53,7 +53,7 @@ class Service:
         requests, self.requests = self.requests, {}
         for key, (payload, done) in requests.items():
             built = Outcome(Path(key), facts={"library": "model.so", "returned": []})
-            MODELS[key] = lower(decode(payload).part, "cpu")
+            MODELS[key] = lower(decode(payload).subgraph, "cpu")
             built.facts["returned"] = list(MODELS[key].returned)
             done(outcome or built)
 
