@@ -28,6 +28,9 @@ import pytest
 # A compile takes ten seconds of both cores: only tests of compiled programs ask for it.
 os.environ.setdefault("LTC_COMPILE", "off")
 os.environ.setdefault("LTC_CHECK_GRAPHS", "1")
+# Tests run side by side: an OpenMP thread that spins while it waits takes a core from another test. Op by op that makes
+# four of five seconds.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if os.environ.get("LTC_DEVICE") == "xla":
     # Traced ops import it; what it makes in TMPDIR goes at exit.
