@@ -1,1 +1,1 @@
-"""What compiled executors share: schedule, subgraphs, retracing, decompositions, scalar inputs, random numbers."""
+"""Shared by executors that compile: schedule, subgraphs, retracing, decompositions, scalar inputs, random numbers."""

@@ -1,7 +1,7 @@
-"""The arithmetic of fused optimizers, whose numbers may be tensors of no dimension.
+"""Fused optimizers in plain arithmetic, so that their scalars may be 0-dim tensors.
 
-Each rule gives what its op writes, list after list in the order of its operands. Used by `scalar_inputs`, for compilers
-that would run the kernel as it is, with learning rates as constants, or have none.
+A rule returns the new values of the tensors its op writes, list by list in the order of the operands. Used by
+`scalar_inputs`: PyTorch's compiler would call the kernel with the learning rate as a constant, and XLA has no kernel.
 Source: torch.optim, and the kernels of the ops on the CPU.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["FUSED_OPTIMIZERS"]
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
-Number = Any  # a Python number or a tensor of no dimension
+Number = Any  # a Python number or a 0-dim tensor
 
 
 def _sgd(
@@ -37,7 +37,7 @@ def _sgd(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the new parameters, gradients and, if there are any, momenta."""
+    """New parameters, gradients and, if there are any, momentum buffers."""
     rows = []
     for p, grad, *rest in _each(params, _unscaled(grads, grad_scale), buffers):
         change = (-grad if maximize else grad) + weight_decay * p
@@ -68,7 +68,7 @@ def _adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the new parameters, gradients, moments and, with `amsgrad`, maxima; `decoupled` is AdamW's decay."""
+    """New parameters, gradients, moments and, with `amsgrad`, maxima; `decoupled` is AdamW's weight decay."""
     rows = []
     unscaled = _unscaled(grads, grad_scale)
     for p, grad, m, v, step, *top in _each(params, unscaled, firsts, seconds, steps, maxima):
@@ -101,7 +101,7 @@ def _adagrad(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the new parameters, gradients and sums of squares, and the steps, which its caller counts."""
+    """New parameters, gradients and sums of squares, and the steps unchanged: the caller counts them."""
     rows = []
     for p, grad, total, step in _each(params, _unscaled(grads, grad_scale), sums, steps):
         g = (-grad if maximize else grad) + weight_decay * p
@@ -112,7 +112,7 @@ def _adagrad(
 
 
 def _each(*lists: Tensors) -> Iterator[list[Tensor]]:
-    """Return what belongs to each parameter, out of the lists that are not empty, as floats in which to compute."""
+    """For each parameter its tensors from the lists that are not empty, float16 and bfloat16 as float32."""
     for row in zip(*filter(None, lists), strict=True):
         yield wide(*row)
 
@@ -124,7 +124,7 @@ def _unscaled(grads: Tensors, scale: Tensor | None) -> Tensors:
 def _written(
     olds: Sequence[Tensors], rows: Sequence[Tensors], found_inf: Tensor | None
 ) -> list[Tensor]:
-    """Return the new values list after list, in the old ones' dtypes; the old ones where the step is to be skipped."""
+    """New values, list by list, in the dtypes of the old ones; the old values if `found_inf` says to skip the step."""
     written = []
     for before, after in zip(filter(None, olds), zip(*rows, strict=True), strict=True):
         for old, new in zip(before, after, strict=True):

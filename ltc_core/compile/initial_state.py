@@ -1,7 +1,7 @@
-"""Values made of nothing: those that begin a state, such as an optimizer's first moments.
+"""Initial values of state, such as the zeros of an optimizer's moments.
 
-`without_operands` rewrites `zeros_like(x)` and its kin so that they do not wait for `x`. `initial_values` finds the
-nodes that make the first version of a state that outlives the graph. Used by executors that compile.
+`without_operands` rewrites `zeros_like(x)` and similar ops so that they do not read `x`. `initial_values` finds the
+nodes that make the first version of state that is an output of the graph. Used by the executors that compile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["initial_values", "without_operands"]
 
 aten = torch.ops.aten
 
-# Ops that read nothing of their operand but its metadata; what they fill in with.
+# Op that reads only the metadata of its operand -> the value it fills the result with.
 _LIKE: dict[torch._ops.OpOverload, int | None] = {
     aten.empty_like.default: None,
     aten.zeros_like.default: 0,
@@ -42,12 +42,15 @@ def _without_operand(node: Node) -> Node:
 
 
 def without_operands(graph: Graph) -> Graph:
-    """Replace operands of which only the metadata is read: a draw into one would split the graph."""
+    """The graph with `empty_like`, `zeros_like` and `ones_like` replaced by ops without operands.
+
+    A random draw into `empty_like(x)` runs op by op; if it had to wait for a compiled `x`, it would split the graph.
+    """
     return dataclasses.replace(graph, nodes=tuple(map(_without_operand, graph.nodes)))
 
 
 def initial_values(graph: Graph) -> set[int]:
-    """Return the positions of nodes that need nothing, and whose value is written until it is an output."""
+    """Positions of the nodes that read no value, and whose value later writes turn into an output."""
     versions = origins(graph.nodes, graph.outputs).values()
     firsts = {older[-1] for older in versions if older}
     return {

@@ -1,8 +1,8 @@
-"""Random numbers computed where they are used, for executors that cannot draw from PyTorch's CPU generator.
+"""Random ops computed on the device, for executors that cannot draw from PyTorch's CPU generator.
 
-A rule of `DRAWS` makes an op's numbers of a key, and of the two words that Threefry gives each element (`threefry`).
-One word is enough for most numbers; normal and Cauchy numbers, float64, permutations and integers of a range over 2**32
-take both. Used by `random_keys` and `executors.xla`.
+A rule of `DRAWS` computes an op's random numbers from a key: `threefry` makes two random words of it for each element.
+Most numbers use one word; normal and Cauchy numbers, float64, permutations and integers outside of int32 use both.
+Used by `random_keys`, which adds the keys to a graph, and by `executors.xla.launch`, which calls the rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ltc_core.compile.threefry import constant, count, upper_bits, words
 __all__ = ["DRAWS"]
 
 aten = torch.ops.aten
-Number = float | Tensor  # a number that is an input of the program comes as a tensor without dims
+Number = float | Tensor  # a scalar that is an input of the program is a 0-dim tensor
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -28,12 +28,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Count the binary digits of a floating-point number."""
+    """Number of significant bits of a floating-point dtype."""
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
 def _unit(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make numbers of [0, 1): float32 of 24 bits of the first words, float64 of 53 bits of both."""
+    """Uniform numbers in [0, 1): float32 from 24 bits of `first`, float64 from 53 bits of both words."""
     if dtype is torch.float64:
         upper = upper_bits(first, 27).double() * 2.0**26
         return (upper + upper_bits(second, 26).double()) * 2.0**-53
@@ -41,7 +41,7 @@ def _unit(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _open(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make numbers of (0, 1): float32 of 31 bits of the first words, so that small ones are as small as 2**-32."""
+    """Uniform numbers in (0, 1): float32 from 31 bits of `first`, so that the least is 2**-32."""
     if dtype is torch.float64:
         return (_unit(first, second, dtype) + 2.0**-54).clamp(max=1 - 2.0**-53)
     lower = (first & constant(2**31 - 1, first)).float()
@@ -49,9 +49,9 @@ def _open(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _polar(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the lengths and angles of vectors of two normal numbers each (Box and Muller).
+    """Lengths and angles of vectors of two normal numbers each (Box and Muller).
 
-    In float64 both are of all bits, each with those last that are first in the other.
+    In float64, length and angle use the bits of both words, in opposite order.
     """
     first, second = words(key, shape)
     length = (_open(first, second, dtype).log() * -2.0).sqrt()
@@ -59,7 +59,7 @@ def _polar(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tenso
 
 
 def _standard_normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Draw normal numbers in the type to compute in; none is further from 0 than 6.7 (float64: 8.7)."""
+    """Normal numbers in the dtype to compute in; none is further from 0 than 6.7 (float64: 8.7)."""
     length, angle = _polar(key, shape, _wide(dtype))
     if not dtype.is_complex:
         return length * angle.cos()
@@ -68,7 +68,7 @@ def _standard_normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> T
 
 
 def _standard_exponential(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Draw in the type to compute in; none is 0."""
+    """Exponential numbers of rate 1 in the dtype to compute in; none is 0."""
     return -_open(*words(key, shape), _wide(dtype)).log()
 
 
@@ -79,7 +79,7 @@ def _as_tensor(number: Number, dtype: torch.dtype, key: Tensor) -> Tensor:
 
 
 def _placed(drawn: Tensor, location: Number, scale: Number) -> Tensor:
-    """Scale and shift numbers; the type they are in stays theirs."""
+    """`drawn * scale + location`, in the dtype of `drawn`."""
     if isinstance(location, Tensor):
         location = location.to(drawn.dtype)
     if isinstance(scale, Tensor):
@@ -88,13 +88,13 @@ def _placed(drawn: Tensor, location: Number, scale: Number) -> Tensor:
 
 
 def _largest_below(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the number of `dtype` next below a bound, whose dtype is at least as wide.
+    """Largest number of `dtype` below a bound, whose dtype is at least as wide.
 
-    XLA has no nextafter. A step of half the distance between neighbours is enough, except where the next number below
-    is further away than the next above: there it rounds back, and twice the step is taken.
+    XLA has no nextafter. Subtracting half the distance between neighbours is enough, except where the lower neighbour
+    is further away than the upper one: there the result rounds back to the bound, and twice the step is subtracted.
     """
     limits = torch.finfo(dtype)
-    least = max(limits.tiny * limits.eps, 2.0**-126)  # no float32 that is flushed to 0
+    least = max(limits.tiny * limits.eps, 2.0**-126)  # a smaller float32 may be flushed to 0
     step = (bound.abs() * 2.0 ** -_digits(dtype)).clamp(min=least)
     near = (bound - step).to(dtype)
     return torch.where(near < bound, near, (bound - 2 * step).to(dtype))
@@ -106,7 +106,7 @@ def _uniform(
     wide = _wide(dtype)
     low, high = _as_tensor(low, wide, key), _as_tensor(high, wide, key)
     drawn = (_unit(*words(key, shape), wide) * (high - low) + low).to(dtype)
-    # Rounding may have made the excluded bound of the largest ones.
+    # Rounding may have turned the largest numbers into the excluded bound.
     highest = _largest_below(high.to(dtype).to(wide), dtype)
     return drawn.minimum(highest).maximum(low.to(dtype))
 
@@ -138,14 +138,14 @@ def exponential(key: Tensor, x: Tensor, lambd: Number = 1.0) -> Tensor:
 
 
 def geometric(key: Tensor, x: Tensor, p: Number) -> Tensor:
-    """Count trials up to the first success, at least one."""
+    """Number of trials up to the first success, at least one."""
     drawn = _standard_exponential(key, x.shape, x.dtype)
     rate = -torch.log1p(-_as_tensor(p, drawn.dtype, key))
     return (drawn / rate).ceil().clamp(min=1).to(x.dtype)
 
 
 def cauchy(key: Tensor, x: Tensor, median: Number = 0.0, sigma: Number = 1.0) -> Tensor:
-    """Draw the cotangent of an angle: it is as exact for large results as for small ones, and finite."""
+    """Cotangent of a uniform angle: as exact for large results as for small ones, and always finite."""
     first, second = words(key, x.shape)
     size = (_open(first, second, _wide(x.dtype)) * (math.pi / 2)).tan().reciprocal()
     return _placed(torch.where(second < 0, -size, size), median, sigma).to(x.dtype)
@@ -161,9 +161,9 @@ def bernoulli_p(key: Tensor, x: Tensor, p: Number = 0.5) -> Tensor:
 
 
 def _scaled(word: Tensor, span: Any) -> Tensor:
-    """Multiply fractions of 1, given as words without sign, by `span`, and round down.
+    """Integers floor(word * span / 2**bits), with the words read as unsigned integers of that many bits.
 
-    The product has twice the bits of a word; it is made of halves of words.
+    The product has twice the bits of a word, so it is computed from half words.
     """
     half = word.dtype.itemsize * 4
     mask = constant((1 << half) - 1, word)
@@ -178,8 +178,11 @@ def _scaled(word: Tensor, span: Any) -> Tensor:
 
 
 def _integers(key: Tensor, shape: Sequence[int], low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """Draw integers of [low, high). As in eager, one is more likely than another by at most (high - low) / 2**32,
-    or by (high - low) / 2**64 where 32 bits cannot hold them."""
+    """Integers in [low, high), from one word if int32 can hold them.
+
+    As in eager, one integer is more likely than another by (high - low) / 2**32 at most, and by (high - low) / 2**64 if
+    int32 cannot hold them.
+    """
     if dtype.is_floating_point:
         low, high = _representable(low, high, _digits(dtype))
     is_narrow = low >= -(2**31) and high <= 2**31
@@ -190,7 +193,7 @@ def _integers(key: Tensor, shape: Sequence[int], low: int, high: int, dtype: tor
 
 
 def _representable(low: int, high: int, digits: int) -> tuple[int, int]:
-    """Narrow [low, high) so that numbers of that many digits are not rounded out of it."""
+    """[low, high) shrunk so that rounding to a float of `digits` bits does not leave it."""
     step = 1 << max(low.bit_length() - digits, 0)
     low = -(-low // step) * step
     step = 1 << max((high - 1).bit_length() - digits, 0)
@@ -198,7 +201,7 @@ def _representable(low: int, high: int, digits: int) -> tuple[int, int]:
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
-    """Make words of 64 bits."""
+    """Words of 64 bits: `first` is the upper half."""
     upper, lower = first.long(), second.long()
     upper = torch.bitwise_left_shift(upper, constant(32, upper))
     return upper | (lower & constant(2**32 - 1, lower))
@@ -221,13 +224,13 @@ def random_to(key: Tensor, x: Tensor, high: int) -> Tensor:
 
 def random_from(key: Tensor, x: Tensor, low: int, high: int | None = None) -> Tensor:
     if high is None:
-        is_all = low == -(2**63)  # as in eager, of whatever type
+        is_all = low == -(2**63)  # as in eager, for every dtype
         high = (2**63 - 1 if is_all else _largest(x.dtype)) + 1
     return _integers(key, x.shape, low, high, x.dtype)
 
 
 def _there(key: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return the key on the device that the factory was called for."""
+    """The key on the device that the factory op was called for."""
     device = options.get("device")
     return key if device is None else key.to(device)
 
@@ -261,7 +264,7 @@ def randint_from(key: Tensor, low: int, high: int, size: Sequence[int], **option
 
 
 def randperm(key: Tensor, n: int, **options: Any) -> Tensor:
-    """Sort random numbers of 64 bits: among 2**16 of 32 bits some are equal, and would stay in order."""
+    """Order of sorted 64-bit random numbers. With 32 bits, some of 2**16 would be equal and keep their order."""
     upper, lower = words(_there(key, options), (n,))
     order = lower.argsort(stable=True)
     order = order[upper[order].argsort(stable=True)]
@@ -285,7 +288,7 @@ def randint_like_from(key: Tensor, x: Tensor, low: int, high: int, **options: An
 
 
 def randint_like_tensor(key: Tensor, x: Tensor, high: Tensor, **options: Any) -> Tensor:
-    """Draw below a number that only the device knows."""
+    """Integers in [0, high), where `high` is a tensor on the device."""
     options = _like(x, options)
     word, second = words(_there(key, options), x.shape)
     if options["dtype"].itemsize == 8:
@@ -300,11 +303,11 @@ def _like(x: Tensor, options: dict[str, Any]) -> dict[str, Any]:
 def multinomial(
     key: Tensor, weights: Tensor, num_samples: int, replacement: bool = False
 ) -> Tensor:
-    """Draw categories by weights that need not sum to 1. One of weight 0 is drawn only where no others are left."""
+    """Categories drawn by weights that need not sum to 1. One of weight 0 is drawn only if no other is left."""
     weights = weights.to(_wide(weights.dtype))
     if replacement and num_samples > 1:
         return _by_sums(key, weights, num_samples)
-    # The category whose exponential number is first; the next ones are drawn from what is left (Efraimidis, Spirakis).
+    # The categories of the largest weight / exponential number are a draw without replacement (Efraimidis, Spirakis).
     scores = weights / _standard_exponential(key, weights.shape, weights.dtype)
     if num_samples == 1:
         return scores.argmax(-1, keepdim=True)
@@ -312,9 +315,9 @@ def multinomial(
 
 
 def _by_sums(key: Tensor, weights: Tensor, num_samples: int) -> Tensor:
-    """Draw the first category whose sum of weights so far is over a uniform number.
+    """First category whose cumulative weight exceeds a uniform number.
 
-    XLA has no searchsorted, and its sums need not grow where a weight is 0: such categories are left out.
+    XLA has no searchsorted. By rounding, its cumsum may change where a weight is 0, so such categories are masked out.
     """
     sums = weights.cumsum(-1)
     drawn = _unit(*words(key, (*weights.shape[:-1], num_samples)), weights.dtype) * sums[..., -1:]
@@ -333,10 +336,7 @@ def rrelu_with_noise(
     upper: Number = 1 / 3,
     training: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scale negative elements, in training each by a number of its own.
-
-    Returns: the result, and the new value of `noise`.
-    """
+    """Result, and new value of `noise`. Negative elements are scaled, in training each by a random slope of its own."""
     if not training:
         return torch.where(x > 0, x, x * ((lower + upper) / 2)), noise.clone()
     slope = _uniform(key, x.shape, lower, upper, x.dtype)
@@ -393,11 +393,11 @@ def _present() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     for name, rule in _ROWS.items():
         packet, overload = name.split(".")
         op = getattr(getattr(aten, packet, None), overload, None)
-        if op is not None:  # not every torch has every overload
+        if op is not None:  # this version of torch has the overload
             found[op] = rule
     return found
 
 
-# Op -> rule. A rule is called with the key and the op's own arguments, without the generator. It writes none of them:
-# it gives the op's results, then the new values of operands that the op writes and does not return, as new tensors.
+# Op -> rule. A rule takes the key and the op's arguments without the generator, and writes none of them. It returns new
+# tensors: the op's results, then the new values of operands that the op writes but does not return.
 DRAWS: dict[torch._ops.OpOverload, Callable[..., Any]] = _present()

@@ -1,8 +1,8 @@
-"""Draws by key: a graph in which each draw is given a key, made of the state of its stream.
+"""Random draws by key: a rewrite of the graph that gives each draw a key in place of its generator.
 
-The state is PyTorch's, 5 KB that only the host can go on from. So the host makes a key of it for each draw, and the
-next state: the op `next_key`. The device makes the numbers of the key (`random_draws`). States stay on the host.
-Used by `executors.xla`.
+The state of a stream is that of a PyTorch CPU generator: 5 KB that only the host can advance. So the op `next_key` runs
+on the host: it derives the key of a draw from the state, and advances the state. The device computes the random numbers
+from the key (`random_draws`). Used by `executors.xla.executor`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _library.impl("next_key", _next_key, "CPU")
 
 
 def is_draw(node: Node) -> bool:
-    """Whether a node draws from a stream."""
+    """Whether a node draws random numbers from a stream."""
     return isinstance(node.kwargs.get("generator"), Write)
 
 
 def with_keys(graph: Graph, refused: frozenset[str]) -> Graph:
-    """Rewrite draws to take keys, where there is a rule for them.
+    """The graph, with keys for the draws that have a rule in `DRAWS`.
 
     Args:
-        refused: names of ops that draw from the stream itself, on the host.
+        refused: names of ops that stay as they are: they draw from the generator on the host.
     """
     chosen = [
         is_draw(node) and node.op in DRAWS and str(node.op) not in refused for node in graph.nodes
@@ -53,7 +53,7 @@ def with_keys(graph: Graph, refused: frozenset[str]) -> Graph:
         return graph
     metas = graph.metas()
     fresh = itertools.count(max(metas) + 1)
-    now: dict[int, int] = {}  # number of a state as recorded -> as it is here
+    now: dict[int, int] = {}  # number of a state in `graph` -> its number in the result
     nodes = []
     for node, takes_key in zip(graph.nodes, chosen, strict=True):
         node = _renumbered(node, now)
@@ -75,7 +75,7 @@ def with_keys(graph: Graph, refused: frozenset[str]) -> Graph:
 
 
 def of_host(graph: Graph) -> frozenset[int]:
-    """Return the values that stay on the host: states of streams, and keys until a program takes them."""
+    """Values that stay on the host: states of streams, and keys, which are uploaded as inputs of a program."""
     found: set[int] = set()
     for node in graph.nodes:
         if node.op is NEXT_KEY:

@@ -1,8 +1,8 @@
-"""A subgraph run again on whatever tensors it is given, with nothing written: what a compiler traces.
+"""The nodes of a subgraph called again, one by one and without side effects, so that a compiler can trace the calls.
 
-Nodes are called one after the other. In-place ops become new values; foreach ops become one op for each tensor, which
-compilers fuse again; scalars that are inputs are 0-dim tensors, taken by the rules of `scalar_inputs`. What a
-compiler wants otherwise it says in a subclass. Used by `inductor.lower` on fake tensors, by `xla.launch` on real ones.
+In-place ops return new values. Foreach ops become one op for each tensor, which compilers fuse again. Scalars that are
+inputs are 0-dim tensors; the rules of `scalar_inputs` compute with them. Each compiler overrides what it needs in a
+subclass: `executors.inductor.lower` traces with fake tensors, `executors.xla.launch` with tensors of the device.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["Refused", "Retrace", "apply_rule"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
-# An op as what it consists of; None where that does not apply.
+# Decomposition of an op into others; it returns None if the op itself is to be called.
 Spelled = Callable[..., Sequence[Tensor | None] | None]
-# Reductions that convert their operand to the dtype of `out` before they reduce it.
+# Reductions that convert their operand to the dtype of `out` first.
 _OF_THE_DTYPE_OF_OUT = frozenset({"cumprod", "cumsum", "mean", "nansum", "prod", "sum"})
 
 
 class Refused(Exception):
-    """An op the compiler cannot take; `op` is its name."""
+    """The compiler cannot compile an op; `op` is its name."""
 
     def __init__(self, op: str, why: str) -> None:
         super().__init__(f"{op}: {why}")
@@ -38,16 +38,16 @@ class Refused(Exception):
 
 
 class Retrace:
-    """Calls a subgraph's nodes on whatever tensors it is given.
+    """Calls the nodes of a subgraph on given tensors.
 
     Args:
         subgraph: the subgraph.
-        copied: outputs that share memory with something else.
-        device: where ops that make tensors of nothing make them.
+        copied: outputs to be cloned, because they share memory with another value.
+        device: device of the tensors that factory ops make.
     """
 
-    spelled_out: Mapping[str, Spelled] = {}  # by name of the op
-    all_by_rule = False  # whether a rule for a whole op is taken where no number is an input, too
+    spelled_out: Mapping[str, Spelled] = {}  # name of an op -> its decomposition
+    all_by_rule = False  # whether `WHOLE_RULES` also apply to nodes without scalar inputs
 
     def __init__(self, subgraph: Subgraph, copied: frozenset[int], device: str) -> None:
         self._subgraph = subgraph
@@ -56,10 +56,10 @@ class Retrace:
         self._metas = subgraph.graph.metas()
 
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the subgraph's outputs.
+        """Outputs of the subgraph.
 
         Args:
-            inputs: its inputs, then the vector of floats and that of whole numbers, where there are such.
+            inputs: its inputs, then the vectors of its float and int scalars, if it has any.
 
         Raises:
             Refused: an op failed.
@@ -83,20 +83,20 @@ class Retrace:
             t = t.clone()
         return self.laid_out(t, self._metas[value])
 
-    # -- what a compiler may want otherwise ----------------------------------------------------
+    # -- what a subclass may override ----------------------------------------------------------
 
     def call(self, node: Node, op: Callable[..., Any], args: list[Any], kwargs: Any) -> Any:
         """Call the op of a node."""
         return op(*args, **kwargs)
 
     def laid_out(self, t: Tensor, meta: TensorMeta) -> Tensor:
-        """Return `t` with the strides recorded for it; the same tensor if it has them."""
+        """`t` with its recorded strides; the same tensor if it has them."""
         return _with_strides(t, meta)
 
     # -- one node ------------------------------------------------------------------------------
 
     def call_node(self, node: Node) -> None:
-        """Run one node: find its operands, keep its results."""
+        """Run one node on the values computed so far, and store its results."""
         spelled = self.spelled_out.get(node.op._opname)
         if spelled is not None:
             results = spelled(*self._fill(node.args, ()), **self._fill_named(node.kwargs, ()))
@@ -118,7 +118,7 @@ class Retrace:
             self._call(node)
 
     def _call_whole(self, node: Node, rule: Callable[..., Sequence[Any]]) -> None:
-        """Call the rule of a whole op; what it writes through views, it writes in a copy."""
+        """Call the rule of a whole op; writes through views go to a copy of the whole tensor."""
         written = _writes_of(node)
         wholes = {w.base for w in written if not w.lens}
         if len(set(written)) < len(written) or any(w.lens and w.base in wholes for w in written):
@@ -126,7 +126,7 @@ class Retrace:
         through_views = any(w.lens for w in written)
         olds = self._wholes(node) if through_views else [self._values[w] for w in node.writes]
         results = list(rule(*self._fill(node.args, olds), **self._fill_named(node.kwargs, olds)))
-        del results[len(node.outs) :]  # an overload may write less
+        del results[len(node.outs) :]  # an overload may write fewer operands
         if through_views:
             count = len(results) - len(written)
             for w, new in zip(written, results[count:], strict=True):
@@ -135,7 +135,7 @@ class Retrace:
         self._place_all(node, results)
 
     def _apply(self, node: Node, written: Sequence[Tensor]) -> list[Tensor]:
-        """Call a node's rule, for each tensor of a foreach op."""
+        """Results of a node's rule, called once for each tensor of a foreach op."""
         args, kwargs = self._fill(node.args, written), self._fill_named(node.kwargs, written)
         if not _is_foreach(node):
             return [apply_rule(node.op, args, kwargs, node.outs[0])]
@@ -145,7 +145,7 @@ class Retrace:
         ]
 
     def _write_parts(self, node: Node) -> None:
-        """Call the rule of an op that writes through views, and write what it gives."""
+        """Call the rule of an op that writes through views, and copy the result into each written subgraph."""
         wholes = self._wholes(node)
         args, kwargs = self._fill(node.args, wholes), self._fill_named(node.kwargs, wholes)
         calls = _transposed(args, kwargs) if _is_foreach(node) else [(args, kwargs)]
@@ -155,7 +155,7 @@ class Retrace:
         self._place_all(node, wholes)
 
     def _wholes(self, node: Node) -> list[Tensor]:
-        """Return copies of what a node writes, to be written."""
+        """Copies of the tensors that a node writes; it writes these instead."""
         return [self.laid_out(self._values[w], self._metas[w]).clone() for w in node.writes]
 
     def _place_all(self, node: Node, results: Sequence[Any]) -> None:
@@ -163,12 +163,12 @@ class Retrace:
             self._values[node.first + i] = result
 
     def _call(self, node: Node) -> None:
-        """Call the op itself; what it writes, it writes in a copy."""
+        """Call the op itself; it writes copies of its operands."""
         wholes = self._wholes(node)
         args = self._fill(node.args, wholes)
         kwargs = self._fill_named(node.kwargs, wholes)
         if node.op._opname in _OF_THE_DTYPE_OF_OUT and "out" in kwargs and not kwargs.get("dtype"):
-            kwargs["dtype"] = kwargs["out"].dtype  # functionalization forgets what `out` is
+            kwargs["dtype"] = kwargs["out"].dtype  # functionalization ignores the dtype of `out`
         if self._device != "cpu" and any(a.name == "device" for a in node.op._schema.arguments):
             kwargs["device"] = self._device
         result = self.call(node, real_view(node.op), args, kwargs)
@@ -199,7 +199,7 @@ class Retrace:
 
 
 def _unpack(types: Sequence[type], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Unpack the scalars from their vectors, in order."""
+    """The scalars as 0-dim tensors, in order, unpacked from their vectors."""
     rest = {kind: iter(v.unbind(0)) for kind, v in zip(kinds(types), vectors, strict=True)}
     return [next(rest[kind]) for kind in types]
 
@@ -210,12 +210,12 @@ def _numbers_in(node: Node) -> bool:
 
 
 def _writes_of(node: Node) -> list[Write]:
-    """Return the operands that a node writes, in order."""
+    """Operands that a node writes, in order."""
     return [w for w in leaves(node.args, *node.kwargs.values()) if type(w) is Write]
 
 
 def _writes_unmarked(node: Node) -> bool:
-    """Whether a node writes operands that its op's schema does not mark: tracers do not see such writes."""
+    """Whether a node writes operands that its op's schema does not mark as written: tracers miss such writes."""
     return bool(node.writes) and not node.op._schema.is_mutable
 
 
@@ -224,7 +224,7 @@ def _is_foreach(node: Node) -> bool:
 
 
 def _writes_whole(node: Node) -> bool:
-    """Whether a node writes, if anything, its first operand: whole tensors, each once."""
+    """Whether a node writes nothing, or only its first operand: whole tensors, each once."""
     if not node.writes:
         return True
     first = node.args[0] if node.args else None
@@ -234,7 +234,7 @@ def _writes_whole(node: Node) -> bool:
 
 
 def _transposed(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Turn the arguments of a foreach op into those of a call for each tensor."""
+    """Arguments of one call for each tensor of a foreach op."""
 
     def pick(item: Any, i: int) -> Any:
         return item[i] if type(item) in (list, tuple) else item
@@ -248,7 +248,7 @@ def _transposed(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, 
 def apply_rule(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], meta: TensorMeta | None
 ) -> Tensor:
-    """Call an op's rule, or the plain op of a foreach op, in the dtype ATen computes in."""
+    """Call an op's rule in the dtype ATen computes in; without a rule, call the op (of a foreach op the plain one)."""
     rule = rule_for(op)
     if rule is None:
         return getattr(aten, base_name(op))(*args, **kwargs)  # type: ignore[no-any-return]
@@ -268,7 +268,7 @@ def apply_rule(
 
 
 def _with_strides(t: Tensor, meta: TensorMeta) -> Tensor:
-    """Return `t` with the strides recorded for it; the same tensor if it has them."""
+    """`t` with its recorded strides; the same tensor if it has them, or if the strides are not dense."""
     if not meta.dense or all(
         n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), meta.stride, strict=True)
     ):

@@ -1,10 +1,10 @@
-"""Which numbers of a run are inputs of a compiled program, and how ops take them as tensors.
+"""Scalars that are inputs of a compiled program: which ones, and how ops take them as tensors.
 
 A learning rate, Adam's bias correction or a loss scale changes from step to step and must not cause a compile. ATen
-takes such numbers as Python scalars; a compiled program gets them as elements of one vector. So each op that may be
-given a changing number has a rule here: the same arithmetic with tensors of no dimension in the numbers' places.
-Numbers of other ops (an exponent, an epsilon) are constants of the program, which is compiled anew if they change.
-Used by `subgraph` and `executors.inductor.lower`.
+takes such scalars as Python numbers; a compiled program gets them as the elements of one vector for each type. So each
+op that may have a changing scalar has a rule here: the same arithmetic with 0-dim tensors in place of the scalars.
+Scalars of other ops (an exponent, an epsilon) are constants of the program; if one changes, the program is recompiled.
+Used by `subgraph` and `retrace`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ __all__ = [
 NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
 
 Tensor = torch.Tensor
-Number = Any  # a Python number or a tensor of no dimension
+Number = Any  # a Python number or a 0-dim tensor
 
 
 def base_name(op: torch._ops.OpOverload) -> str:
-    """`_foreach_add_` and `add_` are both "add"."""
+    """Name without `_foreach_` and `_`: "add" for both `_foreach_add_` and `add_`."""
     return op._opname.removeprefix("_foreach_").rstrip("_")
 
 
 def takes_scalar(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
-    """Whether a scalar of an op is an input of its program.
+    """Whether a scalar of an op is an input of the compiled program.
 
-    Floats of arithmetic always are. What mostly is structure (the 2 of `x * 2`, the -inf of a mask, a batch norm's
-    momentum) is a constant until it was seen to change.
+    Floats of the ops in `_CHANGING` and of fused optimizers always are. Other scalars (the 2 of `x * 2`, the -inf of a
+    mask, a batch norm's momentum) are constants until one is `varied`: it has changed between runs.
     """
     if type(value) not in NUMBER_DTYPES:
         return False
@@ -54,7 +54,7 @@ def takes_scalar(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
 
 
 def kinds(types: Sequence[type]) -> list[type]:
-    """Which vectors of scalars a program has, in order."""
+    """Types for which a program has a vector of scalars, in the order of the vectors."""
     return [kind for kind in NUMBER_DTYPES if kind in types]
 
 
@@ -65,7 +65,7 @@ def rule_for(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
 
 
 def vector_metas(types: Sequence[type]) -> list[TensorMeta]:
-    """Metas of the vectors in which a program gets its scalars, after its tensors."""
+    """Metas of a program's vectors of scalars, which follow its tensor inputs."""
     return [TensorMeta.packed((types.count(kind),), NUMBER_DTYPES[kind]) for kind in kinds(types)]
 
 
@@ -94,7 +94,7 @@ def div(x: Tensor, y: Any) -> Any:
 
 
 def addcmul(x: Tensor, a: Tensor, b: Tensor, value: Number = 1) -> Any:
-    return x + _scaled(a, value) * b  # in this order, as in ATen: a product in another may overflow
+    return x + _scaled(a, value) * b  # ATen's order; in another order the product may overflow
 
 
 def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: Number = 1) -> Any:
@@ -102,7 +102,7 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: Number = 1) -> Any:
 
 
 def lerp(x: Tensor, end: Tensor, weight: Any) -> Any:
-    """Interpolate from the nearer end, as ATen does: exact at both."""
+    """Interpolate from the nearer end, as ATen does, so that weights 0 and 1 are exact."""
     if not isinstance(weight, Tensor):
         return x + weight * (end - x) if abs(weight) < 0.5 else end - (end - x) * (1 - weight)
     step = end - x
@@ -175,10 +175,10 @@ def leaky_relu_backward(grad: Tensor, x: Tensor, slope: Number, is_result: bool)
     return torch.where(x > 0, grad, grad * slope)
 
 
-# Ops whose floats are learning rates, decays, scales, by base name; those of the fused optimizers are, too.
+# Base names of ops whose floats may be learning rates, decays or loss scales; fused optimizers have them too.
 _CHANGING = frozenset({"add", "addcdiv", "addcmul", "div", "lerp", "mul", "rsub", "sub"})
 
-# Base name of an op -> its arithmetic, elementwise, on tensors of the dtype ATen computes in.
+# Base name of an op -> its elementwise arithmetic on tensors of the dtype ATen computes in.
 RULES: dict[str, Callable[..., Any]] = {
     "abs": absolute,
     "add": add,
@@ -204,7 +204,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "sub": sub,
     "zero": zero,
 }
-# Overloads that are something else under the same name.
+# Base name -> overloads that compute something else than its rule.
 _NOT_ARITHMETIC: dict[str, Sequence[str]] = {"div": ("Tensor_mode", "Scalar_mode")}
 
 
@@ -221,7 +221,7 @@ def native_batch_norm(
     return native_batch_norm_helper(x, weight, bias, mean, var, training, momentum, eps, True)
 
 
-# Name of an op -> what it gives as a list: its results, then what it writes.
+# Name of an op -> rule that returns the op's results, then the new values of the operands that it writes.
 WHOLE_RULES: dict[str, Callable[..., Sequence[Any]]] = {
     "native_batch_norm": native_batch_norm,
     **FUSED_OPTIMIZERS,

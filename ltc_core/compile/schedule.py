@@ -1,7 +1,8 @@
-"""In which order the nodes of a graph run, where some of them run op by op and the others are compiled.
+"""The order in which the nodes of a graph run, if some of them are compiled and the others run op by op.
 
-A stage is a level and a kind. In a level come first eager nodes, then those that wait for other processes and eager
-ones after them, then compiled ones. Used by `subgraph`.
+In: a graph, and which of its nodes are eager (run op by op). Out: a stage, (level, kind), for each node; stages run in
+ascending order. Within a level, eager nodes run first, then nodes that block on a collective and the eager nodes that
+read their results, then compiled nodes. Called by the executors that compile; the stages go to `subgraph`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ Stage = tuple[int, Kind]
 
 
 def schedule(graph: Graph, eager: set[int]) -> list[Stage]:
-    """Assign each node its stage. `eager` are the positions of those that run op by op.
+    """Stage of each node. `eager` are the positions of the nodes that run op by op.
 
-    That is the first one it can have, with two exceptions. What only a later reduction needs comes after the start of
-    the one before it, so as to run while that goes on. What needs nothing but inputs comes where it is used.
+    A node gets the earliest stage that its operands allow, with two exceptions. Nodes that feed only all-reduce k+1 are
+    scheduled after all-reduce k has started, so the two overlap. Compiled nodes that depend on inputs only are
+    scheduled where they are used.
     """
     nodes = graph.nodes
     eager = _with_operands(nodes, eager)
     found: list[Stage] = [(0, Kind.EAGER)] * len(nodes)
     of_value: dict[int, Stage] = {}
-    started = 0  # the level of the last start
+    started = 0  # level of the last start of an all-reduce
     *with_starts, rest = _batches(nodes)
     for batch in with_starts:
         for at in batch:
@@ -47,7 +49,7 @@ def schedule(graph: Graph, eager: set[int]) -> list[Stage]:
 
 
 def _stage(node: Node, compiled: bool, first_level: int, of_value: dict[int, Stage]) -> Stage:
-    """Assign a node its first possible stage; for a compiled one no level before `first_level`."""
+    """Earliest stage of a node; a compiled one gets `first_level` at least."""
     stage = (first_level, Kind.COMPILED) if compiled else (0, Kind.EAGER)
     if node.op in collective.FINISHES:
         stage = 0, Kind.WAITING
@@ -56,7 +58,7 @@ def _stage(node: Node, compiled: bool, first_level: int, of_value: dict[int, Sta
         if before is None:
             continue
         level, kind = before
-        if kind is Kind.COMPILED and not compiled:  # what it makes is there in the next level only
+        if kind is Kind.COMPILED and not compiled:  # eager nodes read its results one level later
             stage = max(stage, (level + 1, stage[1]))
         else:
             stage = max(stage, (level, max(kind, stage[1])))
@@ -66,20 +68,20 @@ def _stage(node: Node, compiled: bool, first_level: int, of_value: dict[int, Sta
 
 
 def _put_off(nodes: Sequence[Node], found: list[Stage]) -> None:
-    """Move compiled nodes that read nothing computed before to where the first one that reads them is.
+    """Move compiled nodes that depend on inputs only to the level of their first reader.
 
-    Such as an optimizer's steps before it looks at a gradient: they are fused with those after.
+    An example is the subgraph of an optimizer's step that reads no gradient: it is fused with the subgraph that does.
     """
     if all(level == 0 for level, _ in found):
         return
-    made: set[int] = set()  # by other nodes
+    made: set[int] = set()  # values of nodes that are not moved
     free = []
     for at, node in enumerate(nodes):
         if found[at][1] is Kind.COMPILED and not any(value in made for value in references(node)):
             free.append(at)
         else:
             made.update(range(node.first, node.first + len(node.outs)))
-    last_level: dict[int, int] = {}  # at which a value must be there
+    last_level: dict[int, int] = {}  # value -> last level at which it can be computed
     of_free = set(free)
     for at in reversed(range(len(nodes))):
         node = nodes[at]
@@ -98,9 +100,10 @@ def _put_off(nodes: Sequence[Node], found: list[Stage]) -> None:
 
 
 def _batches(nodes: Sequence[Node]) -> Iterator[list[int]]:
-    """Return the positions of the nodes: those the first start needs and it itself, what the second needs more, ...
+    """Positions of the nodes in batches, one for each start of an all-reduce: the start and what it depends on.
 
-    The last batch has what no start needs. Each is in the order of `nodes`.
+    A node is in the first batch that needs it; the last batch has the nodes that no start needs. Each batch is in the
+    order of `nodes`.
     """
     maker = _makers(nodes)
     seen: set[int] = set()
@@ -113,7 +116,7 @@ def _batches(nodes: Sequence[Node]) -> Iterator[list[int]]:
 
 
 def _makers(nodes: Sequence[Node]) -> dict[int, int]:
-    """Map each value to the position of the node that makes it."""
+    """Value -> position of the node that makes it."""
     return {node.first + i: at for at, node in enumerate(nodes) for i in range(len(node.outs))}
 
 
@@ -130,10 +133,10 @@ def _needed(start: int, nodes: Sequence[Node], maker: dict[int, int], seen: set[
 
 
 def _with_operands(nodes: Sequence[Node], chosen: set[int]) -> set[int]:
-    """Add to the nodes that run op by op those of their operands that need nothing compiled."""
+    """`chosen` and those of their operands that depend on no input and on no chosen node, such as `zeros`."""
     maker = _makers(nodes)
     eager = set(chosen)
-    free = set(eager)  # nodes that could run eagerly at the very beginning
+    free = set(eager)  # `chosen`, and nodes that depend on no input and on no chosen node
     for at, node in enumerate(nodes):
         if all(v in maker and maker[v] in free - eager for v in references(node)):
             free.add(at)

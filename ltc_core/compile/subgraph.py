@@ -1,8 +1,8 @@
 """Subgraphs of a graph: each is compiled as a whole, or runs op by op.
 
-A subgraph has a canonical form: values and scalars are numbered from zero, scalars that are not inputs are constants.
-So equal subgraphs of different programs are equal. An executor that compiles decides which nodes go together
-(`schedule`); `subgraphs_of` makes the subgraphs.
+A subgraph has a canonical form: values and scalars are numbered from zero, and scalars that are not inputs are
+constants. So equal subgraphs of different programs have the same text, and share compiled code. `schedule` decides
+which nodes go together; `subgraphs_of` makes the subgraphs for an executor that compiles.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Subgraph:
     """Some nodes of a graph, in canonical form.
 
     Attributes:
-        compiled: whether the compiler gets it; else it runs op by op.
-        graph: the nodes; inputs are its values 0, 1, ...
-        inputs: which values of the whole graph those are.
-        outputs: which values of the whole graph its outputs are.
-        nodes: the nodes as they are in the whole graph.
-        scalars: positions of its scalars among those of a run.
-        scalar_types: their Python types.
-        constants: scalars of a run that are constants here, by position, with the values they must have.
+        compiled: whether it is compiled; else it runs op by op.
+        graph: its nodes, renumbered; the inputs are its values 0, 1, ...
+        inputs: the values of the whole graph that are its inputs.
+        outputs: the values of the whole graph that are its outputs.
+        nodes: its nodes with the numbers of the whole graph.
+        scalars: for each `Scalar` of it, the position among the scalars of a run.
+        scalar_types: the Python types of these scalars.
+        constants: position of a run's scalar -> its value in the compiled code; another value needs another program.
     """
 
     compiled: bool
@@ -49,7 +49,7 @@ class Subgraph:
     constants: Mapping[int, Any]
 
     def text(self) -> str:
-        """Write down all that a compiled subgraph depends on. Cost: about 5 us a node."""
+        """Text of everything that its compiled code depends on. Cost: about 5 us a node."""
         kinds = " ".join(kind.__name__ for kind in self.scalar_types)
         return "\n".join((kinds, *_graph_rows(self.graph)))
 
@@ -82,13 +82,15 @@ def subgraphs_of(
     varied: frozenset[int],
     refused: Set[int] = frozenset(),
 ) -> list[Subgraph]:
-    """Cut a graph into the subgraphs that its stages are, in their order.
+    """Subgraphs of a graph, one for each stage, in the order in which they run.
+
+    A subgraph recomputes the views that it reads and another subgraph makes, so they are not passed between subgraphs.
 
     Args:
         stage_of: the stage of each node.
         scalars: the scalars of the last run.
-        varied: positions of scalars that had another value before.
-        refused: positions of nodes that the compiler cannot take, views too.
+        varied: positions of scalars that have changed between runs.
+        refused: positions of nodes that the compiler refused; compiled subgraphs do not recompute the views among them.
     """
     order = sorted(range(len(stage_of)), key=stage_of.__getitem__)
     groups = [
@@ -118,7 +120,7 @@ def subgraphs_of(
         subgraph = canonical.subgraph(compiled, [*more, *nodes], outputs)
         if subgraph is not None:
             subgraphs.append(subgraph)
-    if unseen:  # outputs that are inputs as they are
+    if unseen:  # outputs of the graph that are inputs of it
         subgraphs.append(_Canonical(graph, metas, set(), varied, scalars).passing(sorted(unseen)))
     return subgraphs
 
@@ -126,10 +128,7 @@ def subgraphs_of(
 def _views_of_others(
     nodes: Sequence[Node], maker: Mapping[int, Node], refused: Set[int]
 ) -> list[Node]:
-    """Find the views that `nodes` read and others make: a subgraph takes its views itself, of what is there anyway.
-
-    Not those whose first value is in `refused`.
-    """
+    """Views of other stages that `nodes` read, and the views those read; without those whose value is in `refused`."""
     here = {node.first for node in nodes}
     found: dict[int, Node] = {}
     stack = list(nodes)
@@ -145,13 +144,13 @@ def _views_of_others(
 
 
 def _read(nodes: Sequence[Node]) -> set[int]:
-    """Return the values that nodes read and do not make."""
+    """Values that `nodes` read and do not make."""
     made = {node.first + i for node in nodes for i in range(len(node.outs))}
     return {value for node in nodes for value in references(node)} - made
 
 
 class _Canonical:
-    """Rewrites nodes with values and scalars counted from zero."""
+    """Renumbers the values and scalars of one subgraph from zero."""
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class _Canonical:
         )
 
     def passing(self, values: Sequence[int]) -> Subgraph:
-        """Make the subgraph without nodes."""
+        """Subgraph without nodes: it returns its inputs."""
         inputs = {k: self._metas[v] for k, v in enumerate(values)}
         donated = frozenset(k for k, v in enumerate(values) if self._is_donated(v))
         graph = Graph((), inputs, tuple(inputs), donated)

@@ -1,9 +1,9 @@
-"""Threefry-2x32 with 20 rounds: a random generator that counts, and its keys.
+"""Threefry-2x32 with 20 rounds: a counter-based random generator, and its keys.
 
-A block of two 32-bit words is a function of a key and a counter. The host takes one 64-bit key a draw from the state of
-a stream (`next_key`); each element of a draw has the words of block (i, 0), with i its place in row-major order. So
-numbers depend on the key and on their place alone: same seed, same run, and a state that is set again gives the same
-numbers again. Used by `random_draws`.
+A block of two 32-bit words is a function of a key and a counter. The host derives one 64-bit key for each draw from the
+state of a stream (`next_key`). Element i of a draw, in row-major order, has the words of block (i, 0). So the numbers
+depend on the key and the index only: the same seed, or a state that is restored, gives the same numbers. Used by
+`random_draws` and `random_keys`.
 
 Source: Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -18,15 +18,14 @@ from torch import Tensor
 
 __all__ = ["constant", "count", "next_key", "threefry", "upper_bits", "words"]
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # four rounds each, in turn
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # groups of four rounds use these rows in turn
 _PARITY = 0x1BD11BDA
 _LONGEST_RANGE = 1024
 
 
 def next_key(state: Tensor) -> tuple[Tensor, Tensor]:
-    """Derive a key from the state of a PyTorch CPU generator.
+    """Key, int32[2], from the state of a PyTorch CPU generator, and the state after it. `state` is not written.
 
-    Returns: the key, int32[2], and the state after it. Both are new; `state` stays as it is.
     Cost: 6 us.
     """
     generator = torch.Generator()
@@ -35,24 +34,24 @@ def next_key(state: Tensor) -> tuple[Tensor, Tensor]:
     return key, generator.get_state()
 
 
-# What torch_xla 2.9 makes of ops on int32 decides how this is written. `x >> 3` is a division that rounds to zero,
-# `bitwise_right_shift(x, 3)` is in int64, `bitwise_right_shift(x, tensor)` is a shift. A Python number is an input of
-# the program, a range is a constant: of constant shifts, a mask and an or a compiler can make one rotation.
+# The code below is written for the lowerings of torch_xla 2.9 on int32: `x >> 3` is a division that rounds to zero,
+# `bitwise_right_shift(x, 3)` computes in int64, `bitwise_right_shift(x, tensor)` is a shift. A Python number becomes an
+# input of the program, a range a constant. XLA can fuse constant shifts, a mask and an or into one rotation.
 
 
 def constant(value: int, like: Tensor) -> Tensor:
-    """Return a number, modulo its type's range, as a constant of the program, of the type and device of `like`."""
+    """0-dim tensor of `value`, modulo the range of its dtype, with dtype and device of `like`: a program constant."""
     return torch.arange(value, value - 1, -1, dtype=like.dtype, device=like.device).reshape(())
 
 
 def upper_bits(word: Tensor, bits: int) -> Tensor:
-    """Return the upper bits of words as numbers that are not negative."""
+    """The upper `bits` bits of words, as non-negative numbers."""
     shift = constant(word.dtype.itemsize * 8 - bits, word)
     return torch.bitwise_right_shift(word, shift) & constant((1 << bits) - 1, word)
 
 
 def threefry(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two words of each block (c0, c1) under a key.
+    """The two words of each block (c0, c1) under a key.
 
     Args:
         key: int32[2].
@@ -77,12 +76,12 @@ def threefry(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return two random words for each element of a shape; elements 2**32 apart get the same ones."""
+    """Two random words for each element of a shape; elements whose indices are 2**32 apart get the same words."""
     return threefry(key, _places(shape, key), constant(0, key))
 
 
 def _places(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Number the elements of a shape in row-major order, modulo 2**32."""
+    """Row-major index of each element of a shape, modulo 2**32."""
     places = constant(0, like)
     for size in shape:
         places = places.unsqueeze(-1) * constant(size, like) + count(size, like)
@@ -90,7 +89,7 @@ def _places(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def count(size: int, like: Tensor) -> Tensor:
-    """Count to `size`; a long range is made of two short ones, for torch_xla writes each out in the program."""
+    """The range 0 .. size - 1. A long one is made of two short ones, because torch_xla writes each into the program."""
     if size <= _LONGEST_RANGE:
         return torch.arange(size, dtype=like.dtype, device=like.device)
     row = 1 << (math.isqrt(size - 1).bit_length())

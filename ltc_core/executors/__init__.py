@@ -1,4 +1,4 @@
-"""Executors by name: adding one is one file and one row. `make` gives a device its own."""
+"""Executors by name: a new executor is one file and one row of `EXECUTORS`. `make` chooses the executor of a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ltc_core.settings import settings
 
 __all__ = ["EXECUTORS", "Executor", "NodeFailure", "Program", "make"]
 
-# Those that compute on PyTorch's own devices.
+# Executors that compute on PyTorch's own devices.
 EXECUTORS: dict[str, Callable[[torch.device], Executor]] = {
     "inductor": InductorExecutor,
     "reference": ReferenceExecutor,
@@ -26,10 +26,10 @@ EXECUTORS: dict[str, Callable[[torch.device], Executor]] = {
 
 
 def make(index: int) -> Executor:
-    """Make the executor of a device, as LTC_EXECUTOR and LTC_DEVICE say.
+    """Executor of device `index`, chosen by LTC_EXECUTOR and LTC_DEVICE.
 
     Raises:
-        DeviceError: there is no such hardware.
+        DeviceError: this machine does not have the hardware.
     """
     if settings.device not in ("tpu", "xla") or settings.executor == "null":
         return EXECUTORS[settings.executor](hardware(index))

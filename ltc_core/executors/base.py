@@ -1,7 +1,8 @@
-"""What an executor is: four verbs, one file for each executor.
+"""Abstract `Executor` and `Program`: one file or folder implements each executor.
 
-`upload` puts a CPU tensor on the device, `fetch` brings one back, `compile` makes a program of a graph, and the
-program runs. Programs run in the device's worker, one after the other.
+An executor uploads CPU tensors (`upload`), copies data on the device (`copy`), returns data as CPU tensors (`view`) and
+makes a `Program` of a graph (`compile`). The programs of a device run one after the other, in its worker thread or in
+the thread that cuts. Called by `runtime.device_context` and `runtime.launch`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["CPU", "Cause", "Executor", "NodeFailure", "Program", "Remains", "Sto
 
 
 CPU = torch.device("cpu")
-# A failed node, and what it raised.
+# A failed node, and the exception it raised.
 Cause = tuple[Node, BaseException]
 
 
@@ -28,10 +29,10 @@ class NodeFailure(Exception):
     """A node failed while a program ran.
 
     Attributes:
-        node: the node; None if the program cannot tell.
+        node: the node; None if the program does not know which one.
         salvaged: output -> data, for outputs that do not depend on the node or keep an earlier version.
-        older: those of them that keep an earlier version (see `passes.MemoryPlan.origins`).
-        causes: output -> the failure that it is lost to, where that is not this one.
+        older: the salvaged outputs that keep an earlier version (`graph.passes.MemoryPlan.origins`).
+        causes: lost output -> the failure that it is lost to, if that is not this one.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class NodeFailure(Exception):
 
 @dataclasses.dataclass(slots=True)
 class Remains:
-    """What is left of a graph when an op of it fails, or an input of it is lost.
+    """What is left of a graph's outputs after an op failed, or after an input was lost.
 
     Attributes:
-        data: output -> its data, for the outputs that have some.
-        older: those of them that have an earlier version than the graph was to make.
-        causes: output -> the failure that it is lost to, where that is not the first one.
+        data: output -> its data, for the outputs that are not lost.
+        older: the outputs in `data` that have an earlier version than the graph was to make.
+        causes: lost output -> the failure that it is lost to, if that is not the first one.
     """
 
     data: dict[int, Any]
@@ -67,8 +68,8 @@ class Stopped(Exception):
     """A node of a subgraph failed.
 
     Attributes:
-        node: the node; None if it may be any of the subgraph's.
-        values: number -> data, for all values that there were then. What the node was to make is not among them.
+        node: the node; None if it may be any node of the subgraph.
+        values: number -> data, for all values alive at the failure; the results of the failed node are not among them.
     """
 
     def __init__(self, node: Node | None, values: dict[int, Any]) -> None:
@@ -78,7 +79,7 @@ class Stopped(Exception):
 
 
 def run_to_end(steps: Generator[None, None, list[Any]]) -> list[Any]:
-    """Go through the steps of a run without a pause, and give its results."""
+    """Results of `run_in_steps`, run to its end without a pause."""
     while True:
         try:
             next(steps)
@@ -90,9 +91,9 @@ class Program(abc.ABC):
     """A compiled graph.
 
     Attributes:
-        peak_bytes: what its intermediate values hold at most.
-        reuses: output -> donated input whose memory it takes.
-        holds_lock: whether a run holds Python's lock most of the time, so that nothing is recorded beside it.
+        peak_bytes: peak memory of its intermediate values.
+        reuses: output -> donated input whose memory it overwrites.
+        holds_lock: whether a run holds the GIL most of the time, so that recording cannot run beside it.
     """
 
     peak_bytes: int = 0
@@ -101,31 +102,34 @@ class Program(abc.ABC):
 
     @abc.abstractmethod
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        """Run on the data of the graph's inputs, in order; give the data of its outputs, in order.
+        """Data of the graph's outputs, from the data of its inputs, both in the graph's order.
 
         Donated inputs may be overwritten.
 
         Raises:
-            NodeFailure: chained to what the op raised.
+            NodeFailure: an op failed; chained to the op's exception.
         """
 
     def run_in_steps(
         self, inputs: Sequence[Any], scalars: Sequence[Any]
     ) -> Generator[None, None, list[Any]]:
-        """Run as `run` does, but yield where the program waits for other processes: the rest may run elsewhere."""
+        """As `run`, but yield before the program blocks on a collective: the rest may run in another thread."""
         return self.run(inputs, scalars)
         yield
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
-        """Outputs that do not depend on the inputs that are lost (None), or exist in some version without a run."""
+        """What is left of the outputs if the graph cannot run because inputs are lost (None).
+
+        An output is left if it does not depend on a lost input, or has an earlier version among the inputs.
+        """
         return Remains({}, frozenset(), {})
 
 
 class Executor(abc.ABC):
-    """Where graphs run.
+    """Compiles and runs the graphs of one device.
 
     Args:
-        hardware: PyTorch's device that computes.
+        hardware: the PyTorch device that computes.
     """
 
     name: str
@@ -138,7 +142,7 @@ class Executor(abc.ABC):
         """Copy a CPU tensor to the device."""
 
     def upload_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Copy CPU tensors to the device, in one transfer where it has such."""
+        """Copy CPU tensors to the device; in one transfer, if the device can."""
         return [self.upload(tensor) for tensor in tensors]
 
     @abc.abstractmethod
@@ -146,31 +150,31 @@ class Executor(abc.ABC):
         """Copy data within the device."""
 
     def nbytes(self, meta: TensorMeta) -> int:
-        """Return the bytes the device holds for a tensor of this meta."""
+        """Bytes that a tensor of this meta takes on the device."""
         return meta.nbytes
 
     @abc.abstractmethod
     def view(self, data: Any, meta: TensorMeta) -> torch.Tensor:
-        """Return data of the device as a CPU tensor of this meta, without a copy where that is possible."""
+        """Data of the device as a CPU tensor of this meta; not copied if that is possible."""
 
     @abc.abstractmethod
     def compile(self, graph: Graph) -> Program:
-        """Make a program of a graph."""
+        """Program that runs a graph."""
 
     @property
     def kind(self) -> str:
-        """Name the model of the hardware, such as 'NVIDIA H100' or 'TPU v4'."""
+        """Model of the hardware, such as 'NVIDIA H100' or 'TPU v4'."""
         return self.hardware.type.upper()
 
     def synchronize(self) -> None:
-        """Wait until everything that programs have started is done."""
+        """Wait until all work that programs have started is done."""
         return
 
     def empty_cache(self) -> None:
-        """Return memory that is kept for the next step to the system."""
+        """Return cached memory to the system."""
         return
 
     def memory_info(self) -> tuple[int, int]:
-        """Return the free and the total bytes of the memory that values live in."""
+        """Free and total bytes of the memory that holds the values."""
         host = psutil.virtual_memory()
         return host.available, host.total

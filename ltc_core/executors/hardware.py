@@ -1,7 +1,7 @@
-"""What the graphs of a device run on: this machine's processor, or one of its GPUs, as LTC_DEVICE says.
+"""The hardware that runs the graphs of a device: the CPU or one GPU, as LTC_DEVICE says.
 
-Device `ltc:1` computes on the GPU after that of `ltc:0`; the processes of a host begin with one each, as
-LTC_DEVICE_ORDINAL says. Asked once for each device, when `runtime.device_context` makes its executor.
+Device `ltc:k` of a process computes on the GPU LTC_DEVICE_ORDINAL + k; each process of a host has an ordinal of its
+own. Called once for each device, when `runtime.device_context` makes its executor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["hardware", "hardware_kind"]
 
 
 def hardware_kind() -> str:
-    """Name what the graphs run on, as PJRT does: 'CPU', 'CUDA', 'TPU'."""
+    """Kind of the hardware, named as in PJRT: 'CPU', 'CUDA', 'TPU'."""
     if settings.device == "xla":
         return os.environ.get("PJRT_DEVICE", "").upper() or "CPU"
     return settings.device.upper()
 
 
 def hardware(index: int) -> torch.device:
-    """Return PyTorch's device that the device `index` computes on.
+    """PyTorch device that device `index` computes on.
 
     Raises:
         DeviceError: there is no such GPU.

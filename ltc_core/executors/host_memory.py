@@ -1,9 +1,9 @@
-"""Keep the memory that a step frees for the next one.
+"""A caching allocator for CPU memory: a step reuses the memory that the step before it freed.
 
-A large block of malloc is mapped anew each time, and page faults take a third of a step (MNIST CNN of design section 6,
-compiled: 28 ms a step, 18 with kept memory). `keep_memory` puts an allocator of ours, `csrc/ltc_memory.cpp`, above
-PyTorch's own for blocks of 128 KiB and more. It never holds more than was live at once lately, plus a slack of a
-sixteenth and 16 MiB, so peak memory does not grow. Concerns all CPU tensors of the process, from the call on.
+malloc maps a large block anew each time, and the page faults take a third of a step (MNIST CNN of design section 6,
+compiled: 28 ms a step, 18 with kept memory). `keep_memory` installs the allocator `csrc/ltc_memory.cpp` above PyTorch's
+own, for blocks of 128 KiB and more and all CPU tensors that the process allocates from then on. Live and kept bytes
+stay below the recent peak of live bytes plus a sixteenth and 16 MiB, so peak memory hardly grows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ extension = Extension("_ltc_memory", Path(__file__).parent / "csrc" / "ltc_memor
 
 
 class Figures(NamedTuple):
-    """Bytes of large blocks: of those in use, of those kept, and what both together may reach."""
+    """Bytes of large blocks: in use, kept, and the limit of both together."""
 
     live_bytes: int
     kept_bytes: int
@@ -28,13 +28,13 @@ class Figures(NamedTuple):
 
 
 def keep_memory() -> bool:
-    """Keep memory from now on, if `settings.keep_memory` says so; later calls change nothing.
+    """Install the allocator, if `settings.keep_memory` is on; later calls change nothing.
 
     Returns:
-        Whether memory is kept: not if the C++ part cannot be built, or if somebody has already replaced PyTorch's
-        allocator.
+        Whether memory is kept. False also if the C++ part cannot be built, or if another library has replaced
+        PyTorch's allocator.
     Cost:
-        The first call of a machine compiles a C++ file (a second or two).
+        The first call on a machine compiles a C++ file (a second or two).
     """
     if not settings.keep_memory:
         return False
@@ -43,13 +43,13 @@ def keep_memory() -> bool:
 
 
 def give_back() -> None:
-    """Return kept memory to the system. Memory in use stays; memory freed later is kept as before."""
+    """Return kept memory to the system. Memory that is freed later is kept as before."""
     native = extension.loaded
     if native is not None:
         native.give_back()
 
 
 def figures() -> Figures:
-    """Return what is held now; zeros if memory is not kept."""
+    """Current bytes; zeros if the allocator is not installed."""
     native = extension.loaded
     return Figures(*native.figures()) if native is not None else Figures(0, 0, 0)

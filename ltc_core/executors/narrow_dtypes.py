@@ -1,7 +1,8 @@
-"""Storage types: float32 and float64 kept and computed as something narrower, as LTC_USE_BF16 or the hardware asks.
+"""Storage dtypes: float32 and float64 stored and computed in a narrower dtype, as LTC_USE_BF16 or the hardware asks.
 
-Tensors still report their PyTorch dtype; only executors know. `StorageTypes` maps the dtypes, rewrites the dtypes
-that nodes name, and runs an op that has no narrow kernel in the wide type.
+Tensors still report their PyTorch dtype; only executors see the stored one. `StorageTypes` maps dtypes, rewrites the
+dtypes in nodes' arguments, and runs an op that has no kernel for the narrow dtype in float32. Used by `reference` and
+`xla.executor`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _BITS = torch.ops.aten.view.dtype
 
 
 class StorageTypes:
-    """Which dtype a tensor of each dtype is stored as.
+    """Map of dtypes: reported -> stored.
 
     Source: the documents of torch_xla on XLA_USE_BF16 (float32, float64 -> bfloat16) and XLA_DOWNCAST_BF16
     (float32 -> bfloat16, float64 -> float32).
@@ -33,7 +34,7 @@ class StorageTypes:
 
     @classmethod
     def from_settings(cls) -> StorageTypes | None:
-        """Return the mapping the settings ask for; None if tensors are stored as what they report."""
+        """Map that the settings ask for; None if tensors are stored in the dtype they report."""
         if settings.use_bf16:
             return cls({torch.float32: torch.bfloat16, torch.float64: torch.bfloat16})
         if settings.downcast_bf16:
@@ -42,9 +43,9 @@ class StorageTypes:
 
     @classmethod
     def for_xla(cls) -> StorageTypes:
-        """Return the mapping of a TPU, which has no float64: it is float32 unless the settings ask for less.
+        """Map for XLA: float64 is float32 (a TPU has no float64) unless the settings ask for less.
 
-        XLA has one type of complex numbers on all devices.
+        All complex dtypes are complex64, the only one that XLA has on all devices.
         """
         asked = cls.from_settings()
         stored = {
@@ -58,7 +59,7 @@ class StorageTypes:
         return self.stored.get(dtype, dtype)
 
     def rewrite_all(self, graph: Graph) -> Graph:
-        """Name stored dtypes everywhere, for an executor that has kernels for all of them."""
+        """The graph with stored dtypes in arguments, metas and inputs, for an executor with kernels for all of them."""
         graph = self.rewrite(graph)
         nodes = (
             dataclasses.replace(node, outs=tuple(map(self._meta, node.outs)))
@@ -77,7 +78,7 @@ class StorageTypes:
         return None if meta is None else self.stored_meta(meta)
 
     def rewrite(self, graph: Graph) -> Graph:
-        """Name stored dtypes where the nodes name reported ones."""
+        """The graph with stored dtypes in the arguments of its nodes."""
         return dataclasses.replace(graph, nodes=tuple(self._rewrite(node) for node in graph.nodes))
 
     def _rewrite(self, node: Node) -> Node:
@@ -93,7 +94,7 @@ class StorageTypes:
         return self.stored.get(item, item) if type(item) is torch.dtype else item
 
     def call(self, node: Node, op: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `op` so that it runs in float32 where it has no kernel for the stored type."""
+        """`op`, run in float32 if it has no kernel for the stored dtype."""
         if node.op is _BITS:
             return self.view_bits(op)
 
@@ -112,7 +113,7 @@ class StorageTypes:
         return run
 
     def view_bits(self, op: Callable[..., Any]) -> Callable[..., Any]:
-        """See the bits of the reported type, which is not the one stored."""
+        """`view.dtype` on the bits of the reported dtype, which differ from the stored ones."""
         reported = {stored: dtype for dtype, stored in reversed(self.stored.items())}
 
         def run(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -123,7 +124,7 @@ class StorageTypes:
 
 
 class _Wide:
-    """One call in float32: widened copies, and what was written brought back."""
+    """One call in float32: bfloat16 operands are widened to copies, and written copies are copied back."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []

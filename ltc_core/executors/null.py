@@ -1,4 +1,4 @@
-"""The null executor: no maths. Outputs are zeros of the right size; for counting ops, compiles and syncs."""
+"""The null executor computes nothing: outputs are zeros of the right size. For counting ops, compiles and syncs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""OpenMP's threads: how many a thread uses, and that none keeps a team while another one computes.
+"""OpenMP threads: how many a Python thread uses, and release of its team before another thread computes.
 
-libgomp gives each thread that opens a parallel region a team of its own, which stays. With more OpenMP threads in the
-process than cores it lets all of them spin much shorter, and each parallel region then waits for the kernel: a step of
-the MLP of design section 6 takes 5.4 instead of 1.4 ms in the worker if the main thread has a team. So a thread
-gives its team up before it hands work to another one, and before a fork: a child that inherits a team hangs.
+libgomp gives each thread that opens a parallel region its own team of OpenMP threads, and keeps it. If the process has
+more OpenMP threads than cores, libgomp lets all of them spin much shorter, and each parallel region waits for the
+kernel: a step of the MLP of design section 6 takes 5.4 instead of 1.4 ms in the worker if the main thread has a team.
+So a thread releases its team before it submits work to the worker, and before a fork: a child with an inherited team
+hangs. Used by `runtime.device_context` and `runtime.launch`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 __all__ = ["release_team", "use_threads"]
 
 _SOFT_PAUSE = 1  # omp_pause_soft
-_RUNTIME = "libgomp"  # others free the teams of all threads, or none
+_RUNTIME = "libgomp"  # other runtimes free the teams of all threads, or none
 
 
 class _DlInfo(ctypes.Structure):
@@ -33,7 +34,7 @@ class _DlInfo(ctypes.Structure):
 def release_team() -> None:
     """Free the calling thread's OpenMP team; its next parallel region makes a new one.
 
-    Does nothing in a parallel region, and where PyTorch does not use libgomp (9 or later).
+    Does nothing inside of a parallel region, or if PyTorch does not use libgomp (9 or later).
 
     Cost:
         0.2 us if there is no team, 18 us if there is one, 30 us for the next one (two threads).
@@ -43,22 +44,22 @@ def release_team() -> None:
 
 
 def use_threads(count: int) -> None:
-    """Set the number of threads for parallel regions and MKL products that the calling thread starts.
+    """Set the number of OpenMP and MKL threads that the calling thread uses.
 
-    Other threads keep theirs; `torch.set_num_threads`, which is called where PyTorch does not use libgomp, tells MKL
-    for all of them.
+    Other threads keep theirs. If PyTorch does not use libgomp, `torch.set_num_threads` is called instead, which sets
+    MKL's number for all threads.
     """
     if _set_threads is None:
         torch.set_num_threads(count)
         return
-    torch.get_num_threads()  # PyTorch sets a thread up at its first question, which would undo ours
+    torch.get_num_threads()  # a thread's first call sets PyTorch's default, which would undo ours
     _set_threads(count)
     if _set_mkl_threads is not None:
         _set_mkl_threads(count)
 
 
 def _file_of(function: object) -> str:
-    """Return the name of the file a C function was loaded from."""
+    """Name of the file that a C function was loaded from."""
     info = _DlInfo()
     address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
     found = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
@@ -66,25 +67,25 @@ def _file_of(function: object) -> str:
 
 
 def _candidates() -> list[ctypes.CDLL]:
-    """Return where the OpenMP runtime of PyTorch may be found: the process, and the files beside it."""
+    """Libraries that may be PyTorch's OpenMP runtime: the process itself, and libgomp files beside PyTorch."""
     package = Path(torch.__file__).parent
     found: list[ctypes.CDLL] = [ctypes.PyDLL(None)]
     for path in (*package.glob("lib/libgomp*"), *package.parent.glob("torch.libs/libgomp*")):
         try:
             found.append(ctypes.PyDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY))
-        except OSError:  # not loaded, so it is not the one
+        except OSError:  # this file is not loaded
             continue
     return found
 
 
 def _find_runtime() -> ctypes.CDLL | None:
-    # Through PyDLL, which keeps Python's lock: to take it again could cost more than the call.
+    # PyDLL holds the GIL during a call: to acquire it again could cost more than the call.
     for library in _candidates():
         try:
             pause = library.omp_pause_resource_all
-        except AttributeError:  # there is none, or an old one
+        except AttributeError:  # no OpenMP runtime, or an old one
             continue
-        # The first one in the order of the process is the one PyTorch is bound to.
+        # PyTorch is bound to the first runtime in the process's symbol order.
         return library if _file_of(pause).startswith(_RUNTIME) else None
     return None
 

@@ -1,7 +1,7 @@
-"""A compiled program: the subgraphs of a graph, one after the other, on the data of a run.
+"""A program made of subgraphs: it runs them one after the other on the data of a run.
 
-A `SubgraphRunner` runs one subgraph. `EagerRunner` runs it op by op on the reference executor; runners of compiled
-subgraphs are the executors' own: `inductor.compiled_subgraph`, `xla.executor`.
+A `SubgraphRunner` runs one subgraph. `EagerRunner` runs it op by op on the reference executor; the runners of compiled
+subgraphs are in `inductor.compiled_subgraph` and `xla.executor`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["PartitionedProgram", "EagerRunner", "SubgraphRunner", "storage_of"]
 
 
 class SubgraphRunner(abc.ABC):
-    """How a subgraph runs.
+    """Runs one subgraph.
 
     Attributes:
         subgraph: the subgraph.
-        waits: whether it waits for other processes.
+        waits: whether it blocks on a collective.
     """
 
     waits = False
@@ -38,18 +38,18 @@ class SubgraphRunner(abc.ABC):
 
     @abc.abstractmethod
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
-        """Run on the values of the whole graph, and add to them what it makes.
+        """Run on the values of the whole graph, and add its outputs to them.
 
         Raises:
-            Stopped: in the subgraph's own numbers.
+            Stopped: a node failed; node and values are numbered as in the subgraph.
         """
 
     def whole_node(self, node: Node | None) -> Node | None:
-        """Return a node of the subgraph as it is in the whole graph."""
+        """The node of the whole graph that a node of the subgraph stands for."""
         return None if node is None else self.subgraph.nodes[self.subgraph.graph.nodes.index(node)]
 
     def whole_numbers(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        """Name values by their numbers in the whole graph."""
+        """Values of the subgraph, with their numbers in the whole graph."""
         names = dict(zip(self.subgraph.graph.inputs, self.subgraph.inputs, strict=True))
         for own, whole in zip(self.subgraph.graph.nodes, self.subgraph.nodes, strict=True):
             names.update((own.first + i, whole.first + i) for i in range(len(own.outs)))
@@ -57,18 +57,18 @@ class SubgraphRunner(abc.ABC):
 
 
 def storage_of(data: torch.Tensor) -> int:
-    """Return a key that is equal for tensors that share memory."""
+    """Key of a tensor's memory: equal for tensors that share it."""
     return int(data.untyped_storage()._cdata)
 
 
 class PartitionedProgram:
-    """Runs subgraphs.
+    """Runs the subgraphs of a graph, in order.
 
     Args:
         graph: the whole graph.
-        links: how its subgraphs run, in order.
-        memory_of: gives what data that share memory have in common.
-        hardware: PyTorch's device that has the data; None if nodes cannot be run on the data one by one.
+        links: the runners of its subgraphs, in order.
+        memory_of: key of the memory of some data: equal for data that share memory.
+        hardware: the PyTorch device of the data; None if ops cannot run on the data one by one.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class PartitionedProgram:
         self._frees = _frees(graph, subgraphs)
 
     def fits(self, scalars: Sequence[Any]) -> bool:
-        """Whether this run has the scalars that the program was compiled for."""
+        """Whether the scalars of this run have the values that the program was compiled for."""
         return all(_same(scalars[k], v) for k, v in self._constants.items())
 
     def run_in_steps(
         self, inputs: Sequence[Any], scalars: Sequence[Any]
     ) -> Generator[None, None, list[Any]]:
-        """Run; yield before each subgraph that waits for other processes."""
+        """Run; yield before each subgraph that blocks on a collective."""
         values = dict(zip(self._inputs, inputs, strict=True))
         for at, (link, frees) in enumerate(zip(self._links, self._frees, strict=True)):
             if link.waits:
@@ -117,7 +117,7 @@ class PartitionedProgram:
 
     @staticmethod
     def _note_stop(link: SubgraphRunner, stopped: Stopped, values: dict[int, Any]) -> None:
-        """Put the values that a link left among those of the graph; drop those that it has overwritten."""
+        """Add the values that a stopped runner left to `values`, and drop the inputs that it has overwritten."""
         there = link.whole_numbers(stopped.values)
         for number, value in zip(link.subgraph.graph.inputs, link.subgraph.inputs, strict=True):
             if number in link.subgraph.graph.donated and value not in there:
@@ -125,7 +125,7 @@ class PartitionedProgram:
         values.update(there)
 
     def _rest(self, at: int, node: Node | None) -> list[Node]:
-        """The nodes that have not run: those of the link at this position from `node` on, and all after it."""
+        """Nodes that have not run: those of the subgraph at this position, from `node` on, and of all later ones."""
         nodes = list(self._links[at].subgraph.nodes)
         if node is not None:
             nodes = nodes[nodes.index(node) :]
@@ -157,7 +157,7 @@ def _never(node: Node, values: dict[int, Any]) -> None:
 
 
 def _frees(graph: Graph, subgraphs: Sequence[Subgraph]) -> list[list[int]]:
-    """List, for each subgraph, what nobody reads after it."""
+    """For each subgraph, the values that can be freed after it."""
     kept = {*graph.inputs, *graph.outputs}
     frees: list[list[int]] = []
     for subgraph in reversed(subgraphs):
@@ -172,7 +172,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class EagerRunner(SubgraphRunner):
-    """A subgraph on the reference executor."""
+    """Runs a subgraph op by op on the reference executor."""
 
     def __init__(self, subgraph: Subgraph, hardware: torch.device) -> None:
         super().__init__(subgraph)

@@ -1,7 +1,8 @@
-"""The reference executor: ATen on ordinary tensors, op by op. It defines what the graph means.
+"""The reference executor: ATen on ordinary tensors, op by op. It defines the semantics of a graph.
 
-A program is a list of instructions over a list of values. Values are freed at their last use; a write runs in
-the old value's memory where the plan allows, else in a copy.
+A program is a list of instructions over a list of values. A value is freed at its last use. A write overwrites the old
+value's memory if the plan (`graph.passes.plan`) allows it, else a copy. Chosen in `executors`; the other executors use
+it for subgraphs that run op by op (`partitioned_program`, `xla.executor`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 
 
 class _Instruction:
-    """One node, with its arguments prepared: constants in place, the rest filled in from the values."""
+    """One node with prepared arguments: constants are in place, values and scalars are filled in at each run."""
 
     __slots__ = (
         "args", "call", "draws", "first", "frees", "kwargs", "named", "nested", "node", "numbers",
@@ -135,7 +136,7 @@ def _takes_device(node: Node) -> bool:
 
 
 def on_cpu(call: Callable[..., Any], hardware: torch.device) -> Callable[..., Any]:
-    """Draw on the CPU, where the stream of random numbers lives, so that a seed gives the same ones everywhere."""
+    """`call` on the CPU, where the random stream is, so that a seed gives the same numbers on all hardware."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         here = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
@@ -152,7 +153,7 @@ def on_cpu(call: Callable[..., Any], hardware: torch.device) -> Callable[..., An
 
 
 def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert results to the recorded dtypes: the default dtype may have changed since."""
+    """`call` with its result converted to the recorded dtype: the default dtype may have changed since."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
@@ -165,12 +166,12 @@ def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_filled(item: Any) -> bool:
-    """Whether an argument has something to fill in at run time."""
+    """Whether an argument has values or scalars to fill in at run time."""
     return any(type(i) in (Ref, Scalar, Write) for i in leaves(item))
 
 
 class ReferenceProgram(Program):
-    """Runs a graph one instruction after the other."""
+    """Runs the instructions of a graph in order."""
 
     def __init__(
         self,
@@ -209,10 +210,10 @@ class ReferenceProgram(Program):
             ) from stopped.__cause__
 
     def run_or_stop(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        """Run.
+        """As `run`, but without computing what is left after a failure.
 
         Raises:
-            Stopped: chained to what an op raised.
+            Stopped: an op failed; chained to its exception.
         """
         values: list[Any] = [None] * self._size
         for i, data in zip(self._inputs, inputs, strict=True):
@@ -230,7 +231,7 @@ class ReferenceProgram(Program):
 
     @staticmethod
     def _output(data: torch.Tensor, copied: bool, dtype: torch.dtype) -> torch.Tensor:
-        if data.dtype is not dtype:  # only where storage types promote otherwise than reported ones
+        if data.dtype is not dtype:  # stored dtypes may promote otherwise than reported ones
             return data.to(dtype)
         return data.clone() if copied else data
 
@@ -244,7 +245,7 @@ class ReferenceProgram(Program):
         scalars: Sequence[Any],
         failed: Node | None,
     ) -> Remains:
-        """What there is of the outputs after a node failed; None if none has run, as inputs are lost."""
+        """Outputs that are left after node `failed`; with None, no node has run because inputs are lost."""
         taken = set()
         for i, data in zip(self._inputs, inputs, strict=True):
             if data is not None:
@@ -267,7 +268,7 @@ class ReferenceProgram(Program):
 def rest_runner(
     scalars: Sequence[Any], types: StorageTypes | None, hardware: torch.device
 ) -> Callable[[Node, dict[int, Any]], None]:
-    """What runs single nodes for `remains`; it writes in copies only."""
+    """Function that runs single nodes for `remains`; it overwrites copies only."""
     generator = torch.Generator()
 
     def run(node: Node, values: dict[int, Any]) -> None:
@@ -278,7 +279,7 @@ def rest_runner(
 
 
 class ReferenceExecutor(Executor):
-    """ATen op by op, on the processor or a GPU."""
+    """ATen op by op, on the CPU or a GPU."""
 
     name = "reference"
 
@@ -288,7 +289,7 @@ class ReferenceExecutor(Executor):
 
     @property
     def stores_narrow(self) -> bool:
-        """Whether tensors are stored as something else than they report."""
+        """Whether tensors are stored in another dtype than they report."""
         return self._types is not None
 
     def upload(self, tensor: torch.Tensor) -> Any:
@@ -309,7 +310,7 @@ class ReferenceExecutor(Executor):
         return self.interpret(graph)
 
     def interpret(self, graph: Graph) -> ReferenceProgram:
-        """Make the program that runs a graph op by op."""
+        """Program that runs a graph op by op."""
         if self._types is not None:
             graph = self._types.rewrite(graph)
         return ReferenceProgram(graph, plan(graph), self._types, self.hardware)

@@ -1,8 +1,8 @@
-"""What is left of a graph when an op of it fails, or an input of it is lost.
+"""The outputs that are left after an op of a graph failed, or after an input was lost.
 
-Outputs that do not depend on the failure are computed op by op. State, an output that descends by writes from an input
-of the graph, keeps the version it had when the op failed, as eager leaves it at the line that raises. Used by
-`reference` and `partitioned_program`.
+Outputs that do not depend on the failure are computed op by op. State (an output that writes made from an input of the
+graph) keeps the version that it had when the op failed, as in eager at the line that raises. Called by `reference` and
+`partitioned_program`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ def remains(
     failed: Collection[int],
     run: Callable[[Node, dict[int, Any]], None],
 ) -> Remains:
-    """Compute what a failure left, and find the newest version of the other outputs.
+    """Compute the outputs that do not depend on a failure, and find the newest version of the others.
 
     Args:
-        origins: output -> its earlier versions, newest first (`passes.origins`).
+        origins: output -> its earlier versions, newest first (`graph.passes.origins`).
         inputs: the inputs of the graph.
-        values: what there is; nothing of it is written.
+        values: number -> data, of the values at the failure; never overwritten.
         rest: the nodes that have not run, in order.
-        failed: the first values of those among `rest` that failed.
-        run: runs a node on values, and puts its results there; writes in copies only.
+        failed: the first value of each failed node in `rest`.
+        run: runs a node on values and adds its results to them; it overwrites copies only.
 
     Cost: an op-by-op run of the nodes that the outputs still need.
     """
     state = {o for o, chain in origins.items() if chain and chain[-1] in inputs}
     wanted = [o for o in origins if o not in values and o not in state]
     roots = {(o, *origins[o])[-1] for o in wanted}
-    # The state of a generator is not a tensor of the program: it goes on with each draw that is computed, and what
-    # failed to draw has left it as it was.
+    # The state of a generator advances with each draw that is computed here; a draw that fails leaves it unchanged.
     drawn = {n.first_write + n.kwargs["generator"].base for n in rest if "generator" in n.kwargs}
     states = {v for o in drawn.intersection(origins) for v in (o, *origins[o])}
     computed, causes = _computed(
@@ -58,7 +57,7 @@ def remains(
         elif versions:
             found.data[output] = there[versions[0]]
             older.update({output} - {versions[0]} - drawn)
-        elif chain and computed.get(chain[-1]) is not None:  # such as an optimizer's zeros
+        elif chain and computed.get(chain[-1]) is not None:  # its first version, such as zeros
             found.data[output] = computed[chain[-1]]
             older.add(output)
         else:
@@ -76,7 +75,7 @@ def _computed(
     failed: Collection[int],
     run: Callable[[Node, dict[int, Any]], None],
 ) -> tuple[dict[int, Any], dict[int, Cause | None]]:
-    """`values` and what the nodes add to them; for each value that is lost the earliest cause, None for the first."""
+    """`values` with the results of the nodes; for each lost value its earliest cause, None for the first failure."""
     now = dict(values)
     causes: dict[int, Cause | None] = {}
     first = min(failed, default=-1)
@@ -84,9 +83,9 @@ def _computed(
     for at, node in enumerate(nodes):
         lost = [value for value in references(node) if now.get(value) is None]
         found = [causes.get(value) for value in lost]
-        # Subgraphs do not run in the order of the program, but eager would have raised in that order.
+        # Subgraphs do not run in recorded order. The cause is the failure that eager would have raised first.
         cause = min(found, key=lambda c: c[0].first if c else first, default=None)
-        # Other processes do not run a collective that this one was to start after the failure.
+        # No collectives after the failure: the other processes do not run them with this one.
         if not lost and node.first not in failed and node.op not in collective.OPS:
             try:
                 run(node, now)

@@ -1,6 +1,7 @@
-"""Graphs compiled by PyTorch's inductor, in a process of its own, and run as native code.
+"""Graphs compiled by PyTorch's inductor in a separate process, and run as native code.
 
-request | artifacts | compiler_process | service      what is asked for, where it is kept, who builds it
+executor -> tiers -> partition                        when a graph is compiled, and which subgraphs of it
+request -> service -> artifacts, compiler_process     keys of subgraphs, queue, cache on disk, start of the process
 child -> build_artifact -> lower                      in the compiler's process only
-launcher | chain | tiers | executor                   what runs it, and when
+launcher -> compiled_subgraph                         loads and runs the libraries
 """

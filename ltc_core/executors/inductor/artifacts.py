@@ -1,9 +1,9 @@
-"""Compiled programs on disk: found only when whole, built by one process at a time, the longest unused removed.
+"""Cache of compiled programs on disk, with checksums, a lock for each build, and least-recently-used eviction.
 
-An artifact is a directory named after its key; `manifest.json` in it has the size and digest of each file, and what its
-builder said. It is made in a scratch directory beside it and renamed, so nobody sees half of one. All of it is read
-before it is given out: mapping a damaged library kills the process. `service` finds and claims, the compiler's process
-(`child`) commits and trims; the root also holds what the compiler itself keeps, under `WORK`.
+An artifact is a directory named after its key; its `manifest.json` has the size and digest of each file, and the facts
+its builder returned. It is built in a scratch directory and renamed, so a partial artifact is never visible. `find`
+reads and checks all of it, because mapping a damaged library kills the process. `service` finds and claims artifacts;
+the compiler's process (`child`) commits and trims. The compiler's own caches are under `WORK` in the same root.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FORMAT = 1
 _SCRATCH = ".scratch"
 _REMOVED = ".removed"
 _LOCK = ".lock"
-# What was used so recently is not removed: a process may have found it and not loaded it yet.
+# An artifact used within this time is not evicted: a process may have found it and not loaded it yet.
 _RECENT_S = 3600.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -40,17 +40,17 @@ _held: set[int] = set()  # descriptors of the locks this process holds
 
 
 def after_fork_in_child() -> None:
-    """The locks are the parent's, and would outlive it in our copies of their descriptors."""
+    """Close the inherited descriptors of the parent's locks: open copies would keep the locks after the parent ends."""
     while _held:
         os.close(_held.pop())
 
 
 class Artifacts:
-    """The artifacts below one directory. Keys are words of letters and digits.
+    """The artifacts in one directory. Keys are words of letters and digits.
 
     Args:
         root: the directory.
-        is_read_only: only look for them; nothing there is changed or removed.
+        is_read_only: only find artifacts; nothing is written or removed.
     """
 
     def __init__(self, root: Path, is_read_only: bool = False) -> None:
@@ -58,42 +58,40 @@ class Artifacts:
         self.is_read_only = is_read_only
 
     def prepare(self) -> None:
-        """Make the directory; one that is only read must be there.
+        """Make the directory, or check that it exists if it is read-only.
 
         Raises:
-            OSError: it cannot be made, is not there, or others may write to it.
+            OSError: it cannot be made, does not exist, or is writable by other users.
         """
         (refuse_shared if self.is_read_only else private_directory)(self.root)
 
     def has(self, key: str) -> bool:
-        """Whether there is an artifact, whole or not. Cost: one system call."""
+        """Whether there is an artifact, damaged or not. Cost: one system call."""
         return (self.root / key / _MANIFEST).exists()
 
     def find(self, key: str) -> Path | None:
-        """Return the directory of a whole artifact; a damaged one is removed and counted.
+        """Directory of an undamaged artifact, or None. A damaged one is removed and counted.
 
-        Cost: reads all of it, about 1 ms a megabyte.
+        Cost: reads the whole artifact, about 1 ms a megabyte.
         """
         path = self.root / key
         if not path.is_dir():
             return None
         try:
             damage = _damage(path)
-        except OSError:  # cannot be read just now; whoever builds it again will say why
+        except OSError:  # not readable now; the process that builds it again reports the error
             return None
         if damage:
             if not self.is_read_only and self._remove(path):
                 metrics.count("DamagedArtifact")
             return None
         if not self.is_read_only:
-            with contextlib.suppress(
-                OSError
-            ):  # where nothing can be written there is no order of use
+            with contextlib.suppress(OSError):  # not writable: the time of use is not noted
                 os.utime(path / _MANIFEST)
         return path
 
     def facts(self, path: Path) -> dict[str, Any]:
-        """Return the facts an artifact was committed with."""
+        """Facts that an artifact was committed with."""
         facts: dict[str, Any] = _read_manifest(path)["facts"]
         return facts
 
@@ -101,12 +99,12 @@ class Artifacts:
 
     @contextlib.contextmanager
     def claim(self, key: str) -> Iterator[bool]:
-        """Hold the lock for building `key` for a `with` block; yields False if another process holds it.
+        """Hold the lock for building `key` in a `with` block; yields False if another process holds it.
 
-        The right ends with the process. Where the file system has no locks everybody is given it.
+        The lock is released when the process ends. On a file system without locks it always yields True.
 
         Raises:
-            OSError: the lock's file cannot be made.
+            OSError: the lock file cannot be made.
         """
         path = self.root / f"{key}{_LOCK}"
         descriptor = _try_lock(path)
@@ -119,14 +117,14 @@ class Artifacts:
         finally:
             if descriptor in _held:
                 _held.discard(descriptor)
-                # While it is still locked: whoever waits for the old file then sees that it is gone.
+                # Removed while still locked: a process that has opened the file sees that it is gone.
                 with contextlib.suppress(OSError):
                     path.unlink()
                 os.close(descriptor)
 
     @contextlib.contextmanager
     def scratch(self, key: str) -> Iterator[Path]:
-        """Return an empty directory to build `key` in; what `commit` did not take of it is removed.
+        """Empty directory to build `key` in, for a `with` block; removed at its end, except for what `commit` moved.
 
         Raises:
             OSError: it cannot be made.
@@ -138,13 +136,13 @@ class Artifacts:
             shutil.rmtree(path, ignore_errors=True)
 
     def commit(self, key: str, built: Path, facts: dict[str, Any]) -> Path:
-        """Make the directory `built`, which is on the same disk, the artifact of `key`.
+        """Rename the directory `built`, which is on the same disk, to the artifact of `key`; returns its path.
 
-        If there is a whole one already, that one is kept and given back.
+        An undamaged artifact that is already there is kept and returned.
 
         Raises:
             OSError: it cannot be written.
-            ValueError: there are links in it, or nothing.
+            ValueError: `built` is empty or contains links.
         """
         _write_manifest(key, built, facts)
         path = self.root / key
@@ -153,7 +151,7 @@ class Artifacts:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            winner = self.find(key)  # removes what is damaged
+            winner = self.find(key)  # removes a damaged artifact
             if winner is not None:
                 return winner
             built.rename(path)
@@ -163,9 +161,9 @@ class Artifacts:
     # -- making room -------------------------------------------------------------------------------
 
     def trim(self, limit_bytes: int) -> int:
-        """Remove what was not used for longest, until the rest fits; give how many artifacts went.
+        """Remove the least recently used artifacts and work files until the rest fits; number of artifacts removed.
 
-        What was used in the last hour stays, so the rest can be larger than the limit.
+        Nothing that was used in the last hour is removed, so the rest can exceed the limit.
         """
         self.sweep()
         entries = [*self._artifacts(), *self._work_files()]
@@ -183,7 +181,7 @@ class Artifacts:
         return evicted
 
     def sweep(self) -> None:
-        """Remove what processes left that were killed."""
+        """Remove files and directories left by killed processes."""
         for path in self.root.glob(f"*{_REMOVED}"):
             shutil.rmtree(path, ignore_errors=True)
         for path in [*self.root.glob(f"*{_SCRATCH}"), *self.root.glob(f"*{_LOCK}")]:
@@ -194,7 +192,7 @@ class Artifacts:
     def _artifacts(self) -> Iterator[_Entry]:
         for path in self.root.iterdir():
             if path.name.isalnum():
-                with contextlib.suppress(FileNotFoundError):  # no artifact, or removed meanwhile
+                with contextlib.suppress(FileNotFoundError):  # no artifact, or just removed
                     used = (path / _MANIFEST).stat().st_mtime
                     files = (file for file in path.rglob("*") if file.is_file())
                     size = sum(file.stat().st_size for file in files)
@@ -210,7 +208,7 @@ class Artifacts:
                     yield _Entry(used, status.st_size, path, False)
 
     def _remove(self, path: Path) -> bool:
-        """Remove an artifact by one rename; False if another process was faster, or if that fails."""
+        """Rename an artifact, then delete it; False if the rename fails or another process has removed the artifact."""
         removed = path.with_name(f"{path.name}.{os.getpid()}{_REMOVED}")
         try:
             path.rename(removed)
@@ -221,7 +219,7 @@ class Artifacts:
 
 
 class _Entry(NamedTuple):
-    """Something that can be removed."""
+    """An artifact or work file that `trim` may remove."""
 
     used: float
     size: int
@@ -230,7 +228,7 @@ class _Entry(NamedTuple):
 
 
 def _try_lock(path: Path) -> int | None:
-    """Open and lock a file; None if another process has it."""
+    """Descriptor of a file, opened and locked; None if another process holds the lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -240,7 +238,7 @@ def _try_lock(path: Path) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
-        except FileNotFoundError:  # its last holder removed it after we had opened it
+        except FileNotFoundError:  # the last holder removed the file after it was opened here
             pass
         except OSError as error:
             if error.errno in _NO_LOCKS:
@@ -254,7 +252,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return the body of a manifest.
+    """Body of a manifest.
 
     Raises:
         ValueError: it is damaged or of another format.
@@ -273,7 +271,7 @@ def _body_digest(body: object) -> str:
 
 
 def _write_manifest(key: str, built: Path, facts: dict[str, Any]) -> None:
-    """Describe every file of a directory, and make sure that all of it is on the disk."""
+    """Write the manifest of a directory, and sync all of its files to the disk."""
     files = {}
     for path in sorted(built.rglob("*")):
         if path.is_symlink():
@@ -286,7 +284,7 @@ def _write_manifest(key: str, built: Path, facts: dict[str, Any]) -> None:
     if not files:
         raise ValueError("nothing was built")
     body = {"format": _FORMAT, "key": key, "facts": facts, "files": files}
-    body = json.loads(json.dumps(body))  # as it will be read: keys of dicts become strings
+    body = json.loads(json.dumps(body))  # as it will be read: dict keys become strings
     text = json.dumps({"digest": _body_digest(body), "body": body})
     (built / _MANIFEST).write_text(text)
     _sync(built / _MANIFEST)

@@ -1,4 +1,4 @@
-"""Compile a request into a shared library, with PyTorch's inductor. Runs in the compiler's process only."""
+"""Compiles a request into a shared library with PyTorch's inductor. Used by `child`, in the compiler's process only."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ __all__ = ["build"]
 
 _OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,
-    # The wrapper's code runs once a step, and most of a compile's time would go into optimising it:
+    # The wrapper code runs once a step. To optimise it would take most of the compile time:
     # MLP of design section 6: 10.3 s with O0, 15.5 with O1, the same 1.4 ms a step.
     "aot_inductor.compile_wrapper_opt_level": "O0",
-    "cpp.dynamic_threads": True,  # else a run with more threads than it was compiled for writes out of range
+    "cpp.dynamic_threads": True,  # else a run with more threads than at compile time writes out of bounds
     "size_asserts": False,  # checked before the launch
 }
 
 _KEPT = (".so", ".json", ".cubin")
-_PROXY_EXECUTOR = ".wrapper.json"  # what it must know of ops that compiled code calls through it
+_PROXY_EXECUTOR = ".wrapper.json"  # its table of the ATen ops that compiled code calls through it
 
 
 def build(payload: bytes, directory: Path) -> dict[str, Any]:
-    """Compile an encoded request; gives what a program must know besides its library.
+    """Compile an encoded request into a library in `directory`.
 
+    Returns:
+        Name of the library, and the outputs that it returns (`lower.Lowered.returned`).
     Raises:
-        Refused: an op that cannot be traced.
-        Exception: whatever the compiler raises.
+        Refused: an op cannot be traced.
+        Exception: any error of the compiler.
     """
     request = decode(payload)
     torch.set_num_threads(request.num_threads)
@@ -58,7 +60,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name.endswith(_PROXY_EXECUTOR):
-            path.rename((directory / library).with_suffix(".json"))  # where it is looked for
+            path.rename((directory / library).with_suffix(".json"))  # where the loader expects it
         elif path.suffix not in _KEPT or "metadata" in path.name:
             path.unlink()
     return {"library": library, "returned": list(lowered.returned)}

@@ -1,9 +1,9 @@
-"""The compiler's process: takes requests from its parent, builds each, commits it, and says how it went.
+"""The compiler's process: it receives requests from its parent, builds and commits each, and sends the outcome.
 
-`compiler_process` runs this file as a script, with the number of a connection, the parent's process id and a priority.
-Only the standard library is imported before the priority is lowered and the parent is watched: importing PyTorch takes
-two seconds of a core that the training run may need. The first message says where to build and with which function;
-every other one is a key and a payload. The builder's module is imported in this process and in no other.
+`compiler_process` runs this file as a script; the arguments are a connection's descriptor, the parent's process id and
+a priority. Before the priority is lowered and the parent is watched, only the standard library is imported: to import
+PyTorch takes two seconds of a core that the training run may need. The first message is the configuration: the
+directory of the artifacts and the builder, such as `build_artifact`. Every other message is a key and a payload.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from ltc_core.executors.inductor.artifacts import Artifacts
 
 _WATCH_MS = 500
-# Beside a step that keeps all cores busy, nice 5 gets a quarter of one, SCHED_IDLE less than a hundredth: for a compile
-# of 15 s that is a minute or half an hour.
+# While a training step keeps all cores busy, nice 5 gets a quarter of a core and SCHED_IDLE less than a hundredth: a
+# compile of 15 s takes a minute or half an hour.
 _NICE = {"low": 5, "normal": 0}
 _MOST_NICE = 19
 _MAX_QUOTED = 300
-# Another place may have room, or may be written.
+# Errors after which another directory may work: it may have room, or be writable.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _COMPILER_ERROR = re.compile(r"\berror: |/ld: |: undefined reference")
 
@@ -52,7 +52,7 @@ def main(connection_number: str, parent: str, priority: str) -> None:
     try:
         build = _find_builder(config["builder"])
         from ltc_core.executors.inductor.artifacts import Artifacts
-    except BaseException as error:  # whatever it is, there is no compiler, and that is the answer
+    except BaseException as error:  # any error means that there is no compiler
         traceback.print_exc()
         connection.send(("unusable", _reason(error)))
         return
@@ -65,7 +65,7 @@ def main(connection_number: str, parent: str, priority: str) -> None:
 
 
 def _stand_back(priority: str) -> None:
-    """Leave the cores to the training run, and be the one that goes when memory runs out."""
+    """Lower the priority, be the first process that the kernel kills when memory runs out, and disable core dumps."""
     try:
         if priority == "idle":
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -73,17 +73,17 @@ def _stand_back(priority: str) -> None:
             os.nice(_NICE[priority])
     except OSError:  # a sandbox may forbid it
         os.nice(_MOST_NICE)
-    with contextlib.suppress(OSError):  # the file is Linux's
+    with contextlib.suppress(OSError):  # the file exists on Linux only
         Path("/proc/self/oom_score_adj").write_text("1000")
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
 
 
 def _watch(descriptor: int, parent: int) -> None:
-    """End this process and those it started when its parent is gone, or has closed the connection."""
+    """Kill this process and those it started when the parent has ended or closed the connection."""
     poller = select.poll()
-    poller.register(descriptor, 0)  # only that it was closed
-    # A process that the parent forked may keep a copy of the connection open: look at both.
+    poller.register(descriptor, 0)  # reports only that it was closed
+    # A process that the parent forked may keep the connection open, so the parent's id is checked too.
     while not poller.poll(_WATCH_MS) and os.getppid() == parent:
         pass
     if os.getpgrp() == os.getpid():
@@ -119,14 +119,14 @@ def _answer(
         traceback.print_exc()
         return "disk", _reason(error), ""
     evicted = 0
-    with contextlib.suppress(OSError):  # it is built; the next one tries again to make room
+    with contextlib.suppress(OSError):  # the artifact is built; the next request trims again
         evicted = artifacts.trim(limit_bytes)
     return "built", str(path), evicted
 
 
 @contextlib.contextmanager
 def _temporary_files_in(directory: Path) -> Any:
-    """Set the directory of temporary files for this process and its compilers, so that a kill leaves none behind."""
+    """Temporary files of this process and its compilers go to `directory`, so that they are removed after a kill."""
     before, tempfile.tempdir = tempfile.tempdir, str(directory)
     variable, os.environ["TMPDIR"] = os.environ["TMPDIR"], str(directory)
     try:
@@ -139,20 +139,21 @@ def _is_of_the_disk(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             return True
-        if any(os.strerror(number) in str(error) for number in _DISK_ERRORS):  # a compiler's words
+        # A compiler reports such an error in its output only.
+        if any(os.strerror(number) in str(error) for number in _DISK_ERRORS):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def _op(error: BaseException) -> str:
-    """Return the name of the op that is refused, if the builder knows it."""
+    """Name of the refused op; "" if the builder does not know it."""
     op = getattr(error, "op", "")
     return op if isinstance(op, str) else ""
 
 
 def _reason(error: BaseException) -> str:
-    """Return the one line of an error that says most."""
+    """The most informative line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said_by_compiler = [line for line in lines if _COMPILER_ERROR.search(line)]
     line = (said_by_compiler or lines or [""])[0][:_MAX_QUOTED].rstrip(".")

@@ -1,7 +1,7 @@
-"""A program whose subgraphs are compiled libraries, launched through `launcher`.
+"""Runs compiled subgraphs: libraries that PyTorch's compiler made, called through `launcher`.
 
-Subgraphs that are not compiled, and those with an index out of range in this run, run on the reference executor.
-`tiers` makes the program when all its libraries are there.
+`compiled_program` makes the program of a graph. Subgraphs that are not compiled, and in a run compiled ones whose
+indices would be out of range, run op by op on the reference executor. Called by `tiers` when all libraries are built.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def compiled_program(
     models: Mapping[int, tuple[Model, Sequence[int]]],
     hardware: torch.device,
 ) -> PartitionedProgram:
-    """The program of a graph's subgraphs.
+    """Program of a graph.
 
     Args:
         graph: the whole graph.
         subgraphs: its subgraphs, in order.
-        models: the libraries of the compiled ones, by position, and which of a subgraph's outputs each returns.
-        hardware: PyTorch's device that has the data.
+        models: position of a compiled subgraph -> its library, and the outputs that the library returns.
+        hardware: the PyTorch device of the data.
     """
     links = [
         _CompiledRunner(subgraph, hardware, *models[k])
@@ -50,7 +50,7 @@ def compiled_program(
 
 
 class _CompiledRunner(SubgraphRunner):
-    """Runs a compiled subgraph."""
+    """Runs a subgraph as a library."""
 
     def __init__(
         self, subgraph: Subgraph, hardware: torch.device, model: Model, returned: Sequence[int]
@@ -59,7 +59,7 @@ class _CompiledRunner(SubgraphRunner):
         self._hardware = hardware
         self._model = model
         self._metas = list(subgraph.graph.inputs.values())
-        # A GPU looks at indices itself, as it does in eager; looking at them here would wait for it.
+        # A GPU kernel checks indices itself, as in eager; to check them here would synchronize.
         self._bounds = find_bounds(subgraph.graph)[0] if hardware.type == "cpu" else []
         self._reference: EagerRunner | None = None
         self._is_told = False
@@ -88,12 +88,12 @@ class _CompiledRunner(SubgraphRunner):
         except Mismatch:
             raise
         except Exception as error:
-            if self._written:  # maybe half of it is: lost, as nobody can tell
+            if self._written:  # inputs that the library may have overwritten are lost
                 lost = {source for _, source in self._written}
                 named = zip(self.subgraph.graph.inputs, self.subgraph.inputs, tensors, strict=False)
                 there = {number: t for number, value, t in named if value not in lost}
                 raise Stopped(None, there) from error
-            self._run_by_reference(values, scalars)  # which op failed, and what the others give
+            self._run_by_reference(values, scalars)  # shows which op fails, and computes the others
             if not self._is_told:
                 self._is_told = True
                 _log.warning(
@@ -107,7 +107,7 @@ class _CompiledRunner(SubgraphRunner):
     def _launch(
         self, tensors: list[torch.Tensor], values: dict[int, Any]
     ) -> Sequence[torch.Tensor]:
-        """Run the library. Operands with other strides than recorded, which ops run one by one may give, are copied."""
+        """Run the library. An operand with other strides than recorded, as eager ops may return, is copied."""
         while True:
             try:
                 return self._model.run(tensors)

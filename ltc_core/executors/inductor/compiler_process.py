@@ -1,8 +1,8 @@
-"""The compiler's process as its parent sees it: started when first asked, killed with all that it started.
+"""The compiler's process, seen from its parent: started by the first request, killed with all processes it started.
 
-`CompilerProcess.ask` sends one request to `child` and waits for the answer; a process that crashes, hangs or cannot be
-started is an answer too, in one sentence. What the process prints goes to memory, and is quoted when it crashes. `end`
-may be called from any thread. `service` is the caller.
+`CompilerProcess.ask` sends one request to `child` and waits for the answer. If the process crashes, hangs or cannot be
+started, the answer says so in one sentence. Its output is kept in memory, and its last line is quoted after a crash.
+`end` may be called from any thread. Called by `service`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ltc_core.settings import settings
 __all__ = ["Answer", "CompilerProcess"]
 
 _SCRIPT = Path(__file__).with_name("child.py")
-# Importing PyTorch takes 2 s; on a busy machine, at idle priority, it takes its time.
+# To import PyTorch takes 2 s, but much longer on a busy machine at idle priority.
 _START_TIMEOUT_S = 300.0
 _EXIT_GRACE_S = 5.0
 _SLICE_S = 1.0
@@ -41,14 +41,14 @@ _SENTENCES = {
 
 
 class Answer(NamedTuple):
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
-        kind: 'built'; 'refused' (this request), 'crashed' (with this request), 'disk' (the root cannot be written),
-            'unusable' (the compiler, whatever it is asked), 'ended' (by `end`).
-        text: the artifact's path if it was built, else the sentence why not; of 'disk' the reason alone.
-        op: name of the op that is not taken, if the builder said so.
-        evicted: artifacts that were removed to make room.
+        kind: 'built'; 'refused' (this request), 'crashed' (on this request), 'disk' (the root cannot be written),
+            'unusable' (the compiler fails for any request), 'ended' (by `end`).
+        text: the artifact's path if it was built, else a sentence that says why not; for 'disk' only the reason.
+        op: name of the refused op, if the builder knows it.
+        evicted: number of artifacts that were removed to make room.
     """
 
     kind: str
@@ -58,15 +58,15 @@ class Answer(NamedTuple):
 
 
 class _Gone(Exception):
-    """The process has ended, or closed its connection."""
+    """The process has ended, or has closed its connection."""
 
 
 class CompilerProcess:
-    """At most one process, that builds with one function below one root.
+    """At most one process, which builds artifacts in one directory with one function.
 
     Args:
         builder: 'module:function', imported in the process.
-        root: of the artifacts; made by the caller.
+        root: the directory of the artifacts; it exists.
     """
 
     def __init__(self, builder: str, root: Path) -> None:
@@ -83,7 +83,7 @@ class CompilerProcess:
         return self._process is not None
 
     def ask(self, key: str, payload: bytes) -> Answer:
-        """Have an artifact built. Cost: the compile, and the start of the process if it does not run."""
+        """Build an artifact. Cost: the compile, and the start of the process if it does not run."""
         if self._process is None:
             problem = self._start()
             if problem is not None:
@@ -108,29 +108,29 @@ class CompilerProcess:
         return _failure(kind, text, extra)
 
     def end(self) -> None:
-        """Kill the process and all that it started, now and for good. `ask` then answers 'ended'."""
+        """Kill the process and all that it started. `ask` answers 'ended' from then on."""
         with self._lock:
             self._ended = True
             if self._process is not None:
                 _kill_group(self._process.pid)
-        # The thread that asks reaps it; if there is none, nobody else does.
+        # A thread in `ask` reaps the process; without one it is not reaped.
 
     def stop(self) -> None:
-        """End a process that is not being asked; the next request starts one anew."""
+        """End an idle process; the next request starts a new one."""
         if self._process is not None:
             self._reap(0)
 
     def log(self) -> bytes:
-        """Return the last of what the process printed for the last request."""
+        """End of the process's output for the last request."""
         if self._log < 0:
             return b""
         size = os.fstat(self._log).st_size
         return os.pread(self._log, _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES))
 
     def forget(self) -> None:
-        """In a forked child: let go of what belongs to the parent's process."""
+        """In a forked child: close the descriptors of the parent's compiler process, and do not wait for it."""
         if self._process is not None:
-            self._process.returncode = 0  # not ours: nothing to wait for
+            self._process.returncode = 0  # not a child of this process, so it cannot be waited for
         if self._connection is not None:
             self._connection.close()
         if self._log >= 0:
@@ -139,7 +139,7 @@ class CompilerProcess:
     # -- starting and ending -----------------------------------------------------------------------
 
     def _start(self) -> Answer | None:
-        """Start the process; give an answer if that failed."""
+        """Start the process; None, or an answer if it failed."""
         try:
             (self.root / WORK).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -177,20 +177,21 @@ class CompilerProcess:
         return _failure("unusable", why)
 
     def _spawn(self, connection_number: int) -> subprocess.Popen[bytes]:
-        # A user who waits for the compiler wants it to be quick.
+        # In sync mode the training run waits for the compiler, so it runs at normal priority.
         priority = "normal" if settings.compile == "sync" else settings.compile_priority
         arguments = [_SCRIPT, connection_number, os.getpid(), priority]
         return subprocess.Popen(
-            # -P: no imports from the script's directory. -u: nothing printed is lost in a crash.
+            # -P: no imports from the script's directory. -u: no output is lost in a crash.
             [sys.executable, "-P", "-u", "-Wignore", "-Xfaulthandler", *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
             pass_fds=[connection_number],
             env=self._environment(),
-            # A group of its own, so that Ctrl-C does not reach it and a kill reaches all of it. Not a session: where
-            # the kernel groups by session (sched_autogroup), a new session gets half of a core we compute on whatever
-            # its priority; measured 1.49 s of 3 s in a new session and 0.01 s in a new group, at SCHED_IDLE.
+            # A process group of its own, so that Ctrl-C does not reach it and a kill reaches all of it. Not a session:
+            # with sched_autogroup the kernel shares a core equally between sessions, so the compiler would take half of
+            # a core from the training run, whatever its priority. Measured at SCHED_IDLE: 1.49 s of 3 s in a new
+            # session, 0.01 s in a new group.
             process_group=0,
         )
 
@@ -210,7 +211,7 @@ class CompilerProcess:
             "TMPDIR": work,  # where PyTorch keeps its precompiled headers
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "OMP_NUM_THREADS": "1",
-            "LC_ALL": "C",  # messages of compilers are quoted in a sentence: in English
+            "LC_ALL": "C",  # messages of compilers are quoted in an English sentence
             "LTC_AUTOLOAD": "0",
             "LTC_COMPILE": "off",
         }
@@ -221,15 +222,15 @@ class CompilerProcess:
             fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
 
     def _receive(self, timeout_s: float) -> tuple[Any, ...] | None:
-        """Return the next message; None if there was none in time.
+        """Next message; None after the timeout.
 
         Raises:
-            _Gone: there will be none.
+            _Gone: the process sends no more messages.
         """
         assert self._connection is not None and self._process is not None
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            # In slices: a process forked meanwhile may hold the other end, which then never closes.
+            # In slices: a process that was forked meanwhile may hold the other end open, so EOF may never come.
             is_gone = _has_exited(self._process.pid)
             if self._connection.poll(min(left, _SLICE_S)):
                 try:
@@ -242,13 +243,13 @@ class CompilerProcess:
         return None
 
     def _reap(self, grace_s: float) -> str:
-        """Collect the process, killing it and all it started if it has not ended in time; say how it ended."""
+        """Wait for the process, kill what is left of its group after `grace_s`, and reap it; text of how it ended."""
         assert self._connection is not None and self._process is not None
         deadline = time.monotonic() + grace_s
         while not (natural := _has_exited(self._process.pid)) and time.monotonic() < deadline:
             time.sleep(0.01)
         with self._lock:
-            # Not collected yet: so its number is still its own, and its group's.
+            # Not reaped yet, so the process id still belongs to it and to its group.
             _kill_group(self._process.pid)
             code = self._process.wait()
             self._process = None
@@ -260,12 +261,12 @@ class CompilerProcess:
 
 
 def _is_chosen_by_torch(directory: str) -> bool:
-    """Whether PyTorch chose this directory for its cache, not the user: it exports its choice to children.
+    """Whether PyTorch, not the user, chose this directory for its cache. PyTorch exports its choice to children.
 
-    PyTorch's own function for its name imports the compiler, a second of a core.
+    PyTorch's function for the name is not called: it imports the compiler, a second of a core.
     """
     parent, name = os.path.split(directory)
-    # Also the system's ones: TMPDIR may have been another when PyTorch chose.
+    # The system's directories too: TMPDIR may have been another one when PyTorch chose.
     temporary = {os.path.abspath(tempfile.gettempdir()), "/tmp", "/var/tmp", "/usr/tmp"}
     return parent in temporary and name.startswith("torchinductor_")
 
@@ -277,17 +278,17 @@ def _failure(kind: str, why: str, op: str = "") -> Answer:
 def _has_exited(pid: int) -> bool:
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # somebody else collected it
+    except ChildProcessError:  # another thread or library has reaped it
         return True
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+    with contextlib.suppress(ProcessLookupError):  # all of the group has ended
         os.killpg(pid, signal.SIGKILL)
 
 
 def _how_it_ended(code: int, log: bytes) -> str:
-    """'crashed (SIGSEGV; the last line it printed)'"""
+    """Text of how the process ended: 'crashed (SIGSEGV; the last line it printed)'."""
     quote = _last_words(log)
     quoted = f"; {quote}" if quote else ""
     if code >= 0:
@@ -302,7 +303,7 @@ def _how_it_ended(code: int, log: bytes) -> str:
 
 
 def _last_words(log: bytes) -> str:
-    """Return the last line that was printed before Python's own report of a crash."""
+    """The last line that was printed before Python's report of a crash."""
     lines = []
     for line in log.replace(b"\0", b"").decode(errors="replace").splitlines():
         if line.startswith("Fatal Python error"):

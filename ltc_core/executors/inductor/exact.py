@@ -1,9 +1,9 @@
-"""Ops that PyTorch's compiler computes otherwise than ATen, beyond rounding: each as ops that it computes right.
+"""Decompositions of ops whose compiled results differ from ATen's by more than rounding.
 
-Its C++ of `expm1(x)` is `exp(x) - 1`, of `remainder(a, b)` it is `a - floor(a / b) * b`, of a floor division it is
-`floor(a / b)`; its hyperbolic functions overflow early. `EXACT` extends the decompositions with which `lower` traces,
-so it serves these ops inside of others' decompositions too. Rules return NotImplemented where the compiler is right.
-Integer division by what may be zero is not here: it runs op by op (see `partition`), where it raises.
+PyTorch's compiler emits `exp(x) - 1` for `expm1(x)`, `a - floor(a / b) * b` for `remainder(a, b)`, `floor(a / b)` for a
+floor division; its hyperbolic functions overflow early. `lower` traces with `EXACT` added to the compiler's
+decompositions, so it also applies inside of other decompositions. A rule returns NotImplemented where the compiler is
+exact. Integer division by a possible zero runs op by op, where it raises (`partition`).
 Source: the kernels of the ops on the CPU, aten/src/ATen/native/cpu.
 """
 
@@ -23,18 +23,18 @@ Tensor = torch.Tensor
 Rule = Callable[..., Any]
 
 _NARROW = (torch.float16, torch.bfloat16)
-_LARGE = 1e8  # beyond, x * x + 1 is x * x in double precision too
+_LARGE = 1e8  # above it, x * x + 1 == x * x in float64 too
 _LOG_2 = math.log(2)
 _ERF_TERMS = (1.0, -1 / 3, 1 / 10, -1 / 42, 1 / 216, -1 / 1320)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which ATen's kernels compute."""
+    """Dtype in which ATen's kernels compute."""
     return torch.float32 if dtype in _NARROW else dtype
 
 
 def _elementwise(rule: Callable[[Tensor], Tensor]) -> Rule:
-    """A rule of one real operand, called with floats in which to compute."""
+    """Rule of an op with one real operand; `rule` gets it in the dtype ATen computes in."""
 
     def run(x: Tensor) -> Any:
         if x.is_complex():
@@ -51,7 +51,7 @@ def _expm1(x: Tensor) -> Tensor:
 
 
 def _cosh(x: Tensor) -> Tensor:
-    half = torch.exp(x.abs() / 2)  # its square may be finite where exp(x) is not
+    half = torch.exp(x.abs() / 2)  # exp(x) may overflow where 0.5 * exp(x) does not
     return 0.5 * half * half + 0.5 * torch.exp(-x.abs())
 
 
@@ -85,7 +85,7 @@ _inside_gelu = False
 
 
 def _erf(x: Tensor) -> Any:
-    """Near zero a series: the compiler's has an absolute error of 1e-7. That is enough inside of GELU."""
+    """A series near zero, where the compiler's erf has an absolute error of 1e-7. Inside of GELU that is enough."""
     if _inside_gelu or x.dtype is not torch.float32:
         return NotImplemented
     near = x.clamp(-0.5, 0.5)
@@ -116,7 +116,7 @@ def _with_raw_erf(rule: Rule) -> Rule:
 
 
 def _operands(a: Any, b: Any) -> tuple[torch.dtype, list[Tensor]] | None:
-    """The dtype of a result, and both operands in what ATen computes in; None for whole and complex numbers."""
+    """Dtype of the result, and both operands in the dtype ATen computes in; None for integers and complex numbers."""
     dtype = torch.result_type(a, b)
     if not dtype.is_floating_point:
         return None
@@ -133,7 +133,7 @@ def _remainder(a: Any, b: Any) -> Any:
     if found is None:
         return NotImplemented
     dtype, (x, y) = found
-    x, y = x.to(dtype).to(x.dtype), y.to(dtype).to(y.dtype)  # a number is rounded first
+    x, y = x.to(dtype).to(x.dtype), y.to(dtype).to(y.dtype)  # ATen rounds a scalar first
     rest = torch.fmod(x, y)
     return torch.where((rest != 0) & ((y < 0) != (rest < 0)), rest + y, rest).to(dtype)
 
@@ -151,7 +151,7 @@ def _floor_divide(a: Any, b: Any) -> Any:
     whole = torch.where(exact - whole > 0.5, whole + 1, whole)
     plain = x / y
     whole = torch.where(exact != 0, whole, torch.zeros_like(plain).copysign(plain))
-    overflows = plain.isinf() & x.isfinite()  # division by zero, too
+    overflows = plain.isinf() & x.isfinite()  # or a division by zero
     return torch.where(overflows | (y == 0), plain, whole).to(dtype)
 
 
@@ -160,7 +160,7 @@ def _divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def _power(x: Tensor, exponent: Any) -> Any:
-    """The exponents for which ATen has a kernel of its own, other than those of the compiler."""
+    """Power with an exponent for which ATen has a special kernel and the compiler has none."""
     if x.dtype.is_floating_point and exponent in (-0.5, -2):
         wide = x.to(_wide(x.dtype))
         result = wide.rsqrt() if exponent == -0.5 else (wide * wide).reciprocal()
@@ -189,7 +189,7 @@ _GELU = (aten.gelu.default, aten.gelu_backward.default)
 
 
 def exact_decompositions(table: Mapping[Any, Rule]) -> dict[Any, Rule]:
-    """The compiler's own decompositions with `EXACT` in front of them."""
+    """The compiler's decompositions, with the rules of `EXACT` tried first."""
     whole = {**table, **{op: _or_else(rule, table.get(op)) for op, rule in EXACT.items()}}
     return whole | {op: _with_raw_erf(table[op]) for op in _GELU if op in table}
 

@@ -1,6 +1,7 @@
-"""The inductor executor: the reference executor, and PyTorch's compiler for graphs that come back.
+"""The inductor executor: graphs run op by op first, and are compiled by PyTorch's inductor if they recur.
 
-`place`, `view` and `copy` are the reference executor's: both tiers work on the same tensors.
+`upload`, `view` and `copy` are those of the reference executor, because both tiers work on the same tensors. A compiled
+graph is a `tiers.TieredProgram`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["InductorExecutor"]
 
 
 class InductorExecutor(ReferenceExecutor):
-    """Whole graphs as native code."""
+    """Runs graphs as native code."""
 
     name = "inductor"
 
@@ -28,9 +29,8 @@ class InductorExecutor(ReferenceExecutor):
 
     def compile(self, graph: Graph) -> Program:
         program = self.interpret(graph)
-        if (
-            self.stores_narrow
-        ):  # ops without a narrow kernel run wide, which compiled code cannot be told
+        if self.stores_narrow:
+            # Ops without a kernel for the narrow dtype run in float32; compiled code cannot do that.
             say_once(
                 "no graph is compiled, all run op by op: LTC_USE_BF16 and LTC_DOWNCAST_BF16 change what is stored; "
                 "torch.autocast gives compiled bfloat16"

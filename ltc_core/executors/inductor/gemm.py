@@ -1,9 +1,9 @@
-"""Large float32 matrix products run in oneDNN where it is quicker than MKL, which PyTorch calls for them.
+"""Large float32 matrix products call oneDNN instead of MKL, PyTorch's default, where oneDNN is faster.
 
-MKL keeps to AVX2 on processors that are not Intel's; oneDNN uses the AVX-512 they have. EPYC with two cores, GFLOP/s of
-MKL and oneDNN: (512, 128) @ (128, 512) 165 and 197, (256, 512) @ (512, 2048) 157 and 194; of products whose left side
-lies transposed, where only wide ones gain, 118 and 155. The rule looks at shapes alone: the same graph gives the same
-numbers in each run. Called by `lower`; `gemm_lowering` says how the compiler calls oneDNN.
+MKL uses AVX2 only on processors that are not Intel's; oneDNN uses AVX-512 there. EPYC with two cores, GFLOP/s of MKL
+and oneDNN: (512, 128) @ (128, 512) 165 and 197, (256, 512) @ (512, 2048) 157 and 194; a wide product with a transposed
+left operand 118 and 155 (narrow ones do not gain). The choice depends on shapes and strides only, so a graph returns
+the same numbers in each run. Called by `lower`; `gemm_lowering` is the compiler's lowering of the op.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["LINEAR", "use_onednn"]
 
 aten = torch.ops.aten
 
-# Below, calling oneDNN costs more than it saves.
+# For smaller products, the call of oneDNN costs more than it saves.
 _MIN_FLOP = 1 << 25
 _MIN_COLUMNS = 128
-# A left operand that lies transposed is repacked: that pays for products much wider than high.
+# oneDNN repacks a transposed left operand, which pays only for products much wider than high.
 _MIN_WIDTH_OF_TRANSPOSED = 4
 
 _library = torch.library.Library("ltc", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ def _linear_meta(
 
 
 def use_onednn(module: GraphModule) -> None:
-    """Replace, in a traced graph, the products that oneDNN is quicker with."""
+    """Replace the matrix products of a traced graph that are faster in oneDNN by calls of it."""
     if not _is_quicker():
         return
     graph = module.graph
@@ -75,7 +75,7 @@ def _is_quicker() -> bool:
 
 
 def _operands(node: torch.fx.Node) -> tuple[Any, Any, Any] | None:
-    """Return (left, right, bias) of a plain matrix product."""
+    """(left, right, bias) of a matrix product; None for other ops."""
     if node.target is aten.mm.default:
         return node.args[0], node.args[1], None
     if node.target is aten.addmm.default and not node.kwargs:

@@ -1,7 +1,7 @@
-"""How the compiler calls oneDNN for the products that `gemm` chose.
+"""The compiler's lowering of the matrix products that `gemm` replaced: calls of oneDNN.
 
-PyTorch's own lowering of oneDNN's linear layer takes constant weights and copies what is not contiguous; a step of
-training has neither. Used by `build_artifact`, in the compiler's process only.
+PyTorch's own lowering of oneDNN's linear layer needs constant weights and copies operands that are not contiguous. In a
+training step, weights change and operands may be transposed. Used by `build_artifact`, in the compiler's process only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["register"]
 
 
 class _Linear(mkldnn_ir.LinearUnary):
-    """oneDNN's linear layer on operands that lie as they like: PyTorch's own copies what is not contiguous."""
+    """oneDNN's linear layer on operands of any strides; PyTorch's class copies those that are not contiguous."""
 
     @classmethod
     def call(cls, x: Any, weight: Any, bias: Any) -> Any:

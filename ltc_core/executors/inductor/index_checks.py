@@ -1,10 +1,10 @@
-"""Indices a compiled program would read with: they are looked at before it is launched.
+"""Checks of indices before a compiled subgraph is launched.
 
-Compiled loops on the CPU check indices inside their threads, where an exception ends the process; eager raises
-IndexError. So operands used as indices are traced back to the inputs of a graph. `hold` compares these with what the
-ops allow; where they do not hold, the subgraph runs op by op and the op at fault raises its own error. An op whose
-indices are computed within the graph, other than by ops that keep them in range, is left to the reference executor.
-Used by `partition` and `compiled_subgraph`.
+Eager raises IndexError. Compiled loops on the CPU check indices inside of their threads, where an exception ends the
+process. So `find_bounds` traces index operands back to inputs of the graph, and `hold` checks the inputs before a
+launch. If an index is illegal, the subgraph runs op by op, and the op at fault raises its own error. An op is not
+compiled if its indices are computed in the graph by ops that may leave the range. Called by `partition` and
+`compiled_subgraph`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class Bound(NamedTuple):
-    """Values `low` to `high`, and `besides`, are legal in the input with this number."""
+    """Legal values of an input: `low` to `high`, and `besides`. `value` is the number of the input."""
 
     value: int
     low: int
@@ -32,12 +32,12 @@ class Bound(NamedTuple):
 
 
 Metas = dict[int, TensorMeta]
-# For the arguments of an op: which of them are indices, and their legal values.
+# Arguments of an op -> for each that has indices: the value, low, high, besides (as in `Bound`).
 Find = Callable[[Sequence[Any], Metas], Iterator[tuple[Any, int, int, int | None]]]
 
 
 def _rows(table: int, index: int) -> Find:
-    """The operand `index` counts the first dim of the operand `table`."""
+    """The operand `index` indexes dim 0 of the operand `table`."""
 
     def find(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
         yield args[index], 0, _size(args[table], metas)[0] - 1, None
@@ -46,7 +46,7 @@ def _rows(table: int, index: int) -> Find:
 
 
 def _given(index: int, count: int) -> Find:
-    """The operand `index` counts to the number in `count`."""
+    """The operand `index` is below the argument `count`."""
 
     def find(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
         yield args[index], 0, args[count] - 1, None
@@ -55,13 +55,13 @@ def _given(index: int, count: int) -> Find:
 
 
 def _along(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
-    """(self, dim, index, ...)"""
+    """(self, dim, index, ...): `index` indexes `dim` of `self`."""
     size = _size(args[0], metas)
     yield args[2], 0, (size[args[1]] if size else 1) - 1, None
 
 
 def _fancy(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
-    """(self, indices, ...), an index or None for each dim; a mask counts for as many dims as it has, maybe none."""
+    """(self, indices, ...): an index tensor or None for each dim; a mask of k dims stands for k dims, maybe none."""
     size = _size(args[0], metas)
     dim = 0
     for index in args[1]:
@@ -74,13 +74,13 @@ def _fancy(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
 
 
 def _flat(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
-    """(self, index, ...) into all elements."""
+    """(self, index, ...): `index` indexes the flattened `self`."""
     n = _size(args[0], metas).numel()
     yield args[1], -n, n - 1, None
 
 
 def _classes(scores: int, target: int, ignored: int) -> Find:
-    """The operand `target` counts dim 1 (dim 0 of a vector) of `scores`; the number in `ignored` is legal too."""
+    """The operand `target` indexes dim 1 of `scores` (dim 0 of a vector); the argument `ignored` is legal too."""
 
     def find(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
         size = _size(args[scores], metas)
@@ -124,12 +124,12 @@ _INDEXED: dict[str, Find] = {
     "_unsafe_index_put": _fancy,
 }
 _SAME_VALUES = frozenset({"_to_copy", "alias", "clone", "lift_fresh", "_unsafe_view"})
-# Their indices count a dim of their first operand.
+# Ops whose results index a dim of their first operand.
 _COUNT_A_DIM = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk"})
 
 
 def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
-    """Return what inputs must obey, and the positions of the nodes whose indices cannot be told from inputs."""
+    """Bounds of inputs, and positions of the nodes whose indices cannot be traced to inputs."""
     metas = graph.metas()
     maker = {node.first + i: node for node in graph.nodes for i in range(len(node.outs))}
     bounds: dict[Bound, None] = {}
@@ -151,7 +151,7 @@ def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
 
 
 def _read(node: Node, item: Any, metas: Metas) -> Any:
-    """The value an op reads where it writes, with the size of the part that it sees."""
+    """An argument; for an operand that is written, its old value with the size of the part that the op sees."""
     if type(item) is not Write:
         return item
     value = _Part(node.writes[item.base])
@@ -161,12 +161,12 @@ def _read(node: Node, item: Any, metas: Metas) -> Any:
 
 
 def _source(value: int, maker: dict[int, Node], metas: Metas, high: int) -> int | None:
-    """Find the input an index comes from; -1 if it is in range by itself, None if that cannot be told."""
+    """Input that an index comes from; -1 if the index is always in range, None if it cannot be traced."""
     while value in maker:
         node = maker[value]
         name = node.op._opname
         if "generator" in node.kwargs:
-            return value  # drawn op by op, and so an input of the subgraph that reads it
+            return value  # draws are not compiled: it is an input of the compiled subgraph
         if node.view or name in _SAME_VALUES:
             value = next(references(node))
         elif name == "arange":
@@ -191,14 +191,14 @@ def _arange_fits(node: Node, high: int) -> bool:
 
 
 def hold(bounds: Sequence[Bound], inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether all indices are legal. Cost: one pass over each; 10 us for a batch of labels."""
+    """Whether all indices are legal. Cost: one pass over each input; 10 us for a batch of labels."""
     return all(_holds(bound, inputs[bound.value]) for bound in bounds)
 
 
 def _holds(bound: Bound, t: torch.Tensor) -> bool:
     if not t.numel():
         return True
-    least, greatest = (v.item() for v in t.aminmax())  # of floats, before .long(): may be nan
+    least, greatest = (v.item() for v in t.aminmax())  # nan is possible: floats before `.long()`
     if least >= bound.low and greatest <= bound.high:
         return True
     if bound.besides is None:

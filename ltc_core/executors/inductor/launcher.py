@@ -1,8 +1,9 @@
-"""Launch compiled graphs: libraries that AOTInductor wrote, run without Python's lock.
+"""Loads and calls the libraries that AOTInductor wrote; the GIL is released during a run.
 
-In: a library, and the metas its inputs must have. Out: a `Model`, called with lists of tensors. What needs speed is
-in `csrc/ltc_launch.cpp`, which is built on first use (a few seconds once for each user and torch). Inputs are checked
-before anything runs, because compiled code reads and writes where it was told to at compile time.
+In: a library, and the metas that its inputs must have. Out: a `Model`, called with lists of tensors. The launch is in
+`csrc/ltc_launch.cpp`, which is built on first use (a few seconds, once for each user and torch). Inputs are checked
+before each run, because the addresses in compiled code follow from the sizes and strides at compile time. Called by
+`tiers` (`load`) and `compiled_subgraph`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ltc_core.native_extension import Extension
 
 __all__ = ["Mismatch", "Model", "extension", "load"]
 
-# -O1: a launch with 300 inputs takes 24 us, 80 with -O0; -O2 gains nothing. All build in 3.5 s.
+# A launch with 300 inputs takes 24 us with -O1 or -O2, 80 us with -O0. All of them build in 3.5 s.
 extension = Extension("_ltc_launch", Path(__file__).parent / "csrc" / "ltc_launch.cpp", "-O1")
 
 
@@ -27,7 +28,7 @@ class Mismatch(Exception):
     """A tensor is not what the library was compiled for. Nothing has run.
 
     Attributes:
-        position: of the tensor among the inputs.
+        position: position of the tensor among the inputs.
         got: its meta.
     """
 
@@ -39,26 +40,26 @@ class Mismatch(Exception):
         self.got = got
 
     def is_of_strides(self, expected: TensorMeta) -> bool:
-        """Whether the tensor has only other strides than `expected`."""
+        """Whether the tensor differs from `expected` only in its strides."""
         return self.got.size == expected.size and self.got.dtype is expected.dtype
 
 
 @final
 class Model:
-    """A loaded library; `load` makes it. Runs of one model wait for each other."""
+    """A loaded library, made by `load`. Concurrent runs of one model run one after the other."""
 
     def __init__(self, native: Any) -> None:
         self._run = native.run
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run on the inputs, in order; some of them may be written to. Give the outputs, in order.
+        """Outputs of the library, from its inputs, both in order. Donated inputs may be overwritten.
 
         Raises:
             Mismatch: an input has another size, stride or dtype than expected; nothing has run.
-            TypeError: these are not as many tensors, or one is not a plain tensor of the device; nothing has run.
-            RuntimeError: what the library raised; inputs may have been written to.
+            TypeError: the number of inputs is wrong, or one is not a plain tensor of the device; nothing has run.
+            RuntimeError: the library raised; inputs may have been overwritten.
         Cost:
-            1 us, and 80 ns an input; Python's lock is free during the run.
+            1 us, and 80 ns an input; the GIL is released during the run.
         """
         found = self._run(tensors)
         if type(found) is int:
@@ -67,16 +68,16 @@ class Model:
 
 
 def load(path: Path, expected: Sequence[TensorMeta], device: str = "cpu") -> Model:
-    """Load a library. Its proxy executor's file, if it needs one, lies beside it with the suffix .json.
+    """Load a library. The file of its proxy executor, if it needs one, is beside it with the suffix .json.
 
     Args:
-        expected: the metas of its inputs. A storage offset does not matter, nor do strides of dims of size 1.
-        device: what the library was compiled for, as PyTorch names it.
+        expected: the metas of its inputs. Storage offsets and strides of dims of size 1 do not matter.
+        device: PyTorch's name of the device that the library was compiled for.
 
     Raises:
-        RuntimeError: it cannot be loaded, takes another number of inputs, or this file's own C++ part is not there.
+        RuntimeError: it cannot be loaded or takes another number of inputs, or the C++ part could not be built.
     Cost:
-        A few milliseconds, for the first library the build of the C++ part.
+        A few milliseconds; the first library also builds the C++ part.
     """
     native = extension.load()
     if native is None:

@@ -1,7 +1,7 @@
-"""The memory format of values between compiled subgraphs.
+"""The memory format of the values that one compiled subgraph passes to another.
 
-Convolutions get channels-last tensors (see `lower`). Values between subgraphs keep that format: in the recorded one
-they would be converted at the end of a subgraph and back at the beginning of the next. Used by `partition`.
+Convolutions get channels-last tensors (`lower`). Values between compiled subgraphs keep that format: in the recorded
+format they would be converted at the end of one subgraph and back at the start of the next. Called by `partition`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def keep_channels_last(graph: Graph, stage_of: Sequence[Stage]) -> Graph:
-    """Make images between compiled subgraphs channels-last, if the graph has convolutions."""
+    """The graph with channels-last metas for the 4-d values between compiled subgraphs, if it has convolutions."""
     if not any(node.op in _CONVOLUTIONS for node in graph.nodes):
         return graph
     chosen = _handed_over(graph, stage_of)
@@ -30,7 +30,7 @@ def keep_channels_last(graph: Graph, stage_of: Sequence[Stage]) -> Graph:
 
 
 def _handed_over(graph: Graph, stage_of: Sequence[Stage]) -> set[int]:
-    """Find the values that go from compiled subgraphs to others, and nowhere else."""
+    """Values that only other compiled subgraphs read, and that nothing overwrites."""
     made_at: dict[int, Stage] = {}
     chosen: set[int] = set()
     others = set(graph.outputs)

@@ -1,9 +1,9 @@
-"""From a subgraph's graph to the FX graph PyTorch's compiler takes: functional, decomposed, with its writes at the end.
+"""Lowers a subgraph to the FX graph that PyTorch's compiler takes: functional, decomposed, with the writes at the end.
 
-Nodes are called one after the other on fake tensors; what they call is traced. In-place ops become new values; a
-value that ends in a donated input's memory is copied there at the end, which the compiler turns into a store in
-place. Foreach ops become one op for each tensor, which it fuses again. Convolutions are given channels-last tensors,
-the format oneDNN is fast with, and everything between them follows. Runs in the compiler's process only.
+The nodes are called on fake tensors and the calls are traced (`compile.retrace`). In-place ops become new values. A
+value that belongs in a donated input's memory is copied there at the end, which the compiler turns into a store in
+place. Convolutions get channels-last tensors, the format in which oneDNN is fast, and the ops between them keep it.
+Called by `build_artifact`, in the compiler's process only.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _CONVOLUTIONS = {aten.convolution.default: (0, 1), aten.convolution_backward.def
 
 
 class Lowered:
-    """What `lower` gives.
+    """The result of `lower`.
 
     Attributes:
-        module: the FX graph. Its inputs are those of the subgraph, then the vector of floats, then that of whole
-            numbers, where there are such.
+        module: the FX graph. Its inputs are those of the subgraph, then the vectors of its float and int scalars, if
+            it has any.
         fakes: fake tensors for the inputs.
-        returned: which of the subgraph's outputs it returns, in order; the others are written into their inputs.
+        returned: the outputs of the subgraph that it returns, in order; it writes the others into donated inputs.
         mode: the fake mode the graph was traced with.
     """
 
@@ -60,7 +60,7 @@ class Lowered:
 
 
 def lower(subgraph: Subgraph, device: str) -> Lowered:
-    """Trace a subgraph.
+    """FX graph of a subgraph.
 
     Raises:
         Refused: an op could not be traced.
@@ -71,7 +71,7 @@ def lower(subgraph: Subgraph, device: str) -> Lowered:
         fakes = [_fake(meta, device) for meta in subgraph.graph.inputs.values()]
         fakes += [_fake(meta, device) for meta in vector_metas(subgraph.scalar_types)]
     module = _traced(_Retrace(subgraph, memory.copied, device).run, fakes, mode)
-    if _writing(module):  # decompositions run below functionalization: their own writes are left
+    if _writing(module):  # decompositions run after functionalization, so their writes are left
         module = _traced(module, fakes, mode)
         left = _writing(module)
         if left:
@@ -93,16 +93,16 @@ def _traced(run: Callable[..., Any], fakes: list[Tensor], mode: FakeTensorMode) 
 
 
 def _writing(module: GraphModule) -> list[torch._ops.OpOverload]:
-    """Ops of a traced graph that write. The compiler drops clones, so such a write would reach inputs."""
+    """Ops of a traced graph that write. The compiler removes clones, so such a write would overwrite inputs."""
     ops = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     return [op for op in ops if op._schema.is_mutable]
 
 
 def _write_numbers_out(module: GraphModule) -> None:
-    """Have ops of complex numbers take floats in place of whole numbers, and tensors in place of real operands.
+    """In calls of complex ops, replace int scalars by floats, and Python numbers in place of tensors by tensors.
 
-    The compiler leaves such ops to ATen. It counts a whole number, also one that is left out, as an operand that
-    ATen's call does not take, and refuses a number where the op is declared with a tensor.
+    The compiler calls ATen for such ops. It passes an int scalar, also a default one, as an operand that ATen's call
+    does not take, and it refuses a Python number if the schema has a tensor.
     """
     for node in list(module.graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload) or not _is_complex(node):
@@ -165,7 +165,7 @@ class _Retrace(Retrace):
 
 
 def _write_back(module: GraphModule, graph: Graph, reuses: dict[int, int]) -> tuple[int, ...]:
-    """Write values into the input memory they end in; return the other outputs."""
+    """Outputs that the module returns; the others are written into the memory of the donated inputs that they reuse."""
     fx = module.graph
     inputs = dict(zip(graph.inputs, (n for n in fx.nodes if n.op == "placeholder"), strict=False))
     end = next(n for n in reversed(fx.nodes) if n.op == "output")
@@ -173,7 +173,7 @@ def _write_back(module: GraphModule, graph: Graph, reuses: dict[int, int]) -> tu
     written = []
     for value, node in zip(graph.outputs, end.args[0], strict=True):
         target = inputs.get(reuses.get(value, -1))
-        if target is node:  # it is there already
+        if target is node:  # the input is the output
             continue
         if target is not None and target.meta["val"].shape == node.meta["val"].shape:
             written.append((target, node))
@@ -182,7 +182,7 @@ def _write_back(module: GraphModule, graph: Graph, reuses: dict[int, int]) -> tu
             results.append(node)
     targets = {target for target, _ in written}
     with fx.inserting_before(end):
-        # What is only a view of memory that is written here must be read before.
+        # A source that is a view of a target's memory is copied before any target is written.
         sources = [_copied(fx, node) if _root(node) in targets else node for _, node in written]
         for (target, _), source in zip(written, sources, strict=True):
             copy = fx.call_function(aten.copy_.default, (target, source))
@@ -196,7 +196,7 @@ def _write_back(module: GraphModule, graph: Graph, reuses: dict[int, int]) -> tu
 
 
 def _root(node: torch.fx.Node) -> torch.fx.Node:
-    """Follow views to what they are views of."""
+    """The tensor that a chain of views starts from."""
     while isinstance(node.target, torch._ops.OpOverload) and is_view_op(node.target):
         node = node.all_input_nodes[0]
     return node

@@ -1,7 +1,7 @@
-"""Reductions that go on while the rest of a graph computes.
+"""All-reduces in flight while the rest of a graph computes.
 
-`overlap_reductions` replaces each reduction of a graph by its pieces: vectors that compiled code fills, a start for
-each, and one finish. `schedule` puts other nodes between them. Used by `partition`.
+`overlap_reductions` replaces each all-reduce by flat vectors that compiled code fills, one for each bucket, a start for
+each vector, and one finish. `compile.schedule` then puts other nodes between them. Called by `partition`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REDUCTIONS = (_all_reduce.default, collective.ops.all_reduce_.default)
 
 
 def overlap_reductions(graph: Graph) -> Graph:
-    """Write reductions over transports that can overlap as vectors, starts and a finish."""
+    """The graph with its all-reduces over `Overlapping` transports replaced by vectors, starts and a finish."""
     if not any(node.op in _REDUCTIONS for node in graph.nodes):
         return graph
     metas = graph.metas()
@@ -40,9 +40,9 @@ def overlap_reductions(graph: Graph) -> Graph:
 
 
 def _operands(node: Node, metas: Mapping[int, TensorMeta]) -> list[torch.Tensor] | None:
-    """Return what a reduction sees of each of its tensors; None if it must stay one op.
+    """Meta tensors of an all-reduce's operands; None if it must stay one op.
 
-    That is for a transport that cannot overlap, and for operands that are not each the whole of a packed tensor.
+    It stays one op if the transport cannot overlap, or if an operand is not a whole contiguous tensor.
     """
     if not isinstance(collective.TRANSPORTS.get(node.args[-1]), collective.Overlapping):
         return None
@@ -51,7 +51,7 @@ def _operands(node: Node, metas: Mapping[int, TensorMeta]) -> list[torch.Tensor]
     else:
         items, numbers = list(node.args[0]), list(node.writes[:-1])
         if [item.base for item in items] != list(range(len(numbers))):
-            return None  # one of them twice
+            return None  # one tensor is an operand twice
     seen = []
     for item, number in zip(items, numbers, strict=True):
         whole = metas[number].meta_tensor()
@@ -100,7 +100,7 @@ def _written_out(
         flats.append(Ref(reduced))
     shapes = collective.rows_to_ints([metas[int(v)].size for v in values])
     finish = (flats, Write(0, ()), collective.rows_to_ints(buckets), shapes, scale, group)
-    # Its results have the numbers of what the reduction made or wrote; their memory is that of the vectors.
+    # Its results keep the numbers of the all-reduce's results or written values; they are views of the vectors.
     numbers = list(range(len(values)))
     yield replace(node, op=_all_reduce.finish, args=finish, writes=(token,), result=numbers)
 

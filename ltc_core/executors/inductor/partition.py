@@ -1,8 +1,8 @@
-"""What PyTorch's compiler gets of a graph, and what runs op by op between.
+"""Splits a graph into subgraphs for PyTorch's compiler and subgraphs that run op by op.
 
-Some ops are no business of a compiler: collectives, draws from PyTorch's generator (whose numbers must not depend on
-what runs them), writes through views that only exist on packed memory, ops the compiler refused. `partition` cuts the
-graph into subgraphs that run one after the other, each of one kind. Comes from `tiers`, goes to `request`.
+Not compiled are collectives, draws from PyTorch's generator (their numbers must not depend on the executor), writes
+through views that cannot be made functional, ops that check values, and ops that the compiler refused. In: a graph and
+the scalars of a run. Out: subgraphs that run one after the other. Called by `tiers`; compiled ones go to `request`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from ltc_core.graph.lens import open_lens
 __all__ = ["partition"]
 
 aten = torch.ops.aten
-# Base names of ops that give whole numbers for whole numbers.
+# Base names of divisions whose result is an integer for integers.
 _DIVISIONS = frozenset({"div", "floor_divide", "fmod", "remainder"})
-# Ops that look at their operands' values and raise. PyTorch's compiler drops the check, or its library stops half way.
+# Ops that check the values of their operands and raise. PyTorch's compiler drops the check, or its library stops in the
+# middle of a run.
 _CHECKED = frozenset(
     {
         "_ctc_loss", "_embedding_bag", "_embedding_bag_forward_only", "_functional_assert_async",
@@ -44,12 +45,12 @@ _CHECKED = frozenset(
 def partition(
     graph: Graph, scalars: Sequence[Any], varied: frozenset[int], refused: frozenset[str]
 ) -> list[Subgraph]:
-    """Cut `graph` into subgraphs.
+    """Subgraphs of `graph`, in the order in which they run.
 
     Args:
         scalars: the scalars of the last run.
-        varied: positions of scalars that had another value before.
-        refused: names of ops the compiler cannot take.
+        varied: positions of scalars that have changed between runs.
+        refused: names of ops that the compiler cannot compile.
     """
     graph = overlap_reductions(graph)
     graph = without_operands(graph)
@@ -59,7 +60,7 @@ def partition(
 
 
 def _eager_nodes(graph: Graph, scalars: Sequence[Any], refused: frozenset[str]) -> set[int]:
-    """Find the nodes that the compiler does not get."""
+    """Positions of the nodes that are not compiled."""
     metas = graph.metas()
     _, unchecked = find_bounds(graph)
     return {
@@ -86,7 +87,7 @@ def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozense
 def _may_divide_by_zero(
     node: Node, metas: Mapping[int, TensorMeta], scalars: Sequence[Any]
 ) -> bool:
-    """Whether a node divides whole numbers by what may be zero: eager raises, in compiled code the process ends."""
+    """Whether a node may divide integers by zero: eager raises, but compiled code ends the process."""
     if base_name(node.op) not in _DIVISIONS or len(node.args) < 2:
         return False
     result = node.outs[0]
@@ -99,7 +100,7 @@ def _may_divide_by_zero(
 
 
 def _is_plain_view(lens: Lens, meta: TensorMeta) -> bool:
-    """Whether a lens leads to memory as eager's views do: without copies, and not by strides of strides."""
+    """Whether a lens is a view of the memory as in eager: without copies, and without `as_strided` of another view."""
     if len(lens) > 1 and any(step.op is aten.as_strided.default for step in lens):
         return False  # PyTorch cannot make such a write functional
     return not lens or not open_lens(meta.meta_tensor(), lens)[1]

@@ -1,8 +1,8 @@
-"""What the compiler's process is asked for, and the key its answer is kept under.
+"""A request to the compiler's process, and the key of its artifact.
 
-A `Request` is a subgraph and everything else a program depends on. Its key is a digest of the subgraph's text, of the
-machine, of PyTorch and of the sources that lower it: equal keys, equal programs, in whatever process and run. Comes
-from `tiers`, goes to `service`, and in the compiler's process to `build`.
+A `Request` is a subgraph, a device and a number of threads. Its key is a digest of these, of the machine, of PyTorch
+and of the sources that lower the subgraph: equal keys mean equal programs, in any process and run. Made by `tiers`,
+sent by `service`, and decoded in the compiler's process by `build_artifact`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["Request", "decode", "encode", "key"]
 
 
 _PACKAGE = Path(__file__).parents[2]
-# What decides what is made of a subgraph is in these folders: the graph and its passes, the executors.
+# The sources in these folders decide how a subgraph is compiled.
 _FOLDERS = ("graph/*.py", "compile/*.py", "executors/**/*.py")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A subgraph to be compiled for a device, and best with so many threads."""
+    """A subgraph to be compiled for a device, tuned for a number of threads."""
 
     subgraph: Subgraph
     device: str
@@ -75,7 +75,7 @@ def encode(request: Request) -> bytes:
 
 
 def decode(payload: bytes) -> Request:
-    """Read what `encode` wrote.
+    """The request that `encode` wrote.
 
     Raises:
         Refused: the subgraph has an op that this process does not have.
@@ -84,7 +84,7 @@ def decode(payload: bytes) -> Request:
 
 
 def key(request: Request) -> str:
-    """Return the key of a request, 64 hexadecimal digits. Cost: about 5 us a node."""
+    """Key of a request, 64 hexadecimal digits. Cost: about 5 us a node."""
     digest = hashlib.sha256(_environment().encode())
     digest.update(f"{request.device} {_gpu(request.device)} {request.num_threads}\n".encode())
     digest.update(request.subgraph.text().encode())
@@ -93,14 +93,14 @@ def key(request: Request) -> str:
 
 @functools.cache
 def _gpu(device: str) -> str:
-    """Name what compiled programs of a GPU depend on."""
+    """Compute capability of the GPU, on which its compiled programs depend; "" for the CPU."""
     is_there = device == "cuda" and torch.cuda.is_available()
     return f"{torch.cuda.get_device_capability()}" if is_there else ""
 
 
 @functools.cache
 def _environment() -> str:
-    """What programs depend on besides their graph, as text."""
+    """Text of everything that programs depend on besides the request."""
     return " ".join(
         (
             torch.__version__,
@@ -114,7 +114,7 @@ def _environment() -> str:
 
 
 def _processor() -> str:
-    """Digest what the processor can do: programs are compiled for this one."""
+    """Digest of the processor's model and features: programs are compiled for this processor."""
     try:
         rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def _processor() -> str:
 
 
 def _compiler() -> str:
-    """Name the C++ compiler and when it was installed; asking for its version would start a process."""
+    """Path, size and time of the C++ compiler; its version is not asked for, as that would start a process."""
     path = shutil.which(os.environ.get("CXX", "g++").split()[0])
     if path is None:
         return "none"
@@ -134,7 +134,7 @@ def _compiler() -> str:
 
 
 def _sources() -> str:
-    """Digest the sources that decide what is made of a subgraph. Cost: 3 ms, once a process."""
+    """Digest of the sources that decide how a subgraph is compiled. Cost: 3 ms, once a process."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in _FOLDERS for path in _PACKAGE.glob(folder)):
         digest.update(str(path.relative_to(_PACKAGE)).encode())

@@ -1,9 +1,9 @@
-"""The compile service of this process: a thread that takes requests, looks on the disk, and asks the compiler.
+"""The compile service of this process: a thread that serves requests from the disk cache or by the compiler's process.
 
-A request is a key and a payload that only the builder reads; what became of it is an `Outcome`, given to `done` in the
-service's thread. Requests are served urgent ones first, then in order; one that another process is building is put off
-until that one is done, so of the ranks of a job one starts a compiler. Nothing raises: what goes wrong is a sentence in
-the outcome. `tiers` is the caller.
+A request is a key and a payload that only the builder reads. Its `Outcome` is passed to the callback `done` in the
+service's thread. Urgent requests come first, then the order of submission. A request that another process is building
+is put off until it is built, so only one rank of a job starts a compiler. Nothing raises: a failure is a sentence in
+the outcome. Called by `tiers`; calls `artifacts` and `compiler_process`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ltc_core.settings import settings
 __all__ = ["CompileService", "Outcome", "service"]
 
 _BUILDER = "ltc_core.executors.inductor.build_artifact:build"
-_IDLE_S = 120.0  # after which the compiler's process, 300 MB of it, is ended
+_IDLE_S = 120.0  # the compiler's process, 300 MB, is ended after it was idle for this time
 _LOOK_AGAIN_S = 0.25
 _JOIN_TIMEOUT_S = 5.0
 _LOG_NAME_LENGTH = 16
@@ -37,15 +37,15 @@ _NO_PLACE = "the compiled program cannot be kept"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
         path: directory of the artifact, or None.
-        problem: why there is none, in words without a full stop; "" if the process ends, or the service was shut down.
-        op: name of the op that the compiler does not take, if it is known to be one.
-        seconds: what it took.
-        from_cache: it was there already, from another process or run.
-        facts: what the builder said about it.
+        problem: why there is none, without a full stop; "" if the process ends, or the service was shut down.
+        op: name of the op that the compiler refused, if it is known.
+        seconds: duration of the build.
+        from_cache: whether another process or run had built it.
+        facts: the facts that the builder returned.
     """
 
     path: Path | None = None
@@ -61,12 +61,12 @@ class Outcome:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether nothing was found out: there is nothing to say, and nobody to try again."""
+        """Whether the request was dropped by a shutdown: no message is printed and it is not tried again."""
         return self.path is None and not self.problem
 
 
 class _Request:
-    """One key that was asked for, by how many it may be."""
+    """A requested key, and the callbacks of all who requested it."""
 
     def __init__(self, key: str, payload: bytes, order: int) -> None:
         self.key = key
@@ -79,12 +79,12 @@ class _Request:
 
 
 class CompileService:
-    """Builds what is asked for, in the background.
+    """Builds artifacts in the background.
 
     Args:
         builder: 'module:function' of `function(payload: bytes, directory: Path) -> dict`, imported in the compiler's
-            process. It writes files into the directory and gives facts that JSON can hold; it may raise anything.
-        root: where artifacts are kept (default: `settings.compiled_cache_dir`).
+            process. It writes files into the directory and returns facts that JSON can hold; it may raise anything.
+        root: directory of the artifacts (default: `settings.compiled_cache_dir`).
     """
 
     def __init__(self, builder: str = _BUILDER, root: Path | None = None) -> None:
@@ -111,28 +111,28 @@ class CompileService:
     # -- for the callers ---------------------------------------------------------------------------
 
     def available(self) -> str:
-        """ "" or the reason why nothing can be compiled, without a full stop."""
+        """Reason why nothing can be compiled, without a full stop; "" if there is none."""
         if self._unusable:
             return self._unusable
         if not sys.executable or getattr(sys, "frozen", False):
             return f"this Python cannot be started again (sys.executable is {sys.executable!r})"
-        compiler = os.environ.get("CXX") or "g++"  # what PyTorch's compiler calls
+        compiler = os.environ.get("CXX") or "g++"  # as PyTorch's compiler chooses it
         if shutil.which(compiler) is None:
             named = "no g++ on the PATH" if compiler == "g++" else f"CXX names {compiler!r}"
             return f"there is no C++ compiler ({named})"
         return ""
 
     def is_cached(self, key: str) -> bool:
-        """Whether an earlier process left an artifact, whole or not. Cost: one system call."""
+        """Whether there is an artifact on disk, damaged or not. Cost: one system call a directory."""
         return any(place.has(key) for place in self._places or [Artifacts(self._root)])
 
     def submit(
         self, key: str, payload: bytes, done: Callable[[Outcome], None], urgent: bool = False
     ) -> None:
-        """Ask for an artifact; `done` is called once, in the service's thread.
+        """Request an artifact; `done` is called once, in the service's thread.
 
-        A key that is being built, or waits for it, is not built twice. After `shutdown` the outcome comes at once and
-        is dropped.
+        A key that is queued or being built is not built twice. After `shutdown`, `done` is called at once, in the
+        caller's thread, with a dropped outcome.
         """
         with self._changed:
             if not self._is_shut_down:
@@ -152,12 +152,12 @@ class CompileService:
         done(Outcome())
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
-        """Wait until every `done` was called; False if that took longer than the time given."""
+        """Wait until every `done` was called; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._requests, timeout_s)
 
     def shutdown(self) -> None:
-        """End it now: the compiler is killed with all it started, and what was asked for is dropped."""
+        """Kill the compiler's process with all that it started, and drop all requests."""
         with self._changed:
             self._is_shut_down = True
             thread, process = self._thread, self._process
@@ -170,7 +170,7 @@ class CompileService:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def after_fork(self) -> None:
-        """In a forked child: begin anew. What the parent asked for is the parent's."""
+        """In a forked child: start without requests; those of the parent are built by the parent."""
         if self._process is not None:
             self._process.forget()
             self._process = None
@@ -182,7 +182,7 @@ class CompileService:
         while (request := self._next()) is not None:
             try:
                 outcome = self._serve(request)
-            except Exception as error:  # a fault of ours, or the disk's: who asked must hear of it
+            except Exception as error:  # a bug, or an error of the disk
                 _report()
                 outcome = Outcome.failed(f"compiling failed ({type(error).__name__}: {error})")
             if outcome is not None:
@@ -193,7 +193,7 @@ class CompileService:
             self._finish(request, Outcome())
 
     def _next(self) -> _Request | None:
-        """Wait for a request to serve; None once the service is shut down."""
+        """The next request to serve, waited for; None after a shutdown."""
         with self._changed:
             while not self._is_shut_down:
                 now = time.monotonic()
@@ -210,7 +210,7 @@ class CompileService:
             return None
 
     def _finish(self, request: _Request, outcome: Outcome) -> None:
-        """Notify all callers, also those who ask meanwhile."""
+        """Call all callbacks of a request, also those added meanwhile."""
         while True:
             with self._changed:
                 if not request.callbacks:
@@ -220,11 +220,11 @@ class CompileService:
                 done = request.callbacks.pop(0)
             try:
                 done(outcome)
-            except BaseException:  # the caller's fault: say it, and serve the others
+            except BaseException:  # an error of the callback: report it, and call the others
                 _report()
 
     def _serve(self, request: _Request) -> Outcome | None:
-        """Find or build; None if it is put off."""
+        """Outcome of a request, found or built; None if it is put off."""
         started = time.monotonic()
         if not self._places:
             problem = self._open_places()
@@ -253,20 +253,20 @@ class CompileService:
         return None
 
     def _build(self, request: _Request) -> Answer | None:
-        """Ask the compiler; None if another process does that at the moment."""
+        """Answer of the compiler's process; None if another process is building this key."""
         place = self._places[-1]
         try:
             with place.claim(request.key) as is_mine:
                 if not is_mine:
                     return None
-                path = place.find(request.key)  # built since we looked
+                path = place.find(request.key)  # another process may have built it meanwhile
                 if path is not None:
                     return Answer("found", str(path))
                 answer = self._compiler(place.root).ask(request.key, request.payload)
         except OSError as error:
             return Answer("disk", str(error))
         if answer.kind in ("crashed", "ended"):
-            with contextlib.suppress(OSError):  # whoever builds next tries again
+            with contextlib.suppress(OSError):  # the next build sweeps again
                 place.sweep()
         return answer
 
@@ -308,7 +308,7 @@ class CompileService:
     # -- where artifacts are kept ------------------------------------------------------------------
 
     def _open_places(self) -> str:
-        """Make the place for artifacts; give "", or why there is none."""
+        """Make the directories for artifacts; "" or the reason why that failed."""
         place = Artifacts(self._root, settings.compiled_cache_read_only)
         try:
             place.prepare()
@@ -321,12 +321,12 @@ class CompileService:
         return ""
 
     def _use_temporary_place(self, why: str) -> bool:
-        """Use a directory of this process for builds from now on; False if that is so already."""
+        """Build in a temporary directory of this process from now on; False if it already does, or if that failed."""
         if self._temporary is not None or self._is_shut_down:
             return False
         try:
             self._temporary = Path(tempfile.mkdtemp(prefix="ltc-compiled-"))
-        except OSError:  # there is no room anywhere: `why` is what the outcome says
+        except OSError:  # no room here either; the outcome reports `why`
             return False
         self._places.append(Artifacts(self._temporary))
         if self._places[0].is_read_only:
@@ -341,12 +341,12 @@ class CompileService:
 
 
 def _report() -> None:
-    """Show the error that is being handled, as Python shows one that ends a thread."""
+    """Print the error being handled, as Python prints one that ends a thread."""
     threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
 
 def _kept_log(root: Path, key: str, log: bytes) -> str:
-    """Store what the compiler printed; return the path."""
+    """Write the compiler's output to a file; text for the outcome that names the file."""
     path = root / "logs" / f"{key[:_LOG_NAME_LENGTH]}.log"
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -356,14 +356,14 @@ def _kept_log(root: Path, key: str, log: bytes) -> str:
     return f"; what it printed is in {path}"
 
 
-# -- the one of this process -----------------------------------------------------------------------
+# -- the service of this process -------------------------------------------------------------------
 
 _service: CompileService | None = None
 _lock = threading.Lock()
 
 
 def service() -> CompileService:
-    """Return the service of this process, made on first use."""
+    """The service of this process, made on first use."""
     global _service
     with _lock:
         if _service is None:

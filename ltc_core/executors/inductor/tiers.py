@@ -1,9 +1,9 @@
-"""Which tier runs a graph: op by op at first, compiled once it comes back, swapped in between two runs.
+"""The tier that runs a graph: op by op first, compiled after some runs. The tier changes between two runs.
 
-`TieredProgram` counts the runs of one graph. In the mode `async` a graph that came back often enough is handed to the
-compile service and goes on op by op until its libraries are there; libraries that an earlier process left are taken at
-once. In the mode `sync` the first run waits for them. A graph, or an op, that cannot be compiled stays on the
-reference executor; why is said once. Called by `executor`; calls `partition`, `service` and
+`TieredProgram` counts the runs of one graph. With LTC_COMPILE=async, a graph that has run often enough is submitted to
+the compile service and runs op by op until its libraries are built; libraries that an earlier process left are used at
+the first run. With LTC_COMPILE=sync the first run waits for the libraries. A graph or an op that cannot be compiled
+stays on the reference executor, and the reason is printed once. Made by `executor`; calls `partition`, `service` and
 `compiled_subgraph`.
 """
 
@@ -37,7 +37,7 @@ from ltc_core.settings import settings
 
 __all__ = ["TieredProgram", "say_once"]
 
-# Sets of constants a graph is compiled for; steps with still others run op by op.
+# A graph is compiled for this many sets of constants at most; runs with other constants are op by op.
 _MAX_CHAINS = 4
 
 _said: set[str] = set()
@@ -45,19 +45,19 @@ _refused_ops: set[str] = set()
 
 
 def say_once(sentence: str) -> None:
-    """Warn the user why something is not compiled."""
+    """Print why something is not compiled; each sentence once."""
     if sentence not in _said:
         _said.add(sentence)
         print(f"[ltc] {sentence}", file=sys.stderr, flush=True)
 
 
 class TieredProgram(Program):
-    """One graph on both tiers.
+    """A graph that runs op by op until it is compiled.
 
     Args:
         graph: the graph.
         reference: its program on the reference executor.
-        hardware: PyTorch's device that has the data.
+        hardware: the PyTorch device of the data.
     """
 
     def __init__(self, graph: Graph, reference: ReferenceProgram, hardware: torch.device) -> None:
@@ -95,7 +95,7 @@ class TieredProgram(Program):
         return self._reference.salvage(inputs, scalars)
 
     def _note_numbers(self, scalars: Sequence[Any]) -> None:
-        """Note which scalars differ between runs."""
+        """Note which scalars differ from those of the first run."""
         if self._numbers is None:
             self._numbers = list(scalars)
         elif self._numbers != scalars:
@@ -103,9 +103,9 @@ class TieredProgram(Program):
             self._varied.update(k for k, (a, b) in enumerate(pairs) if a != b)
 
     def _compiled(self, scalars: Sequence[Any]) -> PartitionedProgram | None:
-        """Return the compiled program for these scalars if it is there; else request it."""
+        """Compiled program for these scalars; None if it is not built yet, and then it may be requested."""
         self._runs += 1
-        build = self._build  # the service's thread takes it away once it is done
+        build = self._build  # the service's thread resets it when the build is done
         if build is not None and build.is_orphan:
             build = self._build = None
         if build is None and self._is_wanted():
@@ -118,7 +118,7 @@ class TieredProgram(Program):
         return self._runs == 1 or self._runs >= settings.compile_after or settings.compile == "sync"
 
     def _start(self, scalars: Sequence[Any]) -> _Build | None:
-        """Ask for the compiled program; returns None if nothing is compiled now."""
+        """Request the compiled program; None if nothing is to be compiled now."""
         compiler = service()
         why = compiler.available()
         if why:
@@ -138,7 +138,7 @@ class TieredProgram(Program):
         return build
 
     def install(self, chain: PartitionedProgram, seconds: float) -> None:
-        """Install a compiled program, which was built in so many seconds: the next run uses it."""
+        """Use a compiled program from the next run on; its build took `seconds`."""
         self._build = None
         self._runs = 0
         self._chains.append(chain)
@@ -157,18 +157,18 @@ class TieredProgram(Program):
             )
 
     def retry(self) -> None:
-        """Compile again at the next run: an op was found that must run op by op."""
+        """Partition and compile again at a later run: the compiler refused another op."""
         self._build = None
 
     def give_up(self, sentence: str) -> None:
-        """Stay on the reference executor."""
+        """Stop compiling this graph: scalars that no compiled program fits run on the reference executor."""
         self._given_up = True
         self._build = None
         metrics.count("CompileRefused")
         say_once(sentence)
 
     def refuse(self, outcome: Outcome) -> None:
-        """Note that a subgraph could not be compiled."""
+        """Handle a subgraph that could not be compiled: retry without the refused op, or give up."""
         if outcome.is_dropped:  # the process ends
             self._given_up = True
             return
@@ -212,7 +212,7 @@ class _Build:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether this process is a forked child of the one that asked."""
+        """Whether this process is a forked child of the process that requested the build."""
         return self._process != os.getpid()
 
     def is_cached(self) -> bool:

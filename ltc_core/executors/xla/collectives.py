@@ -1,9 +1,9 @@
-"""Collectives as ops of an XLA program, where the processes or threads of a group are all the replicas there are.
+"""Collectives as ops of an XLA program, for groups whose members are all replicas of PJRT.
 
-PJRT knows the replicas: the chips of a slice, each with its process, or the devices of one process. A group of others
-reduces on the host, between two programs, as every `Transport` can. `reduces_in_graph` tells which; the rules call
-torch_xla's ops while a subgraph is traced. Before a program with collectives is launched its members agree on them, for
-XLA waits for ever for one that does not come. Used by `launch`.
+The replicas are the chips of a slice, each with its process, or the devices of one process. Collectives of other groups
+run on the host between two programs, through their `Transport`; `reduces_in_graph` decides. In a trace, the rules call
+torch_xla's ops. Before a program with collectives is launched, the members agree on them, because XLA waits forever for
+a member that does not come. Used by `launch` and `executor`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Collectives:
     """The collectives of one device.
 
     Args:
-        library: torch_xla's.
-        device: its name there.
+        library: torch_xla's library.
+        device: torch_xla's name of the device.
     """
 
     def __init__(self, library: Any, device: str) -> None:
@@ -44,7 +44,7 @@ class Collectives:
         if node.op in (ops.all_reduce.default, ops.all_reduce_.default):
             metas = [meta for meta in node.outs[:-1] if meta is not None]
             return _scale(node) == 1.0 or all(meta.dtype.is_floating_point for meta in metas)
-        # The results of the others are in the order of the replicas.
+        # XLA orders the results of the other collectives by replica, so the members must be in that order.
         return node.op in _RULES and list(replicas) == sorted(replicas)
 
     def call(self, node: Node, args: Sequence[Any]) -> Any:
@@ -52,7 +52,7 @@ class Collectives:
         replicas = self._replicas(node)
         assert replicas is not None
         result = _RULES[node.op](self, replicas, *args)
-        # The token, which is always an output, is made of what came: XLA leaves out what no output needs.
+        # The token is always an output. It is computed from the result, so that XLA does not remove the collective.
         came = args[0] if result is None else result
         first = came if isinstance(came, Tensor) else came[0]
         if first.numel():
@@ -60,7 +60,7 @@ class Collectives:
         return result
 
     def launch(self, plans: Mapping[str, str], start: Callable[[], Any]) -> Any:
-        """Start a program when all members of its groups are about to: group -> plan of its collectives there."""
+        """Start a program once all members of its groups are about to. `plans` is group -> plan of its collectives."""
         transports = [(_replicated(group), plan) for group, plan in plans.items()]
         for transport, plan in transports:
             transport.agree(plan)
@@ -70,7 +70,7 @@ class Collectives:
         return result
 
     def begin(self) -> None:
-        """Begin or end a trace: its collectives are ordered among themselves."""
+        """Begin or end a trace: XLA's token, which orders the collectives of one trace, is reset."""
         self._library._set_all_reduce_token(self._device, None)
 
     def _replicas(self, node: Node) -> Sequence[int] | None:
@@ -79,7 +79,7 @@ class Collectives:
             return None
         return transport.replicas(self._own, self._count)
 
-    # -- rules: their op's arguments, less token and group -------------------------------------
+    # -- rules: the replicas, then the arguments of the op -------------------------------------
 
     def all_reduce(
         self,
@@ -109,7 +109,7 @@ class Collectives:
     def broadcast(
         self, replicas: Sequence[int], values: list[Tensor], token: Any, root: int, group: str
     ) -> list[Tensor]:
-        # Not a constant: all replicas run the same program.
+        # An input and not a constant, because all replicas run the same program.
         is_root = torch.tensor([self._own == replicas[root]])
         [chosen] = self._library._xla_tensors_from_aten([is_root], [self._device])
         return [
@@ -171,7 +171,7 @@ def _scale(node: Node) -> float:
 
 
 def plan_of(node: Node, seen: Sequence[Tensor]) -> str:
-    """Description of a collective and its operands, the same in all members."""
+    """Text of a collective and its operands; the same in all members."""
     if node.op in (ops.all_reduce.default, ops.all_reduce_.default):
         return reduction_plan(node.args[2], node.args[4], seen)
     return plan_text(

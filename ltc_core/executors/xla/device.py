@@ -1,7 +1,6 @@
-"""A device of PJRT: its tensors, and how they go there, come back and are copied.
+"""A device of PJRT: uploads, fetches and copies of its data.
 
-Data are torch_xla tensors that stay on the device; data that only the host has are CPU tensors. Used by `launch`
-and `executor`.
+Data on the device are torch_xla tensors; data that stay on the host are CPU tensors. Used by `launch` and `executor`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _DTYPES = frozenset(
     }
 )  # fmt: skip
 
-# Held while something is traced: that changes state which all of the library's tensors share.
+# Held during a trace, which changes state that all tensors of the library share.
 TRACING = threading.RLock()
 
 
@@ -39,13 +38,13 @@ class XlaDevice:
     """One device of this process.
 
     Attributes:
-        library: torch_xla's.
-        name: the device's name there.
-        types: what a tensor of each dtype is stored as.
-        collectives: how it reduces with others.
+        library: torch_xla's library.
+        name: torch_xla's name of the device.
+        types: the dtype in which a tensor of each dtype is stored.
+        collectives: its collectives with other devices.
 
     Args:
-        index: which of this process's.
+        index: index of the device in this process.
 
     Raises:
         DeviceError: torch_xla cannot be loaded, or has no such device.
@@ -68,7 +67,7 @@ class XlaDevice:
         self.collectives = Collectives(self.library, self.name)
 
     def stored(self, dtype: torch.dtype, where: str = "") -> torch.dtype:
-        """Return the dtype that a tensor is stored as.
+        """Dtype in which a tensor is stored.
 
         Raises:
             DeviceError: XLA has no such type.
@@ -84,12 +83,12 @@ class XlaDevice:
         return found
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy CPU tensors, that nobody writes any more, to the device in one transfer."""
+        """Upload CPU tensors in one transfer. They must not be overwritten afterwards."""
         found = self.library._xla_tensors_from_aten(list(tensors), [self.name] * len(tensors))
         return found  # type: ignore[no-any-return]
 
     def fetch(self, data: Sequence[Tensor]) -> list[Tensor]:
-        """Return data as CPU tensors of the stored dtype, in one transfer. Cost: waits for what computes them."""
+        """Data as CPU tensors of the stored dtype, in one transfer. Cost: waits for the programs that compute them."""
         there = [k for k, d in enumerate(data) if d.device.type != "cpu"]
         found = list(data)
         if there:
@@ -99,7 +98,7 @@ class XlaDevice:
         return found
 
     def copy(self, data: Tensor) -> Tensor:
-        """Copy data where they are."""
+        """Copy of data, on the device or on the host, where they are."""
         copied = data.clone()
         if copied.device.type != "cpu":
             with TRACING:
@@ -108,12 +107,12 @@ class XlaDevice:
 
     def prepare_launch(self) -> None:
         """Make this the device of the thread's next launch."""
-        # It runs on the calling thread's device, wherever its inputs are.
+        # A launch runs on the default device of its thread, wherever its inputs are.
         self.library._xla_set_default_device(self.name)
         if self._runs_inline:
-            # A launch on PJRT's CPU client waits for the run before, with Python's lock: better wait here, without.
+            # A launch on PJRT's CPU client waits for the previous run and holds the GIL; this wait releases it.
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until what was launched is done. Other threads of Python go on meanwhile."""
+        """Wait until all launched programs are done; the GIL is released meanwhile."""
         self.library._xla_wait_device_ops(self._real_names)

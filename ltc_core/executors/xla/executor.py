@@ -1,8 +1,9 @@
-"""The XLA executor: whole graphs on a TPU, or on whatever else PJRT runs, through torch_xla's library.
+"""The XLA executor: graphs on a TPU, or on any other device of PJRT, through torch_xla's library.
 
-A graph is cut into subgraphs, mostly one. Each is traced at its first run and launched as a compiled program from then
-on (`launch`). Scalars and the keys of draws are inputs, sent in one transfer. Ops that torch_xla does not lower, and
-collectives between processes, run on the host between compiled subgraphs. States of random streams stay on the host.
+A graph is split into subgraphs, most often one. A compiled subgraph is traced at its first run and then launched as a
+program (`launch`). Scalars and the keys of random draws are its inputs, uploaded in one transfer. Ops that torch_xla
+does not lower, and collectives that cannot be in a program, run on the host between compiled subgraphs. States of
+random streams stay on the host. Made by `executors.make`.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ __all__ = ["XlaExecutor"]
 
 Tensor = torch.Tensor
 
-# Programs kept of one graph: one for each set of scalars that are constants of it.
+# Programs kept for one graph: each is compiled for other values of the scalars that are constants.
 _MAX_CHAINS = 16
-# Runs of a graph in which state that it makes, such as an optimizer's zeros, comes from the host.
+# In this many first runs of a graph, its initial values, such as an optimizer's zeros, are made on the host.
 _FIRST_RUNS = 3
 
-# Traced subgraphs, by device and digest of their text: those that are equal share a program.
+# (device, digest of a subgraph's text) -> its traced program: equal subgraphs share it.
 _launches: weakref.WeakValueDictionary[tuple[str, str], Launch] = weakref.WeakValueDictionary()
 
 
 class XlaExecutor(Executor):
-    """One device of PJRT.
+    """Runs graphs on one device of PJRT.
 
     Args:
-        index: which of this process's.
+        index: index of the device in this process.
 
     Raises:
         DeviceError: torch_xla cannot be loaded, or has no such device.
@@ -75,7 +76,7 @@ class XlaExecutor(Executor):
         return self.upload_all([tensor])[0]
 
     def upload_all(self, tensors: Sequence[Tensor]) -> list[Any]:
-        # Copies: the transfer may still read while the caller writes.
+        # Copies, because the caller may overwrite the tensors before the transfer has read them.
         stored = self.xla.stored
         return self.xla.send([t.detach().to(stored(t.dtype), copy=True) for t in tensors])
 
@@ -101,7 +102,7 @@ class XlaExecutor(Executor):
     def memory_info(self) -> tuple[int, int]:
         try:
             found = self.xla.library._xla_memory_info(self.xla.name)
-        except RuntimeError:  # PJRT's CPU client does not say
+        except RuntimeError:  # PJRT's CPU client does not report it
             return super().memory_info()
         return found["bytes_limit"] - found["bytes_used"], found["bytes_limit"]
 
@@ -111,7 +112,7 @@ class XlaExecutor(Executor):
 
 
 class XlaProgram(Program):
-    """A graph, compiled when it first runs: only then are its scalars known, and which of them are constants."""
+    """A graph that is compiled at its first run: only then are its scalars known, of which some become constants."""
 
     def __init__(self, graph: Graph, device: XlaDevice) -> None:
         memory = plan(graph)
@@ -128,7 +129,7 @@ class XlaProgram(Program):
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         self._runs += 1
         if self._runs > _FIRST_RUNS and self._firsts:
-            self._firsts.clear()  # it makes them in each run
+            self._firsts.clear()  # the graph is no first step: it makes its initial values in each run
             self._chains.clear()
         chain = next((chain for chain in self._chains if chain.fits(scalars)), None)
         if chain is None:
@@ -136,7 +137,7 @@ class XlaProgram(Program):
         return run_to_end(chain.run_in_steps(inputs, scalars))
 
     def _make(self, scalars: Sequence[Any]) -> PartitionedProgram:
-        """Make the program for these scalars; those that changed are inputs of it where ops allow that."""
+        """Program for these scalars; those that have changed between runs are inputs, if their ops allow it."""
         if self._numbers is None:
             self._numbers = list(scalars)
         pairs = zip(self._numbers, scalars, strict=True)
@@ -166,10 +167,11 @@ def _chain(
     device: XlaDevice,
     firsts: Set[int] = frozenset(),
 ) -> PartitionedProgram:
-    """Make the chain of a graph.
+    """Program of a graph.
 
     Args:
-        firsts: positions of nodes that run on the host, so that the rest is the graph of the steps to come.
+        firsts: positions of the nodes that make initial values. They run on the host, so that the compiled subgraphs of
+            a first step are those of later steps, where the values are inputs.
     """
     first_ones = {graph.nodes[at].first for at in firsts}
     if settings.random == "device":
@@ -194,12 +196,12 @@ def _runs_on_host(node: Node, device: XlaDevice) -> bool:
 
 
 class _Host(SubgraphRunner):
-    """A subgraph on the host, op by op. What is `of_host` stays there, other results go to the device."""
+    """Runs a subgraph op by op on the host. Results in `of_host` stay there, others are uploaded."""
 
     def __init__(self, subgraph: Subgraph, device: XlaDevice, of_host: frozenset[int]) -> None:
         super().__init__(subgraph)
         self._device = device
-        # The graph names stored dtypes already; this is for ops without a narrow kernel.
+        # The graph has stored dtypes already. `StorageTypes` runs ops without a kernel for a narrow dtype in float32.
         self._program = ReferenceProgram(
             subgraph.graph, plan(subgraph.graph), StorageTypes({}), CPU
         )
@@ -220,7 +222,7 @@ class _Host(SubgraphRunner):
             results = self._program.run_or_stop(
                 self._device.fetch(given), [scalars[k] for k in subgraph.scalars]
             )
-        except Stopped as stopped:  # what it was given is still on the device
+        except Stopped as stopped:  # its inputs are still on the device
             stopped.values.update(zip(subgraph.graph.inputs, given, strict=True))
             raise
         if self._sent:
@@ -231,7 +233,7 @@ class _Host(SubgraphRunner):
 
 
 class _Compiled(SubgraphRunner):
-    """Runs a subgraph as one XLA program, or as several once one of its ops turned out not to be lowered."""
+    """Runs a subgraph as one XLA program. If an op of it turns out not to be lowered, the subgraph is split again."""
 
     def __init__(self, subgraph: Subgraph, device: XlaDevice) -> None:
         super().__init__(subgraph)
@@ -243,7 +245,7 @@ class _Compiled(SubgraphRunner):
             (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind])
             for kind in kinds(subgraph.scalar_types)
         ]
-        self._numbers: list[tuple[Any, ...]] = []  # of the last run, and as they were sent
+        self._numbers: list[tuple[Any, ...]] = []  # the scalars in `_vectors_sent`
         self._vectors_sent: list[Tensor] = []
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
@@ -259,7 +261,7 @@ class _Compiled(SubgraphRunner):
                 )
                 stopped.values.update(self._kept(given, is_written))
                 raise
-            except Refused:  # LOWERING knows by now
+            except Refused:  # LOWERING has noted the op
                 numbers = [scalars[k] for k in subgraph.scalars]
                 varied = frozenset(range(len(numbers)))
                 self._chain = _chain(subgraph.graph, numbers, varied, self._device)
@@ -272,7 +274,7 @@ class _Compiled(SubgraphRunner):
         values.update(zip(subgraph.outputs, results, strict=True))
 
     def _kept(self, given: Sequence[Any], is_written: bool) -> dict[int, Any]:
-        """The inputs, without those that a failed launch was given to write if it may have written them."""
+        """Number -> data of the inputs; if `is_written`, without the donated ones, which may be overwritten."""
         graph = self.subgraph.graph
         return {
             number: data
@@ -281,7 +283,7 @@ class _Compiled(SubgraphRunner):
         }
 
     def _stopped(self, failure: NodeFailure, given: Sequence[Any]) -> Stopped:
-        """A failure of the chain as one of the subgraph. Earlier versions of outputs stand for the inputs they were."""
+        """A failure of the split subgraph as `Stopped`; an output's earlier version is stored as the input it was."""
         graph = self.subgraph.graph
         chains = origins(graph.nodes, graph.outputs)
         left = {
@@ -292,7 +294,7 @@ class _Compiled(SubgraphRunner):
         return Stopped(node, {**self._kept(given, is_written=True), **left})
 
     def _on_device(self, given: Sequence[Any], scalars: Sequence[Any]) -> list[Tensor]:
-        """Return the inputs with the vectors of scalars; what is on the host is sent in one transfer."""
+        """Inputs of the program, with the vectors of scalars; those on the host are uploaded in one transfer."""
         numbers = [tuple(scalars[k] for k in positions) for _, positions in self._vectors]
         are_new = numbers != self._numbers
         vectors = self._vectors_sent
@@ -310,11 +312,11 @@ class _Compiled(SubgraphRunner):
         return inputs
 
     def _launched(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Run the program; make it first.
+        """Results of the program, which is traced at the first call.
 
         Raises:
             Refused: an op is not lowered; nothing has run.
-            Stopped: XLA could not compile it, or it failed.
+            Stopped: XLA could not compile the program, or it failed.
         """
         try:
             if self._launch is None:

@@ -1,8 +1,8 @@
 """A subgraph as one XLA program: traced once on the tensors of a run, then launched on those of each run.
 
-Tracing runs the subgraph on torch_xla's tensors. The trace tells the program's operands and results: inputs in the
-order of the library, constants, outputs that are inputs unchanged, outputs that are one value. Donated inputs give
-their memory to outputs. Used by `executor`.
+A trace calls the nodes on torch_xla's tensors (`compile.retrace`). It shows the inputs of the program, in the library's
+order, and the source of each output: a result, an input or a constant. Several outputs may have one source; it is
+copied for all but the first. The memory of donated inputs is reused for results. Used by `executor`.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class _From(enum.Enum):
 
 
 class Launch:
-    """A traced subgraph and how to launch it: which tensors its program takes, which outputs it gives.
+    """The program of a subgraph: its inputs, and the source of each output.
 
     Args:
         subgraph: the subgraph.
-        inputs: what it is traced on: data of this run, on the device.
+        inputs: data of this run, on the device, for the trace.
     """
 
     def __init__(self, subgraph: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]) -> None:
         self._device = device
         library = self._library = device.library
         with TRACING, torch.no_grad():
-            device.synchronize()  # what is still being computed has no handle yet
+            device.synchronize()  # data that are being computed have no handle yet
             library._xla_set_default_device(device.name)
             try:
                 self._make(subgraph, inputs)
@@ -64,10 +64,10 @@ class Launch:
     def _make(self, subgraph: Subgraph, inputs: Sequence[Tensor]) -> None:
         """Trace and compile."""
         replay, outputs = _trace(subgraph, self._device, inputs)
-        # Not before: an op that ran on the host while it was traced may have given its operands others.
+        # Read after the trace: an op that ran on the host during it may have changed the handles of its operands.
         handles = self._library._get_tensors_handle(list(inputs))
         assert len(set(handles)) == len(handles), "two inputs share one buffer"
-        # Replicas run one program, or wait for each other for ever.
+        # Replicas that launched different programs would wait for each other forever, so the plans name the program.
         shape = _shape_of(subgraph.graph)
         program = "x".join(map(str, shape[1:]))
         self._plans = {g: f"{plan}; program {program}" for g, plan in replay.plans.items()}
@@ -85,7 +85,7 @@ class Launch:
         handles: list[int],
         shape: tuple[int, ...],
     ) -> None:
-        """Compile what computes the outputs; `shape` is the graph's own."""
+        """Compile the program; `shape` is unique to the graph (`_shape_of`)."""
         library = self._library
         index = {handle: k for k, handle in enumerate(handles)}
         sources = {
@@ -112,17 +112,17 @@ class Launch:
         self._takes: list[int | Tensor] = []
         if not computed:
             return
-        # The library's hash of a graph does not tell inputs of one shape apart: (x * y, -x) and (x * y, -y) would be
-        # one program. So each subgraph has a result of no elements, whose shape is its own.
+        # The library's hash of a graph does not distinguish inputs of equal shape: (x * y, -x) and (x * y, -y) would be
+        # one program. So each program has an extra result without elements, whose shape is unique.
         computed.append(torch.zeros(shape, device=self._device.name))
         _, leaves = library._get_tensors_xla_device_data_node(computed)
         for leaf, handle in zip(leaves, library._get_tensors_handle(leaves), strict=True):
-            self._takes.append(index.get(handle, leaf))  # a leaf of its own is a constant
+            self._takes.append(index.get(handle, leaf))  # a leaf that is no input is a constant
         self._hash = library._get_graph_hash(computed)
         library._xla_warm_up_cache(computed, [])
 
     def _known(self, t: Tensor, index: Mapping[int, int]) -> tuple[_From, int]:
-        """Find where an output comes from that a program would not compute: a copy of an input, or a filled tensor."""
+        """Source of an output that the program does not compute: an input, or a constant such as a filled tensor."""
         _, (leaf,) = self._library._get_tensors_xla_device_data_node([t])
         (handle,) = self._library._get_tensors_handle([leaf])
         if handle in index:
@@ -154,9 +154,9 @@ class Launch:
 
 
 def _shape_of(graph: Graph) -> tuple[int, ...]:
-    """Return the shape of no elements that stands for a graph: 60 bits of its digest.
+    """Shape without elements that identifies a graph by 60 bits of its digest.
 
-    Replicas run one program, but each may call its group by another name.
+    Replicas run the same program but may name the group differently, so names of groups are not digested.
     """
     nodes = tuple(
         dataclasses.replace(node, args=node.args[:-1]) if node.op in collective.OPS else node
@@ -170,7 +170,7 @@ def _shape_of(graph: Graph) -> tuple[int, ...]:
 def _trace(
     subgraph: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]
 ) -> tuple[_Retrace, tuple[Tensor, ...]]:
-    """Return the outputs, and what made them."""
+    """The retrace of a subgraph, and its outputs."""
     while True:
         device.collectives.begin()
         replay = _Retrace(subgraph, device)
@@ -181,7 +181,7 @@ def _trace(
 
 
 class _Again(BaseException):
-    """An op is to be traced as what it consists of."""
+    """The trace is to be repeated, with the decomposition of an op."""
 
 
 class _Retrace(Retrace):
@@ -212,7 +212,7 @@ class _Retrace(Retrace):
             raise Refused(str(node.op), "torch_xla does not lower it")
 
     def _check(self, node: Node) -> None:
-        """Check that a node's results are as recorded, and convert them to its dtypes."""
+        """Check that a node's results have the recorded shapes, and convert them to the recorded dtypes."""
         for i, meta in enumerate(node.outs):
             if meta is None:
                 continue
@@ -224,10 +224,10 @@ class _Retrace(Retrace):
             self._values[node.first + i] = self.laid_out(t, meta)
 
     def refuse_what_is_not_lowered(self) -> None:
-        """Find the first node that cannot be lowered after all.
+        """Find the first traced node that XLA cannot lower, and note it in `LOWERING`.
 
         Raises:
-            Refused: there is one.
+            Refused: there is such a node.
         """
         nodes = self._subgraph.graph.nodes
         good, bad = 0, len(nodes)
@@ -262,7 +262,7 @@ class _Retrace(Retrace):
         return (op if rule is None else rule)(*args, **kwargs)
 
     def _draw(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Make a draw's numbers, and write those that the op writes."""
+        """Result of a random draw; the operands that the op writes are written."""
         key = kwargs.pop("generator")
         drawn = DRAWS[node.op](key, *args, **kwargs)
         results = list(drawn) if isinstance(drawn, tuple) else [drawn]
@@ -277,12 +277,12 @@ class _Retrace(Retrace):
         return t if t.dtype is meta.dtype else t.to(meta.dtype)
 
     def _ran_on_host(self) -> set[tuple[str, int]]:
-        """Return the names of the ops that torch_xla ran on the host so far, and how often it did."""
+        """Names of the ops that torch_xla has run on the host so far, with their counts."""
         names = [name for name in self._library._xla_counter_names() if name.startswith("aten::")]
         return {(name, self._library._xla_counter_value(name)) for name in names}
 
 
 def _written(op: torch._ops.OpOverload) -> list[int]:
-    """Return the positions of the operands that an op writes."""
+    """Positions of the operands that an op writes."""
     infos = [a.alias_info for a in op._schema.arguments]
     return [i for i, info in enumerate(infos) if info is not None and info.is_write]

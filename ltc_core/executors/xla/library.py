@@ -1,8 +1,8 @@
-"""torch_xla's native library, loaded for the executor that runs on it.
+"""Loads torch_xla's native library, and sets the environment variables that it reads.
 
-Only the library (`_XLAC`) is loaded and not the package around it, which patches PyTorch and starts other things: 0.1 s
-instead of 3, and the name `torch_xla` stays free for scripts that expect the old package. What the library reads from
-the environment is set here before it is loaded; names that the user set are left alone. Used by `device`.
+Only the library (`_XLAC`) is loaded, not the Python package, which patches PyTorch and starts other things: 0.1 s
+instead of 3, and the name `torch_xla` stays free for scripts that expect the old package. Variables that the user has
+set are kept, except for CPU_NUM_DEVICES, XLA_USE_BF16 and XLA_DOWNCAST_BF16. Used by `device`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ltc_core.tpu_chips import has_megacores
 
 __all__ = ["load"]
 
-# Flags that torch_xla sets too. Fast math would not give eager's numbers.
+# Flags that torch_xla's package sets too. With fast math, numbers would differ from eager's.
 _XLA_FLAGS = {"xla_cpu_enable_fast_math": "false"}
 _LIBTPU_FLAGS = {
     "xla_latency_hiding_scheduler_rerun": "1",
@@ -40,10 +40,11 @@ _HOW_TO_GET_IT = "pip install '.[tpu]' in an environment of its own: torch_xla 2
 
 @functools.cache
 def load() -> Any:
-    """Return torch_xla's library, initialised.
+    """torch_xla's library, initialised.
 
     Raises:
-        DeviceError: it is not there, does not fit this torch, or cannot be loaded; chips cannot be told apart.
+        DeviceError: it is not installed, does not fit this torch or cannot be loaded; or the chip of this process
+            cannot be determined.
 
     Cost:
         0.1 s; the first use of a device then starts PJRT's client.
@@ -93,16 +94,16 @@ def _check_name() -> None:
 
 
 def _prepare_environment() -> None:
-    """Set what the library, XLA and libtpu read when they are loaded."""
+    """Set the variables that the library, XLA and libtpu read when they are loaded."""
     environ = os.environ
     kind = environ.setdefault("PJRT_DEVICE", hardware_kind())
     environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     environ.setdefault("GRPC_VERBOSITY", "ERROR")
     _add_flags("XLA_FLAGS", _XLA_FLAGS)
-    for theirs, ours in _STORED_NARROW.items():  # the library would do it a second time
+    for theirs, ours in _STORED_NARROW.items():  # else the library would narrow dtypes as well
         if theirs in environ:
             environ.setdefault(ours, environ.pop(theirs))
-    if kind.upper() == "CPU":  # its programs can be written to disk, and not be read again
+    if kind.upper() == "CPU":  # no cache on disk: programs for the CPU cannot be read back
         environ["CPU_NUM_DEVICES"] = str(settings.num_devices)
         if settings.num_devices > 1:
             _prepare_cpu_replicas()
@@ -117,11 +118,12 @@ def _prepare_environment() -> None:
 
 
 def _prepare_cpu_replicas() -> None:
-    """Let the programs of all devices run at the same time: their collectives wait for each other.
+    """Make the programs of all devices run at the same time, because their collectives wait for each other.
 
-    The CPU client runs what one thread launches one after the other, and torch_xla launches in the threads of a pool:
-    the device that got the thread of another one waited for it, and that one for the collective, until XLA ended the
-    process. A client that is not asynchronous runs a program in the thread itself, which so takes no other.
+    The asynchronous CPU client runs the programs that one thread launches one after the other, and torch_xla launches
+    in a thread pool. If two devices got the same thread, one program waited for the thread and the other for the
+    collective, until XLA ended the process. The synchronous client runs a program in the launching thread, so that
+    thread launches no other meanwhile.
     """
     os.environ.setdefault("PJRT_CPU_ASYNC_CLIENT", "0")
     num_threads = (os.cpu_count() or 1) + settings.num_devices
@@ -142,7 +144,7 @@ def _prepare_tpu() -> None:
 
 
 def _add_flags(name: str, flags: dict[str, str]) -> None:
-    """Add flags to a variable, but those that it has."""
+    """Add flags to a variable, except for flags that it already has."""
     words = os.environ.get(name, "").split()
     known = {word.lstrip("-").partition("=")[0] for word in words}
     words += [f"--{flag}={value}" for flag, value in flags.items() if flag not in known]

@@ -1,8 +1,8 @@
-"""What torch_xla lowers, and what it does not, or wrongly.
+"""How each op is traced: by torch_xla's lowering, by a rule, by PyTorch's decomposition, or not at all (on the host).
 
-Most of it is learned while subgraphs are traced: ops without a lowering, calls whose result has another shape than the
-recorded one, calls that XLA refuses. What gives wrong numbers has a rule in `rules`. An op without a lowering is
-traced as what it consists of, where PyTorch knows that; else it runs on the host. Used by `executor` and `launch`.
+Most of it is learned during traces: ops without a lowering, calls whose result has another shape than recorded, calls
+that XLA refuses. Ops that torch_xla lowers to wrong numbers have a rule in `rules`. An op without a lowering is
+decomposed if PyTorch has a decomposition; else it runs on the host. Used by `executor` and `launch`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _Op = torch._ops.OpOverload
 _Metas = Mapping[int, TensorMeta]
 
-# Views that are copies when they are traced: what is written through them would be lost, or go to the wrong place.
+# Views that torch_xla traces as copies: a write through one would be lost, or go to wrong elements.
 _COPIES = frozenset(
     {
         aten._conj.default,
@@ -38,7 +38,7 @@ _COPIES = frozenset(
 
 
 class _Noted:
-    """Ops, and calls of ops: those of the same shapes, dtypes and arguments are one call."""
+    """A set of ops, and of calls of ops. Calls with equal shapes, dtypes and arguments are one call."""
 
     def __init__(self) -> None:
         self.ops: set[_Op] = set()
@@ -56,11 +56,11 @@ class _Noted:
 
 
 class _Lowering:
-    """What is known so far; one for the process, as torch_xla is."""
+    """What is known of torch_xla's lowerings so far; one for the process."""
 
     def __init__(self) -> None:
         self._refused = _Noted()  # run on the host
-        self._spelled = _Noted()  # traced as what they consist of
+        self._spelled = _Noted()  # traced as PyTorch's decomposition
 
     @property
     def refused_ops(self) -> frozenset[str]:
@@ -74,7 +74,7 @@ class _Lowering:
         return self._refused.has(node, metas)
 
     def rule(self, node: Node, metas: _Metas) -> Callable[..., Any] | None:
-        """Return what a node is traced as; None: its op."""
+        """Function that is traced for a node; None for its op."""
         if self._spelled.has(node, metas):
             return decomposition_table[node.op]
         return RULES.get(node.op)
@@ -84,9 +84,9 @@ class _Lowering:
         self._refused.note_call(node, metas)
 
     def learn(self, node: Node, metas: _Metas, on_host: Set[str]) -> bool:
-        """Learn from a node for which torch_xla ran ops on the host; tell whether it can be traced otherwise.
+        """Note a node for which torch_xla ran ops on the host; whether its decomposition can be traced instead.
 
-        An op without a kernel never is lowered; with one, the next call may be.
+        An op without an XLA kernel is never lowered. If it has one, only calls like this one are not lowered.
         """
         is_lowered = node.op.has_kernel_for_dispatch_key(torch._C.DispatchKey.XLA)
         never = not is_lowered and f"aten::{node.op._opname}" in on_host
@@ -106,7 +106,7 @@ def _writes_through_copy(node: Node) -> bool:
 
 
 def _call(node: Node, metas: _Metas) -> tuple[Any, ...]:
-    """Describe a call without the numbers of its operands."""
+    """Key of a call: op and arguments, with metas in place of the operands."""
 
     def described(item: Any) -> Any:
         if isinstance(item, Ref):

@@ -1,7 +1,7 @@
-"""Calls that torch_xla lowers wrongly, and what is traced instead: each rule with what is wrong.
+"""Rules for the ops that torch_xla lowers wrongly: what is traced instead.
 
-A rule is called as its op would be. What cannot be said in other ops raises `_Wrong`, and the call runs on the host.
-Used by `lowering`.
+A rule takes the arguments of its op. If a call cannot be expressed in other ops, the rule raises `_Wrong`, and the call
+runs on the host. The comments in `RULES` say what torch_xla does wrong. Used by `lowering`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _Op = torch._ops.OpOverload
 
 
 class _Wrong(Exception):
-    """A call that torch_xla would lower to something else."""
+    """A call that torch_xla would lower wrongly."""
 
 
 def _unless(op: _Op, is_wrong: Callable[[dict[str, Any]], bool], why: str) -> Callable[..., Any]:
-    """Return a function that calls `op`; with some arguments the op runs on the host."""
+    """Rule that calls `op`, or raises `_Wrong` if `is_wrong` is true of its arguments."""
     names = [argument.name for argument in op._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def _has_divisor(given: dict[str, Any]) -> bool:
 
 
 def _has_other_scale(given: dict[str, Any]) -> bool:
-    """Whether an image is scaled by something else than the ratio of the sizes."""
+    """Whether an image is scaled by another factor than the ratio of the sizes."""
     x = given.get("self")
     sizes = given["input_size"] if x is None else x.shape
     pairs = zip(given["output_size"], sizes[2:], strict=True)
@@ -87,7 +87,7 @@ def _native_batch_norm_backward(
 
 
 def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
-    """Divide; whole numbers exactly. Each round leaves the error of a float32 division, a part in 2**23."""
+    """Division, exact for integers: each round divides the rest as float32, which leaves an error of 1 in 2**23."""
     operands = [t for t in (x, y) if isinstance(t, Tensor)]
     dtype = torch.result_type(x, y)
     if rounding_mode is None or dtype.is_floating_point or dtype is torch.bool:
@@ -110,7 +110,7 @@ def _power(x: Any, exponent: Any) -> Any:
     result = torch.pow(x, exponent)
     if result.is_floating_point() or result.is_complex():
         return result
-    if not isinstance(exponent, Tensor):  # a negative one is an error
+    if not isinstance(exponent, Tensor):  # PyTorch refuses negative integer scalars
         return result
     is_odd = (exponent % 2) != 0
     sign = torch.where(is_odd, -1, 1)
@@ -123,7 +123,7 @@ def _power(x: Any, exponent: Any) -> Any:
 
 
 def _strided_places(x: Tensor, size: Any, stride: Any, offset: int | None) -> Tensor:
-    """Return the position of each element of a strided view in the packed tensor."""
+    """Position of each element of a strided view in the packed tensor."""
     at = torch.full((), offset or 0, dtype=torch.int64, device=x.device)
     for n, step in zip(size, stride, strict=True):
         at = at.unsqueeze(-1) + torch.arange(n, device=x.device) * step
@@ -143,7 +143,7 @@ def _as_strided_scatter(
 
 
 def _diagonal_places(x: Tensor, offset: int, dim1: int, dim2: int) -> tuple[Tensor, Tensor]:
-    """Return a tensor with a matrix's elements in its last dim, and which of them are the diagonal."""
+    """`x` with the matrices flattened into the last dim, and the positions of the diagonal there."""
     rows, columns = x.shape[dim1], x.shape[dim2]
     first_row, first_column = max(-offset, 0), max(offset, 0)
     count = max(min(rows - first_row, columns - first_column), 0)
@@ -186,7 +186,7 @@ def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
 def _index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
-    """Write one value where a mask says so; that of several is of a size that only the device knows."""
+    """Write one value under a mask, by `where`. Several values need indices, whose number only the device knows."""
     if len(indices) == 1 and not accumulate and values.numel() == 1:
         (mask,) = indices
         if mask is not None and mask.dtype is torch.bool:
@@ -196,7 +196,7 @@ def _index_put(
 
 
 def _nll_loss(op: _Op) -> Callable[..., Any]:
-    """One sample without a batch ends the process."""
+    """torch_xla's lowering of one sample without a batch dim ends the process."""
     return _unless(op, lambda given: given["self"].dim() == 1, "it has no batch")
 
 
@@ -207,27 +207,27 @@ def _of_extreme_power(given: dict[str, Any]) -> bool:
 _DIVISOR = "it ignores divisor_override"
 _SCALE = "it takes the ratio of the sizes for the scale"
 RULES: dict[_Op, Callable[..., Any]] = {
-    # Not lowered, which would else be learned while the first subgraph that has it is traced: one program more.
+    # It is not lowered. Without this row, the first trace with it would learn that at the cost of one more program.
     aten.native_layer_norm_backward.default: decomposition_table[
         aten.native_layer_norm_backward.default
     ],
-    # The gradient by the result is computed as that by the operand.
+    # With is_result=True, it takes the result for the operand.
     aten.elu_backward.default: decomposition_table[aten.elu_backward.default],
-    # It takes the batch's mean and variance where the running ones are meant.
+    # In eval mode, it uses the mean and variance of the batch instead of the running ones.
     aten.native_batch_norm_backward.default: _native_batch_norm_backward,
-    # Of a view it is that of the whole; dense strides in another order go to other places.
+    # Of a view, it strides over the whole tensor; with dense strides in another order it addresses other elements.
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
-    # That of the first two of more dims is another one.
+    # Wrong for the first two of more than two dims.
     aten.diagonal.default: _diagonal,
     aten.diagonal_scatter.default: _diagonal_scatter,
     aten.diagonal_backward.default: _diagonal_backward,
-    # A view of a view is another one.
+    # Wrong for a view of a view.
     aten.unfold.default: _unfold,
-    # With a mask it runs on the host, whatever it writes.
+    # With a mask it runs on the host, even if it writes one value.
     aten.index_put.default: _index_put,
     aten.index_put_.default: _in_place(_index_put),
-    # Whole numbers are divided as float32.
+    # It divides integers as float32.
     aten.div.Tensor_mode: _divide,
     aten.div.Scalar_mode: _divide,
     aten.div_.Tensor_mode: _in_place(_divide),
@@ -236,12 +236,12 @@ RULES: dict[_Op, Callable[..., Any]] = {
     aten.floor_divide.Scalar: _floor_divide,
     aten.floor_divide_.Tensor: _in_place(_floor_divide),
     aten.floor_divide_.Scalar: _in_place(_floor_divide),
-    # It divides, which rounds negative numbers up.
+    # It divides instead of shifting, which rounds negative numbers up.
     aten.__rshift__.Tensor: torch.bitwise_right_shift,
     aten.__rshift__.Scalar: torch.bitwise_right_shift,
     aten.__irshift__.Tensor: _in_place(torch.bitwise_right_shift),
     aten.__irshift__.Scalar: _in_place(torch.bitwise_right_shift),
-    # -1 to a negative power is 0.
+    # It returns 0 for -1 to a negative integer power.
     aten.pow.Tensor_Tensor: _power,
     aten.pow.Scalar: _power,
     aten.pow_.Tensor: _in_place(_power),

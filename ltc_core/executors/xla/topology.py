@@ -1,8 +1,9 @@
-"""Which chip of a TPU host a process gets, as the variables that libtpu reads when its client is made.
+"""The chip of a TPU host that a process gets, as variables that libtpu reads when its client is made.
 
-In comes the environment of a process of a job, out go the PJRT_* and TPU_* names to set before the client is made. The
-facts of the host come from its metadata server or from variables, the chips are counted on the PCI bus.
-A chip of v2, v3 or v7x has two devices: its process sees both, and torch_xla gives each a thread. Others have one.
+In: the environment of a process of a job. Out: the PJRT_* and TPU_* variables to set before the client is made. The
+facts of the host come from its metadata server or from variables; chips are counted on the PCI bus. A chip of v2, v3 or
+v7x has two devices: its process sees both, and torch_xla runs a thread for each. Other chips have one. Called by
+`library`.
 
 Source: `torch_xla/_internal/tpu.py` and `pjrt.py` of torch_xla 2.9. Checked against these, and not on a TPU.
 """
@@ -28,7 +29,7 @@ _BY_HAND = (
     "TPU_HOST_BOUNDS=1,1,1, TPU_CHIPS_PER_HOST_BOUNDS=2,4,1, TPU_WORKER_ID=0, TPU_WORKER_HOSTNAMES=localhost"
 )
 
-# A fact: what it is called in the metadata (of a TPU VM, of a plain VM with chips), and as a variable.
+# Fact -> its names in the metadata (of a TPU VM, of a plain VM with chips), and its names as a variable.
 _FACTS = {
     "type": (("ACCELERATOR_TYPE", "TPU_ACCELERATOR_TYPE"), ("TPU_ACCELERATOR_TYPE",)),
     "worker": (("WORKER_ID", "TPU_WORKER_ID"), ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")),
@@ -42,7 +43,7 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class TpuHost:
-    """A slice as one of its hosts knows it; `shape` counts the chips of the slice along each axis."""
+    """A TPU slice, seen from one of its hosts; `shape` is the number of chips of the slice along each axis."""
 
     type: str
     generation: int
@@ -58,10 +59,10 @@ class TpuHost:
 def read_tpu_host(
     environ: Mapping[str, str], server: str = "metadata.google.internal", timeout_s: float = 5.0
 ) -> TpuHost:
-    """Read the facts of this host: from variables if TPU_SKIP_MDS_QUERY is set (as on GKE), else from its metadata.
+    """Facts of this host: from variables if TPU_SKIP_MDS_QUERY is set (as on GKE), else from its metadata server.
 
     Raises:
-        DeviceError: a fact is missing, or cannot be understood.
+        DeviceError: a fact is missing or malformed, or the server cannot be read.
 
     Cost: two requests to the metadata server.
     """
@@ -90,7 +91,8 @@ def read_tpu_host(
         ]
         x, y, z = (int(a) * int(b) for a, b in zip(*bounds, strict=True))
     else:
-        # Their metadata has no bounds. Hosts have eight cores on 2 x 2 chips: v3-32 is 2 x 2 hosts, v3-64 is 2 x 4.
+        # The metadata of v2 and v3 has no bounds. A host has eight cores on 2 x 2 chips: v3-32 is 2 x 2 hosts, v3-64 is
+        # 2 x 4.
         count = max(int(kind[2]) // 8, 1)
         across = 2 ** ((count.bit_length() - 1) // 2)
         x, y, z = 2 * across, 2 * (count // across), 1
@@ -108,20 +110,20 @@ def chip_variables(
     read: Callable[[Mapping[str, str]], TpuHost] = read_tpu_host,
     count: Callable[[], int] = count_chips,
 ) -> dict[str, str]:
-    """Return the variables to set in this process before the client is made, less those that `environ` has.
+    """Variables to set in this process before the client is made, without those that `environ` has.
 
     Empty if PJRT_DEVICE is not TPU. Several processes of a host get one chip each, in the order of LTC_DEVICES, and
-    form one slice with those of the other hosts; ports from 8476 on, one for each, must be free. A single process gets
-    the chip that LTC_DEVICE_ORDINAL or LTC_DEVICES names, as a slice of its own; if none is named nothing is set, and
-    it sees all chips of its host. If the TPU has several hosts, such a client waits until each of them runs one.
-    torch_xla does so for threads, while its `spawn` with one process takes chip 0 alone.
+    form one slice with the processes of the other hosts; ports from 8476 on, one for each process, must be free. A
+    single process gets the chip that LTC_DEVICE_ORDINAL or LTC_DEVICES names, as a slice of its own. If none is named,
+    nothing is set, and the process sees all chips of its host; on a TPU of several hosts, such a client waits until
+    each host runs one. torch_xla does the same for threads, but its `spawn` with one process takes chip 0 alone.
 
     Args:
-        read: gives the facts of the host; called in one of several processes only.
-        count: gives the chips on the PCI bus; 0 if they cannot be seen.
+        read: returns the facts of the host; called only if the host runs several processes.
+        count: returns the number of chips on the PCI bus; 0 if they cannot be seen.
 
     Raises:
-        DeviceError: processes and chips do not match, there is no such chip, or the facts cannot be read.
+        DeviceError: processes and chips do not match, a named chip does not exist, or the facts cannot be read.
     """
     if environ.get("PJRT_DEVICE", "").split("_")[0].upper() != "TPU":
         return {}
@@ -133,7 +135,7 @@ def chip_variables(
         "TPU_VISIBLE_CHIPS": str(process.chip),
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
         "TPU_PROCESS_BOUNDS": "1,1,1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # by processes of one host
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # loaded by each process of the host
     }
     tpu = None
     if process.local_world_size > 1:
@@ -143,7 +145,7 @@ def chip_variables(
         tpu = None if environ.keys() >= _OF_SLICE else read(environ)
     _check_chips(process, count() or (tpu.num_chips if tpu else 0))
     if tpu is not None:
-        if "TPU_PROCESS_BOUNDS" not in environ:  # whoever sets it says how chosen chips lie
+        if "TPU_PROCESS_BOUNDS" not in environ:  # else the user has chosen chips of the slice
             _check_slice(process, tpu)
         found |= _of_slice(process, tpu)
     return {name: value for name, value in found.items() if name not in environ}
@@ -161,7 +163,7 @@ def _of_slice(process: _Process, tpu: TpuHost) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Process:
-    """Its ranks, as `ltc_dist.job.ranks` reads and checks them, and its chip, as `settings.device_ordinal` says."""
+    """Ranks of a process, as `ltc_dist.job.ranks` reads and checks them; its chip, as in `settings.device_ordinal`."""
 
     local_rank: int
     local_world_size: int
@@ -181,7 +183,7 @@ class _Process:
             local_rank = number("LOCAL_RANK", number("RANK", 0) % local_size)
         else:
             size, local_rank = number("SLURM_NTASKS", 1), number("SLURM_LOCALID", 0)
-            # The hosts of a TPU have the same number of processes.
+            # All hosts of a TPU run the same number of processes.
             local_size = max(size // max(number("SLURM_NNODES", 1), 1), 1)
         named = dict(enumerate(environ.get("LTC_DEVICES", "").split(",")))
         chips = [int(named[k]) if named.get(k, "").strip() else k for k in range(local_size)]
@@ -190,12 +192,12 @@ class _Process:
 
     @property
     def place(self) -> int:
-        """Its place among those of its host, whose order is that of the chips, as in torch_xla."""
+        """Index of the process among those of its host, in the order of their chips, as in torch_xla."""
         return sorted(self.chips).index(self.chip) if self.chip in self.chips else self.local_rank
 
 
 def _check_chips(process: _Process, num_chips: int) -> None:
-    """Compare with the chips of this host; 0 if their number is not known."""
+    """Check processes and chip numbers against the chips of this host; `num_chips` is 0 if it is not known."""
     if 0 < num_chips < process.local_world_size:
         raise DeviceError(
             "this host has fewer TPU chips than processes, and each process takes one",
@@ -217,7 +219,7 @@ def _check_chips(process: _Process, num_chips: int) -> None:
 
 
 def _check_slice(process: _Process, tpu: TpuHost) -> None:
-    """Compare with the whole slice: libtpu waits for processes that nobody starts."""
+    """Check that the job has a process for each chip of the slice: libtpu would wait for missing ones."""
     size, hosts = math.prod(tpu.shape), len(tpu.hosts)
     if process.local_world_size * hosts != size:
         raise DeviceError(
