@@ -24,6 +24,7 @@ __all__ = [
     "base_name",
     "kinds",
     "rule_for",
+    "same_scalar",
     "takes_scalar",
     "vector_metas",
 ]
@@ -51,6 +52,13 @@ def takes_scalar(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
         return False
     changes = base_name(op) in _CHANGING or op._opname in FUSED_OPTIMIZERS
     return varied or (type(value) is float and changes)
+
+
+def same_scalar(a: Any, b: Any) -> bool:
+    """Whether two scalars have one type and value; nan is nan, and 0.0 is not -0.0."""
+    if type(a) is not type(b):
+        return False
+    return (a == b and (bool(a) or repr(a) == repr(b))) or (a != a and b != b)
 
 
 def kinds(types: Sequence[type]) -> list[type]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.compile.scalar_inputs import same_scalar
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.base import NodeFailure, Remains, Stopped
 from ltc_core.executors.reference import ReferenceProgram, rest_runner
@@ -91,7 +92,7 @@ class PartitionedProgram:
 
     def fits(self, scalars: Sequence[Any]) -> bool:
         """Whether the scalars of this run have the values that the program was compiled for."""
-        return all(_same(scalars[k], v) for k, v in self._constants.items())
+        return all(same_scalar(scalars[k], v) for k, v in self._constants.items())
 
     def run_in_steps(
         self, inputs: Sequence[Any], scalars: Sequence[Any]
@@ -165,10 +166,6 @@ def _frees(graph: Graph, subgraphs: Sequence[Subgraph]) -> list[list[int]]:
         kept.update(gone)
         frees.append(gone)
     return frees[::-1]
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 class EagerRunner(SubgraphRunner):

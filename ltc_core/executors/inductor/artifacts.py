@@ -173,10 +173,12 @@ class Artifacts:
         for entry in sorted(entries, key=lambda entry: entry.used):
             if total <= limit_bytes or entry.used > oldest_kept:
                 break
-            if entry.is_artifact:
-                evicted += self._remove(entry.path)
-            else:
+            if not entry.is_artifact:
                 entry.path.unlink(missing_ok=True)
+            elif not self._remove(entry.path):
+                continue
+            else:
+                evicted += 1
             total -= entry.size
         return evicted
 

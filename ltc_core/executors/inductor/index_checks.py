@@ -124,8 +124,8 @@ _INDEXED: dict[str, Find] = {
     "_unsafe_index_put": _fancy,
 }
 _SAME_VALUES = frozenset({"_to_copy", "alias", "clone", "lift_fresh", "_unsafe_view"})
-# Ops whose results index a dim of their first operand.
-_COUNT_A_DIM = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk"})
+# Ops with a result that indexes a dim of their first operand -> the position of that result.
+_RETURN_INDICES = {"argmax": 0, "argmin": 0, "argsort": 0, "max": 1, "min": 1, "sort": 1, "topk": 1}
 
 
 def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
@@ -171,12 +171,18 @@ def _source(value: int, maker: dict[int, Node], metas: Metas, high: int) -> int 
             value = next(references(node))
         elif name == "arange":
             return -1 if _arange_fits(node, high) else None
-        elif name in _COUNT_A_DIM:
-            operand = metas[next(references(node))]
-            return -1 if max(operand.size, default=1) <= high + 1 else None
+        elif value - node.first == _RETURN_INDICES.get(name):
+            return -1 if _num_indexed(node, name, metas) <= high + 1 else None
         else:
             return None
     return value
+
+
+def _num_indexed(node: Node, name: str, metas: Metas) -> int:
+    """Number of elements that the indices returned by an op count; at most that of the largest dim."""
+    size = metas[next(references(node))].size
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return size.numel() if name in ("argmax", "argmin") and dim is None else max(size, default=1)
 
 
 def _arange_fits(node: Node, high: int) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ltc_core import metrics
-from ltc_core.compile.scalar_inputs import vector_metas
+from ltc_core.compile.scalar_inputs import same_scalar, vector_metas
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.errors import listed
 from ltc_core.executors.base import Program, Remains, run_to_end
@@ -98,9 +98,9 @@ class TieredProgram(Program):
         """Note which scalars differ from those of the first run."""
         if self._numbers is None:
             self._numbers = list(scalars)
-        elif self._numbers != scalars:
-            pairs = zip(self._numbers, scalars, strict=True)
-            self._varied.update(k for k, (a, b) in enumerate(pairs) if a != b)
+            return
+        pairs = zip(self._numbers, scalars, strict=True)
+        self._varied.update(k for k, (a, b) in enumerate(pairs) if not same_scalar(a, b))
 
     def _compiled(self, scalars: Sequence[Any]) -> PartitionedProgram | None:
         """Compiled program for these scalars; None if it is not built yet, and then it may be requested."""
@@ -126,7 +126,7 @@ class TieredProgram(Program):
             return None
         varied, refused = frozenset(self._varied), frozenset(_refused_ops)
         subgraphs = partition(self.graph, scalars, varied, refused)
-        build = _Build(self, subgraphs, compiler)
+        build = _Build(self, subgraphs, compiler, refused)
         if not build.requests:
             self._given_up = True
             return None
@@ -167,12 +167,15 @@ class TieredProgram(Program):
         metrics.count("CompileRefused")
         say_once(sentence)
 
-    def refuse(self, outcome: Outcome) -> None:
-        """Handle a subgraph that could not be compiled: retry without the refused op, or give up."""
+    def refuse(self, outcome: Outcome, refused: frozenset[str]) -> None:
+        """Handle a subgraph that could not be compiled: retry without the refused op, or give up.
+
+        `refused` are the ops that the build left out; another graph may have refused more of them meanwhile.
+        """
         if outcome.is_dropped:  # the process ends
             self._given_up = True
             return
-        if outcome.op and outcome.op not in _refused_ops:
+        if outcome.op and outcome.op not in refused:
             _refused_ops.add(outcome.op)
             say_once(f"{outcome.op} runs op by op between compiled parts: {outcome.problem}")
             self.retry()
@@ -189,8 +192,13 @@ class _Build:
     """One attempt to compile the subgraphs of a program. Outcomes arrive in the service's thread."""
 
     def __init__(
-        self, program: TieredProgram, subgraphs: list[Subgraph], compiler: CompileService
+        self,
+        program: TieredProgram,
+        subgraphs: list[Subgraph],
+        compiler: CompileService,
+        refused: frozenset[str],
     ) -> None:
+        self._refused = refused
         self._program = weakref.ref(program)
         self._graph = program.graph
         self._hardware = program.hardware
@@ -251,7 +259,7 @@ class _Build:
         self._failed = True
         program = self._program()
         if program is not None:
-            program.refuse(outcome)
+            program.refuse(outcome, self._refused)
         self.done.set()
 
 

@@ -19,7 +19,7 @@ from ltc_core import metrics
 from ltc_core.compile import random_keys
 from ltc_core.compile.initial_state import initial_values, without_operands
 from ltc_core.compile.retrace import Refused
-from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, kinds
+from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, kinds, same_scalar
 from ltc_core.compile.schedule import schedule
 from ltc_core.compile.subgraph import Subgraph, subgraphs_of
 from ltc_core.errors import CollectiveError
@@ -141,7 +141,7 @@ class XlaProgram(Program):
         if self._numbers is None:
             self._numbers = list(scalars)
         pairs = zip(self._numbers, scalars, strict=True)
-        self._varied.update(k for k, (a, b) in enumerate(pairs) if a != b)
+        self._varied.update(k for k, (a, b) in enumerate(pairs) if not same_scalar(a, b))
         if len(self._chains) == _MAX_CHAINS:
             del self._chains[0]
         varied = frozenset(self._varied)

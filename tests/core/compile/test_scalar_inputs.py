@@ -1,12 +1,13 @@
 """Rules for ops whose numbers are inputs: the arithmetic of ATen, with tensors in the numbers' places."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from ltc_core.compile.retrace import apply_rule
-from ltc_core.compile.scalar_inputs import rule_for, takes_scalar
+from ltc_core.compile.scalar_inputs import rule_for, same_scalar, takes_scalar
 from ltc_core.graph.ir import TensorMeta
 
 aten = torch.ops.aten
@@ -89,3 +90,12 @@ def test_learning_rates_are_inputs_and_structure_is_not() -> None:
     assert not takes_scalar(aten.mul.Tensor, 1j, varied=True)
     assert takes_scalar(aten._fused_sgd_.default, 0.1, varied=False)
     assert rule_for(aten.div.Tensor_mode) is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [(1, 1, True), (1, 1.0, False), (1, True, False), (0.0, -0.0, False), (-0.0, -0.0, True), (math.nan, math.nan, True),
+     (0, 0, True), (2.0, 3.0, False), (0j, complex(0.0, -0.0), False)],
+)  # fmt: skip
+def test_same_scalar(a: Any, b: Any, same: bool) -> None:
+    assert same_scalar(a, b) is same

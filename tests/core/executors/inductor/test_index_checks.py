@@ -120,6 +120,21 @@ class TestWhereIndicesComeFrom:
         made = (aten.argmax.default, (Ref(1), 1), INDEX)
         assert self.found(made, meta(*size)) == ([], set() if fits else {1})
 
+    @pytest.mark.parametrize(("size", "fits"), [((3, 3), True), ((2, 5), False)])
+    def test_positions_within_a_flattened_tensor(self, size: tuple[int, ...], fits: bool) -> None:
+        made = (aten.argmax.default, (Ref(1),), meta(dtype=LONG))
+        assert self.found(made, meta(*size)) == ([], set() if fits else {1})
+
+    @pytest.mark.parametrize(("result", "is_known"), [(0, False), (1, True)])
+    def test_values_that_were_sorted_are_no_positions(self, result: int, is_known: bool) -> None:
+        outs = meta(3, dtype=LONG), meta(3, dtype=LONG)
+        nodes = (
+            Node(aten.sort.default, (Ref(1),), {}, 2, outs, result=(0, 1)),
+            Node(aten.embedding.default, (Ref(0), Ref(2 + result)), {}, 4, (meta(3, 4),), result=0),
+        )
+        graph = Graph(nodes, {0: TABLE, 1: INDEX}, (4,))
+        assert find_bounds(graph) == ([], set() if is_known else {1})
+
     def test_arithmetic_is_left_to_the_reference_executor(self) -> None:
         assert self.found((aten.add.Tensor, (Ref(1), Ref(1)), INDEX), INDEX) == ([], {1})
 

@@ -193,16 +193,20 @@ def test_a_graph_that_is_refused_stays_op_by_op(
     assert metrics.counter_value("CompileRefused") == 2
 
 
-def test_an_op_that_is_refused_runs_between_compiled_subgraphs(
-    service: Service, capfd: pytest.CaptureFixture[str]
-) -> None:
+def with_erfinv(first: Any = aten.exp.default) -> TieredProgram:
     nodes = (
-        Node(aten.exp.default, (Ref(0),), {}, 1, (META,), result=0),
+        Node(first, (Ref(0),), {}, 1, (META,), result=0),
         Node(aten.erfinv.default, (Ref(1),), {}, 2, (META,), result=0),
         Node(aten.neg.default, (Ref(2),), {}, 3, (META,), result=0),
     )
     graph = Graph(nodes, {0: META}, (3,))
-    program = TieredProgram(graph, ReferenceExecutor().interpret(graph), torch.device("cpu"))
+    return TieredProgram(graph, ReferenceExecutor().interpret(graph), torch.device("cpu"))
+
+
+def test_an_op_that_is_refused_runs_between_compiled_subgraphs(
+    service: Service, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = with_erfinv()
     x = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     for _ in range(3):
         program.run([x], [])
@@ -214,6 +218,20 @@ def test_an_op_that_is_refused_runs_between_compiled_subgraphs(
     assert service.asked == 3  # the whole, then the two parts around it
     torch.testing.assert_close(got, -x.exp().erfinv())
     assert "aten.erfinv.default runs op by op between compiled parts" in capfd.readouterr().err
+
+
+def test_two_graphs_in_flight_may_have_the_op_that_is_refused(service: Service) -> None:
+    programs = [with_erfinv(), with_erfinv(aten.sigmoid.default)]
+    x = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    for program in programs:
+        for _ in range(3):
+            program.run([x], [])
+    service.answer(Outcome(problem="no such kernel", op="aten.erfinv.default"))
+    service.answers_at_once = True
+    for program in programs:
+        for _ in range(2):
+            program.run([x], [])
+        assert is_compiled(program)
 
 
 def test_without_a_compiler_one_sentence_is_said(
