@@ -1,8 +1,7 @@
 """Building a C++ file, the device's: once for all processes, never half a file, or a sentence why not.
 
-Only the first test compiles (four seconds); the others put a compiler in its place that copies a
-built file and keeps a log of its calls. Each child sees `ltc_core` as a bare package
-(bare_package.py).
+The files are built where the tests import ltc_core (`make setup`). Here a compiler that copies a built file, and keeps
+a log of its calls, stands in for the real one. Each child sees `ltc_core` as a bare package (bare_package.py).
 """
 
 import hashlib
@@ -64,16 +63,21 @@ def built() -> Path:
     return Path(run(LOAD + "print(device.library_path())"))
 
 
-@pytest.fixture
-def compiler(built: Path, tmp_path: Path) -> Path:
+def make_compiler(directory: Path, libraries: dict[str, Path], seconds: float = 0) -> Path:
     """A command that behaves as a compiler and logs each call to calls.log beside it."""
-    script = tmp_path / "compiler"
+    script = directory / "compiler"
+    copies = "\n".join(f'*{name}*) cp {path} "$2" ;;' for name, path in libraries.items())
     script.write_text(
-        f"#!/bin/sh\necho call >> {tmp_path}/calls.log\n"
-        f'while [ "$1" != -o ]; do shift; done\ncp {built} "$2"\n'
+        f"#!/bin/sh\necho call >> {directory}/calls.log\nsleep {seconds}\n"
+        f'while [ "$1" != -o ]; do shift; done\ncase "$2" in\n{copies}\nesac\n'
     )
     script.chmod(0o755)
     return script
+
+
+@pytest.fixture
+def compiler(built: Path, tmp_path: Path) -> Path:
+    return make_compiler(tmp_path, {"": built})
 
 
 def calls(compiler: Path) -> int:
@@ -81,10 +85,8 @@ def calls(compiler: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def test_eight_processes_at_once_build_once(tmp_path: Path) -> None:
-    script = tmp_path / "compiler"
-    script.write_text(f'#!/bin/sh\necho call >> {tmp_path}/calls.log\nexec g++ "$@"\n')
-    script.chmod(0o755)
+def test_eight_processes_at_once_build_once(built: Path, tmp_path: Path) -> None:
+    script = make_compiler(tmp_path, {"": built}, seconds=3)
     cache = tmp_path / "cache"
     env = {"CXX": str(script), "LTC_CACHE_DIR": str(cache)}
     for child in [start(LOAD, **env) for _ in range(8)]:
@@ -212,7 +214,10 @@ def test_the_name_changes_with_what_goes_in(tmp_path: Path) -> None:
 
 def test_the_command_builds_all_parts_ahead_of_time(tmp_path: Path) -> None:
     code = "from ltc_core.build import main; sys.exit(main())"
-    printed = finish(start(code, LTC_CACHE_DIR=str(tmp_path / "cache")), timeout_s=300).split()
+    assert all(e.load() is not None for e in EXTENSIONS)
+    script = make_compiler(tmp_path, {e.name: e.library_path() for e in EXTENSIONS})
+    child = start(code, CXX=str(script), LTC_CACHE_DIR=str(tmp_path / "cache"))
+    printed = finish(child).split()
     assert len(printed) == len(set(printed)) == len(EXTENSIONS)
     assert all(Path(p).is_file() and Path(p).is_relative_to(tmp_path) for p in printed)
     child = start(code, CXX="/nonexistent", LTC_CACHE_DIR=str(tmp_path / "other"))

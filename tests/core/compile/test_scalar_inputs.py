@@ -94,8 +94,8 @@ def test_learning_rates_are_inputs_and_structure_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("a", "b", "same"),
-    [(1, 1, True), (1, 1.0, False), (1, True, False), (0.0, -0.0, False), (-0.0, -0.0, True), (math.nan, math.nan, True),
-     (0, 0, True), (2.0, 3.0, False), (0j, complex(0.0, -0.0), False)],
+    [(1, 1, True), (1, 1.0, False), (1, True, False), (0.0, -0.0, False), (-0.0, -0.0, True),
+     (math.nan, math.nan, True), (0, 0, True), (2.0, 3.0, False), (0j, complex(0.0, -0.0), False)],
 )  # fmt: skip
 def test_same_scalar(a: Any, b: Any, same: bool) -> None:
     assert same_scalar(a, b) is same
