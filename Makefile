@@ -79,10 +79,10 @@ demo: $(STAMP)
 	$(BIN)/ltc-launch --nprocs 2 examples/mnist_processes.py --accuracy-over 96 $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(QUICK_TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(QUICK_TESTS) $(ARGS)
 
 # The nets at full size: each prints its seed, and what differs as a program that can be run.
 test-programs: $(STAMP)

@@ -75,6 +75,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = None  # a directory of its own, as without xdist
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes and compilers come first: so none of them runs alone at the end."""
+    items.sort(key=lambda item: "tests/core/" in item.nodeid and "inductor" not in item.nodeid)
+
+
 def _threads() -> set[threading.Thread]:
     """Running threads, less those that Python did not start (autograd's): they are torch's."""
     return {
