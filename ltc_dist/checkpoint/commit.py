@@ -1,7 +1,7 @@
-"""How a checkpoint comes to be: all of it on the disk first, then its name, then `latest`, then old ones go.
+"""The commit of a checkpoint: first all data is on the disk, then come its name, `latest`, and the removal of old ones.
 
-A process that is killed between any two of these functions leaves the checkpoints before it as they were. Whether the
-one it was writing counts is decided by one rename, `publish`. The steps are those of `ltc_core.serialization.atomic`.
+A process that is killed between any two of these functions leaves the checkpoints before it as they were. One
+rename, `publish`, decides whether its own checkpoint counts. The steps are those of `ltc_core.serialization.atomic`.
 Comes from `layout`; called by `transaction` and `checkpointer`.
 """
 
@@ -67,7 +67,7 @@ def probe_name(root: str, token: str) -> str:
 
 
 def probe(root: str, token: str) -> None:
-    """Make the directory, and see that files can be written there.
+    """Make the directory, and write a file to check that this is possible.
 
     Raises:
         OSError: from the operating system, as it is.
@@ -78,7 +78,7 @@ def probe(root: str, token: str) -> None:
 
 
 def see_probes(root: str, tokens: Mapping[int, str]) -> list[int]:
-    """Ranks whose probe does not show here; waits a little for those that a network file system shows late."""
+    """Ranks whose probe is not visible here; waits a little for those that a network file system shows late."""
     deadline = time.monotonic() + _SEEN_WITHIN_S
     while True:
         unseen = [r for r, t in tokens.items() if not os.path.lexists(probe_name(root, t))]
@@ -88,7 +88,7 @@ def see_probes(root: str, tokens: Mapping[int, str]) -> list[int]:
 
 
 def remove_other_probes(root: str, tokens: Collection[str]) -> None:
-    """Remove what killed processes have left of theirs. For who holds the lock: nobody else gets past it."""
+    """Remove the probes of killed processes. Call it with the lock held: it keeps other jobs away."""
     for name in os.listdir(root):
         if _PROBE.fullmatch(name) and name.rpartition("-")[2] not in tokens:
             # Its owner has removed it, or is another user, or the disk fails: it harms nobody.
@@ -99,9 +99,9 @@ def remove_other_probes(root: str, tokens: Collection[str]) -> None:
 
 
 def sweep(root: str) -> None:
-    """Clear up after jobs that were killed here; nobody else may be writing.
+    """Remove what killed jobs left; nobody else may be writing.
 
-    Only what this library has written goes: a name that it gives, and a marker or a manifest in it.
+    Only directories of this library are removed: those with its names, and a marker or a manifest inside.
     """
     for name in os.listdir(root):
         path = os.path.join(root, name)
@@ -116,7 +116,7 @@ def sweep(root: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """Remove a directory of ours; what tells that it is ours goes last, so that a kill leaves that."""
+    """Remove a directory of ours, its marker or manifest last, so that it is known as ours after a kill."""
     names = os.listdir(path)
     for name in sorted(names, key=lambda n: not os.path.isdir(os.path.join(path, n))):
         discard(os.path.join(path, name))
@@ -129,7 +129,7 @@ def temporary_name(root: str, step: int, token: str) -> str:
 
 
 def write_part(temporary: str, name: str, plan: Plan) -> str:
-    """Write one part, to the disk; give its digest. Called in each process for what it writes."""
+    """Write one part to the disk and return its digest. Each process calls it for its parts."""
     os.makedirs(temporary, exist_ok=True)
     with contextlib.suppress(FileExistsError):  # another process was first
         with open(os.path.join(temporary, WRITING), "xb") as marker:
@@ -180,7 +180,7 @@ def _why_unseen(temporary: str, name: str, digest: str) -> str:
 
 
 def abandon(root: str, known: Collection[int]) -> None:
-    """Mark the steps that this run does not come from, before its next commit; unmark those that it does come from.
+    """Mark the steps that are not of this run's history, before its next commit; unmark those that are.
 
     Args:
         known: the steps that the run has restored, gone on from or committed itself.
@@ -203,7 +203,7 @@ def abandon(root: str, known: Collection[int]) -> None:
 
 
 def write_manifest(temporary: str, manifest: Manifest) -> None:
-    """Write the manifest, when all parts are there, to the disk."""
+    """Write the manifest to the disk, when all parts are there."""
     fsync(manifest.write(temporary))
     fsync(temporary)
 

@@ -84,7 +84,7 @@ def steps_in(root: str) -> list[int]:
 
 
 def abandoned_in(root: str) -> set[int]:
-    """Steps that a run has gone back behind."""
+    """Steps that a run has abandoned: it restored an earlier one."""
     return {
         step
         for step in steps_in(root)
@@ -135,7 +135,7 @@ class Manifest:
     parts: dict[str, str]
 
     def write(self, directory: str) -> str:
-        """Write it into a directory that has all parts; give its path."""
+        """Write it into a directory that has all parts; return its path."""
         path = os.path.join(directory, MANIFEST)
         body = {**vars(self), "torch": torch.__version__}
         write_sealed(path, _FORMAT, _VERSION, body)

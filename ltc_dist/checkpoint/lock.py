@@ -94,7 +94,9 @@ def _locked(root: str, directory: int) -> int:
         except BaseException:
             os.close(lock)
             raise
-        os.close(lock)  # somebody removed the file between the two: another one may hold the new
+        os.close(
+            lock
+        )  # the file was removed between the two calls: another process may hold the new one
     raise CheckpointIOError(
         f"the lock in {root} is replaced again and again",
         next="let only jobs of this library change the directory.",

@@ -1,6 +1,6 @@
-"""Find the newest checkpoint that is whole, and read it: sizes and digests are checked, what is skipped is said.
+"""Find the newest whole checkpoint and read it: sizes and digests are checked, skipped ones are reported.
 
-Comes from `layout`; called by `checkpointer`, and through `latest_checkpoint` by scripts that only look.
+Uses `layout`; called by `checkpointer`, and through `latest_checkpoint` by scripts.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def read(
     return Contents(checkpoint, [*names, *mine], objects, parts)
 
 
-_COUNT = "num_batches"  # by which a loader's state can be dealt out to other processes
+_COUNT = "num_batches"  # needed to split a loader's state for other processes
 
 
 def _facts(part: Reader, name: str) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def _compare(found: str, expected: str) -> None:
 
 
 class _Named:
-    """Context: errors about a file begin with the name of its part."""
+    """Context manager: prefixes errors about a file with the name of its part."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,7 +1,7 @@
-"""Where each process's loader goes on when a job is resumed with another number of processes, or other batches.
+"""Position of each process's loader when a job resumes with another number of processes or another batch size.
 
-A loader that deals samples out in turn, as DistributedSampler does, has used the first samples of the epoch when every
-process has taken the same number of batches. So another number of processes goes on behind them.
+DistributedSampler distributes samples in turn. So when every process has taken the same number of batches, the first
+samples of the epoch are used, and another number of processes continues after them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checkpoints of a job: one process writes, the others wait until it has, and nobody waits for the others.
+"""`save` in a job: the master writes, the others wait for it, and it waits for nobody.
 
-So `save` may be called by all processes, and by the master alone. Comes from `host`.
+So `save` may be called by all processes, or by the master alone. Uses `job.host_collectives`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def save(
 ) -> None:
     """Save a structure with its tensors on the CPU, in the master process.
 
-    A file appears whole or not at all. A process that does not write returns when the master has written this path as
-    often as it has come here; the master waits for nobody, so `if is_master_ordinal(): save(...)` is as good.
+    A file appears whole or not at all. The n-th call of another process for a path returns when the master has written
+    it n times. The master waits for nobody, so `if is_master_ordinal(): save(...)` works, too.
 
     Args:
         file_or_path: where to; processes do not wait for what goes to an open file.
@@ -80,7 +80,7 @@ def save_streamed(
 def _in_master(
     write: Callable[[], None], path: str | None, master_only: bool, global_master: bool
 ) -> None:
-    """Write in the master; let the others wait until it has, if there is a path to know it by."""
+    """Write in the master; the others wait for that, if there is a path."""
     writes = not master_only or is_master_ordinal(local=not global_master)
     if writes:
         write()

@@ -1,7 +1,7 @@
-"""SIGTERM becomes the end of a step: all processes stop after the same one, whichever of them was told to.
+"""SIGTERM ends a job at a step boundary: all processes stop after the same step, whichever got the signal.
 
-Each step reduces one number, whether somebody was told, as a part of the graph; nobody waits for it. A result is read
-some steps later, when it must be there: so many steps as may be recorded ahead. Used by `checkpointer`.
+Each step's graph reduces one number, whether a process got the signal. The result is read as many steps later as may be
+recorded ahead, when it is there without a wait. Used by `checkpointer`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Stopped(SystemExit):
 
 
 class Stopping:
-    """Notes SIGTERM, if it is made in the main thread; one that comes again changes nothing.
+    """Notes SIGTERM, if made in the main thread; a second SIGTERM changes nothing.
 
-    It often does: a scheduler tells all processes of a job, and the launcher tells them too. What ends a process that
-    takes too long is SIGKILL, from whoever sent the first signal. The processes of loaders pass over it too.
+    A second one is common: a scheduler signals all processes of a job, and so does the launcher. SIGKILL, from the
+    sender of the first signal, ends a process that takes too long. Loader processes ignore SIGTERM, too.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Stopping:
         return signal.SIG_DFL if found is None else found
 
     def is_agreed(self) -> bool:
-        """Tell, once at the end of each step, whether all processes are to stop here.
+        """Whether all processes stop here; call it once at the end of each step.
 
         Cost: with one process, nothing. With several, one op a step, and what it takes to reduce one number.
         """

@@ -1,7 +1,7 @@
 """One checkpoint, written by all processes of a job: each writes its parts, rank 0 commits when all have.
 
-It may run in a thread, beside training. Processes talk through the job's store; what fails in one of them fails in
-all, and says where. Comes from `commit`; called by `checkpointer`.
+It may run in a background thread. Processes communicate through the job's store. A failure in one of them is raised in
+all, with its rank. Uses `commit`; called by `checkpointer`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Transaction"]
 
 @dataclass(frozen=True)
 class _Report:
-    """How a process fared: the digests of what it wrote, or what went wrong."""
+    """Outcome of a process: the digests of what it wrote, or its error."""
 
     digests: dict[str, str] = field(default_factory=dict)
     what: str = ""
@@ -63,7 +63,7 @@ class Transaction:
         place: where the processes meet for this checkpoint in the job's store.
         plans: the parts that this process writes, by name.
         known: steps that this run comes from or has committed; a commit adds to it.
-        failure: why it could make none.
+        failure: why it could not make its parts.
     """
 
     root: str
@@ -77,7 +77,7 @@ class Transaction:
     failure: BaseException | None = None
 
     def run(self) -> None:
-        """Write, and see it committed.
+        """Write the parts, and wait for the commit.
 
         Raises:
             CheckpointIOError: this process, or another one, could not write.
@@ -113,7 +113,7 @@ class Transaction:
     # -- rank 0 ------------------------------------------------------------------------------------
 
     def _commit(self, mine: _Report) -> _Report:
-        """Wait for all parts, commit, and tell the others how it went."""
+        """Wait for all parts, commit, and publish the outcome."""
         try:
             reports = [mine, *self._reports()]
             outcome = next((r for r in reports if r.what), _Report())
@@ -151,7 +151,7 @@ class Transaction:
     # -- the others --------------------------------------------------------------------------------
 
     def _hear(self, mine: _Report) -> _Report:
-        """Report to rank 0, and hear how it went."""
+        """Report to rank 0, and wait for the outcome."""
         host_collectives.job_store().set(f"{self.place}/{self.here.rank}", mine.payload())
         key = f"{self.place}/outcome"
         (payload,) = host_collectives.look_for([key], [0], f"the commit of {step_name(self.step)}")

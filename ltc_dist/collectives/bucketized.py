@@ -47,7 +47,7 @@ def all_gather_bucketized(
     """For each tensor, return those of all processes, concatenated along `dim`.
 
     Args:
-        output: tensors that are given the results too.
+        output: tensors that the results are written to as well.
         bucket_cap_mb: MiB of a vector at most.
 
     Source: `torch_xla.core.xla_model.all_gather_bucketized`.
@@ -75,15 +75,15 @@ def reduce_scatter_bucketized(
     pin_layout: bool = False,
     bucket_cap_mb: float = 160,
 ) -> list[torch.Tensor]:
-    """Reduce each tensor, and give this process's part of it along `scatter_dim`.
+    """Reduce each tensor, and return this process's part of it along `scatter_dim`.
 
     Args:
         shard_count: the number of processes of the group.
-        output: tensors that are given the results too.
+        output: tensors that the results are written to as well.
         bucket_cap_mb: MiB of a vector at most.
 
     Raises:
-        CollectiveError: a size that the processes do not divide.
+        CollectiveError: a size that the number of processes does not divide.
 
     Source: `torch_xla.core.xla_model.reduce_scatter_bucketized`.
     """

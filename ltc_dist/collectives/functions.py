@@ -1,6 +1,6 @@
-"""Collectives that gradients flow through; those of `collectives` cut them off.
+"""Differentiable collectives; those of `ops` are not.
 
-The gradient of each is a collective itself, in every process of the group: all of them must come to it.
+The gradient of each is a collective, too, so backward must run in every process of the group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def reduce_scatter(
     shard_count: int,
     groups: Groups = None,
 ) -> torch.Tensor:
-    """Sum, times `scale`, and give each process its part; the gradient is the parts of all, times `scale`.
+    """Sum, times `scale`, and return this process's part; the gradient is the parts of all, times `scale`.
 
     Raises:
         CollectiveError: a reduction other than 'sum', which has no such gradient.
@@ -62,7 +62,7 @@ def all_to_all(
     split_count: int,
     groups: Groups = None,
 ) -> torch.Tensor:
-    """Send part i along `split_dimension` to process i; gradients go the way back."""
+    """Send part i along `split_dimension` to process i; gradients are sent back."""
     return _AllToAll.apply(value, split_dimension, concat_dimension, split_count, groups)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -40,7 +40,7 @@ Tensors = TypeVar("Tensors", bound=Sequence[torch.Tensor])
 
 
 def _line(group: Group, value: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Token and name of the line in which the group's next collective on the value's device stands."""
+    """Token and name of the line (`process_group.line_of`) for the group's next collective on the value's device."""
     index = value.device.index
     name = line_of(group, index)
     return token(name, index), name
@@ -90,13 +90,13 @@ def all_reduce(
     *,
     label: str = "",
 ) -> Any:
-    """Reduce over the processes: a tensor gives a new one, a list is reduced in place and given back.
+    """Reduce over the processes: a new tensor for a tensor; a list is reduced in place and returned.
 
     Args:
         reduce_type: 'sum', 'mul', 'min', 'max', and for integers 'and', 'or'.
         scale: what each element is multiplied with afterwards.
         pin_layout: accepted for old scripts.
-        label: what is reduced, in words: it is in errors, and must be the same in all processes.
+        label: what is reduced, for error messages; must be the same in all processes.
 
     Raises:
         CollectiveError: an unknown reduction or group. When the graph runs: processes do not agree on the op or its
@@ -135,7 +135,7 @@ def all_gather(
     """Concatenate the values of all processes along `dim`, in the order of ranks; numbers give a vector.
 
     Args:
-        output: is given the result too.
+        output: a tensor that the result is written to as well.
 
     Source: `torch_xla.core.xla_model.all_gather`.
     """
@@ -161,7 +161,7 @@ def reduce_scatter(
     output: torch.Tensor | None = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    """Reduce, and give each process its part along `scatter_dim`.
+    """Reduce, and return this process's part along `scatter_dim`.
 
     Args:
         shard_count: the number of processes of the group.
@@ -191,7 +191,7 @@ def all_to_all(
     groups: Groups = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    """Send part i along `split_dimension` to process i; give what came, along `concat_dimension`.
+    """Send part i along `split_dimension` to process i; concatenate the received parts along `concat_dimension`.
 
     Source: `torch_xla.core.xla_model.all_to_all`.
     """
@@ -216,7 +216,7 @@ def _check_count(value: torch.Tensor, dim: int, count: int, group: Group) -> Non
 
 
 def collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Send along `pairs` of (source, target) ranks; who is no target gets zeros.
+    """Send along `pairs` of (source, target) ranks; a process that is no target gets zeros.
 
     Source: `torch_xla.core.xla_model.collective_permute`.
     """

@@ -1,8 +1,8 @@
-"""The processes that reduce with each other: torch.distributed's groups, and how a graph's collectives use them.
+"""Groups of processes: torch.distributed's process groups, and how a graph's collectives use them.
 
-`group_of` gives the group that a script's `groups=` puts this process in. Each has a process group of its own, made on
-first use: what graphs do in the background never mixes with what the script does through torch.distributed. Comes from
-`host`, goes to `collectives`.
+`group_of` returns the group that a script's `groups=` puts this process in. Each has its own process group, created on
+first use, so that collectives of graphs never mix with those that the script calls through torch.distributed. Used by
+`ops`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Group:
 
 _groups: dict[tuple[int, ...], Group] = {}
 _lock = threading.Lock()
-# name of a line -> held while its processes are connected
+# name of a line -> lock for connecting its processes
 _connecting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _LONGEST_PAUSE_S = 0.01  # between two looks at whether a GPU is done
 
@@ -96,7 +96,7 @@ def group_of(groups: Groups = None) -> Group:
 
 
 def line_of(group: Group, index: int) -> str:
-    """Name of the line in which a collective stands that the calling thread records on device `index`.
+    """Name of the line of a collective that the calling thread records on device `index`.
 
     The collectives of one line run in every member in the order in which they were recorded. Those of the main thread
     are one line, whatever device they are on. Threads beside it have no order among each other: each device has a line
@@ -171,7 +171,7 @@ class ProcessTransport:
     """A group of processes, reached through gloo, or NCCL where LTC_DEVICE is cuda."""
 
     def __init__(self, group: Group) -> None:
-        # A thread that waits keeps a connection busy: one beside the main thread has its own.
+        # A waiting thread occupies its connection, so each thread beside the main one has its own.
         is_main = threading.current_thread() is threading.main_thread()
         self._job_store = job_store() if is_main else connected()
         store = dist.PrefixStore(f"group/{group.name}", self._job_store)
@@ -213,7 +213,7 @@ class ProcessTransport:
         return self._backend.allreduce([flat], options), lambda: None
 
     def _start_exchange(self, flat: torch.Tensor, kind: str) -> tuple[Any, Callable[[], Any]]:
-        """Send the vector to the other one of two, whose vector comes.
+        """Exchange vectors between two processes.
 
         As many bytes as in gloo's ring, in one go: on two cores 1.2 ms for 1 MiB instead of 2.2, and 0.3 for 4 KiB
         instead of 1.8.
@@ -295,7 +295,7 @@ class ProcessTransport:
     # -- waiting, and agreeing -----------------------------------------------------------------
 
     def _agree(self, plan: str) -> None:
-        """See, before an op runs with such operands for the first time, that all processes are at the same.
+        """Before the first run of an op with such operands, check that all processes run the same op.
 
         gloo does not look: with other sizes elsewhere it may give wrong numbers without an error.
         """
@@ -330,7 +330,7 @@ class ProcessTransport:
             self._differ(position, other)
 
     def _wait(self, work: Any) -> None:
-        """Wait for an op; look now and then at what those are doing who do not come."""
+        """Wait for an op; now and then check what the missing processes do."""
         is_done = _is_done_on_gpu if _nccl_is_used() else _is_done
         while True:
             try:
@@ -366,7 +366,7 @@ class ProcessTransport:
 
 
 def _is_done(work: Any) -> bool:
-    """Wait a while for an op, and tell whether it is done; raise what failed."""
+    """Wait a while for an op; returns whether it is done, and raises its error."""
     try:
         work.wait(datetime.timedelta(seconds=LOOK_S))
         return True
@@ -378,7 +378,7 @@ def _is_done(work: Any) -> bool:
 
 
 def _is_done_on_gpu(work: Any) -> bool:
-    """The same for NCCL, whose wait aborts the communicator when its time is up, and without a time does not wait.
+    """The same for NCCL, whose wait aborts the communicator at its timeout, and without one does not wait.
 
     Source: `ProcessGroupNCCL::WorkNCCL::wait` of PyTorch.
     """

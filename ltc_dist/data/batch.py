@@ -1,6 +1,6 @@
 """A batch: tensors in whatever structure a dataset or a collate function gives them.
 
-`to_device` uploads the tensors and keeps the structure and everything else; `num_bytes` counts them. Used by
+`to_device` uploads the tensors and keeps the structure; `num_bytes` sums their bytes. Used by
 `prefetch`.
 """
 

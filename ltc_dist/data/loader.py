@@ -1,8 +1,8 @@
-"""Loaders that bring batches to the device while the step before still runs.
+"""Loaders that upload batches while the previous step still runs.
 
-`MpDeviceLoader` wraps any loader, for one device, epoch after epoch. `ParallelLoader` reads a loader once and deals its
-batches out to several devices. Asking for the next batch ends the step: what was recorded is handed to the device
-first. The threads are those of `prefetch`.
+`MpDeviceLoader` wraps any loader, for one device, epoch after epoch. `ParallelLoader` reads a loader once and
+distributes its batches over several devices. `next` ends the step: it first hands the recorded graph to the worker. The
+threads are those of `prefetch`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ParallelLoader:
     at the end, and counted in the metrics as DroppedBatch.
 
     Args:
-        cpu_loader: what gives batches: a `DataLoader`, or any iterable.
+        cpu_loader: a `DataLoader`, or any other iterable of batches.
         devices: those to upload to.
         batchdim: accepted for old scripts.
         batches_per_execution: batches between two step boundaries.
@@ -85,7 +85,7 @@ class ParallelLoader:
         device_prefetch_size: batches uploaded ahead of the training loop, for each device.
         host_to_device_transfer_threads: threads that upload.
         input_sharding: must be None.
-        prefetch_bytes: bytes of all batches loaded ahead; one is always let through.
+        prefetch_bytes: limit for the bytes of all batches loaded ahead; one batch is always allowed.
 
     Source: `torch_xla.distributed.parallel_loader`. Unlike there, each batch is uploaded as soon as it is loaded, an
     error of the loader is raised in the training loop, and tuples stay tuples.
@@ -185,7 +185,7 @@ def _check(devices: Sequence[DeviceLike], input_sharding: Any) -> None:
 
 
 class _Position:
-    """Where the training loop is in one pass over a loader; refers to nothing that keeps the pass going.
+    """Position of the training loop in one pass over a loader; holds no reference to the pass.
 
     Args:
         resume: the state the pass goes on from.
@@ -206,7 +206,7 @@ class _Position:
             self._begun_with, self._order, self._skipped = global_states(), order_of(loader), 0
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate as the pass does that this is a position of."""
+        """Iterate over the batches of this pass."""
         if not self._goes_on:
             return _begun(loader, self._draws_base_seed)
         if self._order is not None:
@@ -234,7 +234,7 @@ _NAMES = {"num_batches", "rng_state"}  # of a state; those of older versions hav
 
 
 def _beginning(loader: Iterable[Any]) -> dict[str, Any]:
-    """State before the next pass over a loader, which has been read to its end or not at all."""
+    """State before the next pass over a loader that is not in mid-epoch."""
     return {
         "num_batches": 0,
         "rng_state": None,
@@ -303,9 +303,9 @@ class MpDeviceLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the training loop in the epoch: after the batches it has taken.
 
-        A loader with a `state_dict` of its own is asked for its own, as of that batch. Any other is remembered by the
-        number of batches, and by what decided the order of the samples when the epoch began: the global generators of
-        the host, the generators of the loader, its samplers and datasets, and their epochs (`set_epoch`).
+        For a loader with a `state_dict` of its own, that state as of this batch. For others, the number of batches, and
+        what decided the order of the samples when the epoch began: the global generators of the host, the generators of
+        the loader, its samplers and datasets, and their epochs (`set_epoch`).
         """
         if self._reached is not None:
             return self._reached()
@@ -320,14 +320,14 @@ class MpDeviceLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue where `state` was taken: each sample of the epoch comes once.
 
-        Samplers have the order again that they had, and it does not matter what `set_epoch` says. Generators that a
-        sampler or a dataset draws from while the epoch goes on must be held by them, or by the loader.
+        The samplers' order is restored, whatever `set_epoch` says. Generators that a sampler or a dataset draws from
+        during the epoch must be attributes of them, or of the loader.
 
         Raises:
             LoaderError: the state is not one of a loader of this kind. In mid-epoch the next iteration raises it if
                 the loader has other generators.
 
-        Cost: a loader without a `state_dict` of its own loads the batches again that were taken before.
+        Cost: a loader without a `state_dict` of its own loads the batches of before once more.
         """
         self.close()
         self._reached = None
@@ -348,7 +348,7 @@ class MpDeviceLoader:
             set_order(self._loader, state.get("order", {}), in_mid_epoch=False)
 
     def close(self) -> None:
-        """End the iteration that is under way, if there is one."""
+        """End the current iteration, if there is one."""
         running = self._running() if self._running is not None else None
         if running is not None:
             running.close()

@@ -1,8 +1,8 @@
-"""Batches on their way: loaded in one thread, uploaded in others, handed to the training loop in order.
+"""Prefetch: batches are loaded in one thread, uploaded in others, returned to the training loop in order.
 
-Each batch goes on as soon as it is there. What is under way is bounded, in batches and in bytes. An error of the loader
-is raised where the batch would have come that it belongs to. Nothing here refers to the objects the training loop
-holds, so when they are dropped, `close` ends the threads. Used by `loader`.
+Each batch is uploaded as soon as it is loaded. The number and the bytes of prefetched batches are limited. An error of
+the loader is raised in place of its batch. Nothing here refers to the objects that the training loop holds, so when
+they are dropped, `close` ends the threads. Used by `loader`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What may be under way: batches waiting for their upload, batches on each device, bytes of both."""
+    """Limits of the prefetch: batches waiting for their upload, batches on each device, bytes of both."""
 
     host_batches: int
     device_batches: int
@@ -55,7 +55,7 @@ class _Item:
 
 @dataclass
 class _Lane:
-    """What goes to one device: items in order, those at the head may be there already."""
+    """Items for one device, in order; those at the head may be uploaded already."""
 
     device: torch.device
     items: deque[_Item] = field(default_factory=deque)
@@ -65,12 +65,12 @@ class _Lane:
 
 @final
 class Prefetch:
-    """Batch i of `batches` goes to device i modulo their number; an incomplete last group of batches to none.
+    """Batch i of `batches` goes to device i modulo their number; an incomplete last group is dropped.
 
     Args:
-        batches: read in a thread of its own. The first batch is read here, in the calling thread: that is when a
-            sampler draws its seed, so it draws it where a plain loop would.
-        state: gives the loader's state after the batch that was read last; called in the thread that reads.
+        batches: read in a thread of its own. The calling thread reads the first one: a sampler draws its seed then, as
+            in a plain loop.
+        state: returns the loader's state after the last batch read; called in the thread that reads.
         num_uploads: threads that upload.
     """
 
@@ -115,7 +115,7 @@ class Prefetch:
             self._read_one(batches)
 
     def _read_one(self, batches: Iterator[Any]) -> None:
-        """Read one batch; the group it completes may go on."""
+        """Read one batch; release the group that it completes."""
         started = time.perf_counter_ns()
         index = next(self._counter)
         item = _Item(index, index % len(self._lanes))
@@ -282,7 +282,7 @@ class Prefetch:
             self._states = deque(s for s in self._states if s[0] >= taken)
 
     def is_ended(self, lane_number: int) -> bool:
-        """Whether a device was told that there are no more batches."""
+        """Whether a device has got its StopIteration."""
         return self._lanes[lane_number].is_ended
 
     def progress(self) -> tuple[int, Any] | None:
@@ -318,14 +318,14 @@ class Prefetch:
 
 
 class Resumed:
-    """Batches of a pass that goes on: it begins as the interrupted one did, and passes over what was taken then.
+    """Batches of a resumed pass: it begins as the interrupted one did, and skips the batches taken before.
 
-    All of that happens when the first batch is asked for, in the thread that asks.
+    This happens at the first `next`, in its thread.
 
     Args:
         begin: begins the pass.
         as_before: context in which the global generators are as they were when the interrupted pass began.
-        num_taken: batches that are read and dropped.
+        num_taken: batches to skip.
     """
 
     def __init__(

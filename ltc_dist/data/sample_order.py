@@ -1,8 +1,8 @@
-"""What decides the order of a loader's samples: its random generators and epochs, as one value that a state can keep.
+"""The state that decides the order of a loader's samples: its random generators and epochs.
 
 A `RandomSampler` draws from a generator of its own, a `DistributedSampler` shuffles by its epoch, and both may stand in
 a batch sampler or a dataset. `order_of` finds them all in a loader, each once; `set_order` puts them back. The host's
-global generators decide where a sampler has none. Used by `parallel_loader`.
+global generators decide where a sampler has none. Used by `loader`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("ltc")
 
 _MAX_DEPTH = 6
 _MAX_PARTS = 64  # of a list of datasets or samplers; a longer list holds samples
-# Parts of a loader that are entered whatever their class: a wrapper need not be a subclass of PyTorch's.
+# Attributes of a loader that are searched whatever their class: a wrapper need not be a subclass of PyTorch's.
 _PARTS = {"sampler", "batch_sampler", "dataset", "loader", "dataloader", "base_dataloader"}
 
 
@@ -38,10 +38,10 @@ def order_of(loader: Any) -> dict[str, Any]:
 
 
 def set_order(loader: Any, order: Mapping[str, Any], in_mid_epoch: bool) -> None:
-    """Put the generators and epochs of a loader back to a state from `order_of`.
+    """Restore the generators and epochs of a loader from `order_of`.
 
     Args:
-        in_mid_epoch: the samples of an epoch go on, so every source must be there again.
+        in_mid_epoch: the epoch continues, so every source must be there.
 
     Raises:
         LoaderError: in mid-epoch, the loader has other sources than the one the state is of.
@@ -215,7 +215,7 @@ def draws_base_seed(loader: Any) -> bool:
 def base_seed(loader: Any, draws: bool) -> Iterator[None]:
     """Make a pass that begins in this block draw the workers' seed only if the pass that it continues did.
 
-    Otherwise the sampler, which draws from the same generator, would see another number.
+    Otherwise the sampler, which draws from the same generator, would draw another number.
     """
     has_processes = draws_base_seed(loader)
     if draws == has_processes or not isinstance(loader, DataLoader):

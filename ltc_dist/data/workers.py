@@ -1,10 +1,10 @@
-"""The processes of a `DataLoader` live and end with the process that trains, and only with it.
+"""The worker processes of a `DataLoader` end with the training process, and not before.
 
-A launcher ends a process together with all that it has started. Were these told to end too, the training process would
-lose its data before it can save what it has learnt; and were it killed, they would look for it only seconds later. So
-each leaves its parent's group, passes over SIGTERM, and asks the kernel to end it with its parent. A parent that ends
-one which does not answer does so with SIGKILL. `parallel_loader` begins its loaders so; while a `Checkpointer` listens
-for SIGTERM, each `DataLoader` of the process begins so (`keep_all`).
+A launcher signals a whole process group. If the workers ended on that signal, the training process would lose its data
+before it can save a checkpoint. If it is killed, they notice only seconds later. So each worker leaves its parent's
+group, ignores SIGTERM, and has the kernel end it with its parent. A parent ends a worker that does not answer with
+SIGKILL. `loader` starts its loaders' workers so; while a `Checkpointer` listens for SIGTERM, each `DataLoader` of the
+process does (`keep_all`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _num_keepers = 0
 
 @dataclass(frozen=True)
 class _Begin:
-    """What such a process does first; then the user's own `worker_init_fn`."""
+    """What a worker does first; then the user's `worker_init_fn` runs."""
 
     then: Callable[[int], Any] | None
     parent_pid: int
@@ -53,7 +53,7 @@ class _Begin:
 
 @dataclass(frozen=True)
 class _Passed:
-    """Does nothing, in the process it was made for; processes forked from that one end."""
+    """Handler that ignores a signal in the process it was made for; processes forked from that one end."""
 
     pid: int
 
@@ -64,14 +64,14 @@ class _Passed:
 
 
 def begin(loader: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over `loader`; the processes that it starts for that are as described above."""
+    """Iterate over `loader`; its workers start as described above."""
     return _begun(loader, lambda: iter(loader)) if _has_workers(loader) else iter(loader)
 
 
 def keep_all() -> Callable[[], None]:
-    """Have every `DataLoader` of this process begin as with `begin`, until the returned function is called.
+    """Make every `DataLoader` of this process start its workers as `begin` does, until the returned function is called.
 
-    A loader that has begun before is not changed. Counted: the last of several such functions ends it.
+    Loaders that have started before are not changed. With several such functions, the last call ends it.
     """
     global _num_keepers, _torch_iterator
     if DataLoader._get_iterator is not _iterator_of:
@@ -99,7 +99,7 @@ def _has_workers(loader: Any) -> bool:
 
 
 def _begun(loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    # The kernel's signal comes when the thread ends that started them.
+    # The kernel sends its signal when the thread that started them ends.
     in_main_thread = threading.current_thread() is threading.main_thread()
     user = loader.worker_init_fn
     if isinstance(user, _Begin):  # another thread begins it
@@ -115,7 +115,7 @@ def _begun(loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 
 
 def _end_by_force(process: Any, batches: Iterator[Any]) -> None:
-    """Have `process.terminate()`, and the interpreter's exit, send SIGKILL."""
+    """Make `process.terminate()`, and the interpreter's exit, send SIGKILL."""
     popen = process._popen
     iterator = weakref.ref(batches)
 

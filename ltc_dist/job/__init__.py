@@ -1,1 +1,1 @@
-"""A process of a job: its rank, the store of the job, and what processes do together on the host."""
+"""A process of a job: its rank, the job's store, and collectives on the host."""

@@ -1,8 +1,8 @@
-"""Between the processes of a job, on the host: meeting by tag, and reducing Python values.
+"""Collectives of a job's processes on the host: rendezvous by tag, and reductions of Python values.
 
 A graph is cut only if it has collectives, which other processes may wait for: see `wait_for`. Messages go through the
-job's store: the one its launcher serves, or rank 0 at MASTER_ADDR. A process that waits in vain says for whom, as soon
-as that one has ended or the time is up. Comes from `ranks`.
+job's store, served by its launcher, or by rank 0 at MASTER_ADDR. A process whose wait fails names the missing process,
+as soon as that one has ended or at the timeout. Uses `ranks`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def job_store() -> Any:
 
 
 def connected() -> Any:
-    """Connect to the store of this job once more.
+    """Another connection to the store of this job.
 
     Raises:
         RankError: it cannot be reached.
@@ -86,14 +86,14 @@ def connected() -> Any:
             got=str(error).splitlines()[0],
             next="start the script with ltc-launch or torchrun; on several hosts MASTER_ADDR must be reachable",
         ) from error
-    # A launcher may keep its store when it starts the processes again: what the attempt before has left is not read.
+    # A launcher may keep its store when it restarts the processes: keys of the previous attempt are not read.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_one_host = here.world_size == here.local_world_size
     return c10d.PrefixStore(f"ltc/{attempt}" if is_one_host else "ltc", found)
 
 
 def before_leaving(call: Callable[[], None]) -> None:
-    """Have `call` called at the end of this process, while the others can still be reached."""
+    """Register a function to be called at the end of this process, while the others can still be reached."""
     _last_calls.append(call)
 
 
@@ -117,14 +117,14 @@ def leave() -> None:
         return
     if not hasattr(
         sys, "last_value"
-    ):  # after an exception that nobody caught the others need not wait for this one
+    ):  # after an uncaught exception the others need not wait for this one
         try:
             hand_over()
-        except LtcError as error:  # at the end there is nobody to raise it to; the others are told of the end below
+        except LtcError as error:  # nobody can catch it here; the others learn of the end below
             print(f"ltc: {error}", file=sys.stderr, flush=True)
     for ctx in contexts():
         ctx.worker.drain(exit_patience_s())
-    # A launcher's store is there to the end. One that rank 0 serves may be gone, or never have been.
+    # A launcher's store lasts to the end. One that rank 0 serves may be gone, or was never made.
     if _store is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with contextlib.suppress(RuntimeError):
             job_store().set(f"ended/{here.rank}", b"")
@@ -134,7 +134,7 @@ def leave() -> None:
 def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> list[bytes]:
     """Wait until every process has come to `tag` as often as this one, and exchange payloads.
 
-    Processes may come from different lines of a program: only the tag counts. A call that raises does not count.
+    Only the tag has to agree, not the line of the program. A call that raises does not count.
 
     Args:
         replicas: the ranks that meet; all by default.
@@ -179,7 +179,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
             store.delete_key(f"{place}/{number}/{here.rank}")
         raise
     payloads = [bytes(store.get(key)) for key in keys]
-    # All have come here this time, so all have read what was brought last time.
+    # All have arrived this time, so all have read the payloads of last time.
     store.delete_key(f"{place}/{number - 1}/{here.rank}")
     return payloads
 
@@ -187,9 +187,8 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
 def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
     """Wait until the keys are in the job's store, each set by one of the processes `of`.
 
-    A process that waits for others must run what they may wait for: collectives that were recorded and not cut are
-    handed over first. All that waits for other processes in a thread that records goes through here, or calls
-    `hand_over` itself.
+    The other processes may wait for collectives that are recorded here and not cut: these are handed over first. So
+    every wait for other processes in a recording thread goes through here, or calls `hand_over` itself.
 
     Raises:
         RankError: one of them has ended without it.
@@ -202,7 +201,7 @@ def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
 
 
 def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up: bool) -> None:
-    """Raise if somebody who has not come will not, or the time is up."""
+    """Raise if a missing process has ended, or at the timeout."""
     gone = ended(of)
     missing = [r for r, key in zip(of, keys, strict=True) if not job_store().check([key])]
     came = f"{len(of) - len(missing)} of {len(of)} have come; missing: ranks {listed(missing)}"
@@ -225,7 +224,7 @@ def wait_looking(keys: Sequence[str], look: Callable[[bool], None], store: Any =
     """Wait until the keys are in the job's store.
 
     Args:
-        look: called once a second meanwhile, with whether the time is up; it raises to end the waiting.
+        look: called once a second meanwhile, with whether the timeout has passed; it raises to end the wait.
         store: a connection of the caller's own.
     """
     # Not `store.wait`: PyTorch's log has a warning for each wait whose time is up.
@@ -241,9 +240,9 @@ def wait_looking(keys: Sequence[str], look: Callable[[bool], None], store: Any =
 
 
 def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
-    """Wait until the keys are in the job's store, each set by one of the processes `of`; give what they hold.
+    """Wait until the keys are in the job's store, each set by one of the processes `of`; return their values.
 
-    For threads in the background: unlike `wait_for` it hands nothing over.
+    For background threads: unlike `wait_for` it hands nothing over.
 
     Raises:
         RankError: one of them has ended without it.
@@ -255,7 +254,7 @@ def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
 
 
 def ended(of: Iterable[int], store: Any = None) -> list[int]:
-    """Those of the processes that have come to their end."""
+    """Which of the processes have ended."""
     store = job_store() if store is None else store
     return [rank for rank in of if store.check([f"ended/{rank}"])]
 
@@ -282,12 +281,12 @@ def _encode(data: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(data, buffer)
     payload = buffer.getvalue()
-    _decode(payload)  # told by the process that has it, not by all others
+    _decode(payload)  # reported by the process that has it, not by all others
     return payload
 
 
 def _decode(payload: bytes) -> Any:
-    """Read data of another process: only what is data, never code."""
+    """Decode data of another process; runs no code."""
     try:
         with torch.serialization.safe_globals(_numpy_types()):
             return load_weights_only(io.BytesIO(payload), "the data of another process")
@@ -318,7 +317,7 @@ def _numpy_types() -> list[Any]:
 def do_on_ordinals(
     target: Callable[..., Any], data: Sequence[Any] = (), ordinals: int | Iterable[int] = (0,)
 ) -> Any:
-    """Call `target(*data)` in some processes; all wait until it is done there.
+    """Call `target(*data)` in some processes; the others wait for them.
 
     Returns:
         What `target` returned; None in the others.

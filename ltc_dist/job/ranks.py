@@ -1,8 +1,8 @@
-"""Which process of a job this is: its rank, how many there are, and the same on this host.
+"""Ranks: the index of this process in its job and on this host, and the number of processes of both.
 
 Read from the variables that launchers set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (ours, torchrun and
 whoever keeps PyTorch's contract), else SLURM's. Without any, this is the only process. A thread of `data_parallel`
-has a rank of its own. Everything that asks for ranks asks here.
+has a rank of its own. All code gets its ranks here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The store of a job, and the addresses that it and gloo listen on: never more than one interface of a host.
+"""The store of a job, and the addresses that it and gloo listen on: one interface of a host at most.
 
 A job on one host has a store on the loopback interface. Served by the parent of `spawn` and by the launcher's agent.
 """
@@ -15,13 +15,13 @@ import torch.distributed
 __all__ = ["LOOPBACK", "address_towards", "gloo_devices", "is_loopback", "serve_store"]
 
 LOOPBACK = "127.0.0.1"
-# An address of the documentation (RFC 5737) and a port that is thrown away: the route to it is the default route.
+# An address for documentation (RFC 5737), whose route is the default route; nothing is sent.
 _ANYWHERE, _DISCARD = "192.0.2.1", 9
 c10d: Any = torch.distributed  # its stubs lack what is used here
 
 
 def serve_store(address: str = LOOPBACK, port: int = 0) -> tuple[Any, int]:
-    """A store and its port; it is served as long as it is held.
+    """A store and its port; it is served as long as it is referenced.
 
     Args:
         address: of an interface of this host, the only one that it listens on; empty for all of them.
@@ -54,8 +54,8 @@ def is_loopback(host: str) -> bool:
 def address_towards(host: str) -> str:
     """The address of this host, on the interface that leads to `host`; nothing is sent.
 
-    A host often finds its own name at a loopback address (/etc/hosts), where no other one can reach it: the interface
-    of the default route is taken then.
+    If `host` resolves to a loopback address, as a host's own name often does (/etc/hosts), the interface of the default
+    route is taken.
 
     Raises:
         OSError: there is no such host, or no route to it.
@@ -79,7 +79,7 @@ def _source(host: str) -> str:
 def gloo_devices(is_one_host: bool) -> list[Any]:
     """What gloo listens on: the interfaces of GLOO_SOCKET_IFNAME, else the loopback or the way to MASTER_ADDR.
 
-    gloo's own default is the address of the host's name, whatever that is.
+    gloo's own default is the address that the host's name resolves to.
     """
     create = c10d.ProcessGroupGloo.create_device
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").strip()

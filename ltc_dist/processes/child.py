@@ -1,7 +1,7 @@
-"""What a process of a job does first: it will not outlive its parent, and it can say where it hangs.
+"""What a process of a job does first: it ties itself to its parent, and can show where it hangs.
 
-`begin` is called before anything of the user's runs. `variables` are what a process finds in its environment. Used by
-`multiprocessing` and by the launcher.
+`begin` is called before any code of the user. `variables` are the environment variables of a process. Used by `spawn`
+and by the launcher.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def variables(
 
 
 def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
-    """Tie this process to its parent, and let SIGUSR1 show the stacks of all its threads on stderr.
+    """Tie this process to its parent, and make SIGUSR1 print the stacks of all its threads to stderr.
 
     Args:
         parent_pid: of the process that started this one. If it is gone already, this one ends.
         dies_with_thread: whether the thread that started this process lives as long as its process. The kernel's
-            death signal follows the thread; without it the parent is looked at twice a second.
+            death signal follows the thread; without it the parent is checked twice a second.
     """
     if dies_with_thread and sys.platform == "linux":
         die_with_thread()
@@ -76,7 +76,7 @@ def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
 
 
 def die_with_thread() -> None:
-    """Have the kernel kill this process when the thread ends that started it. On Linux."""
+    """Make the kernel kill this process when the thread that started it ends. On Linux."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

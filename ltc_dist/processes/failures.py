@@ -1,7 +1,7 @@
-"""Which process of a job failed first, by cause and not by clock, and how, in words.
+"""Which process of a job failed first, by cause and not by time, and how, as text.
 
-A process that fails takes others with it: they lose it in a collective, or are stopped. `verdict_of` is asked in the
-process that fails; `first_failure` by the parent of `spawn` and by the launcher.
+When a process fails, others fail as a consequence: they lose it in a collective, or are stopped. `verdict_of` is asked
+in the process that fails; `first_failure` by the parent of `spawn` and by the launcher.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 CAUSE = "cause"  # an exception of its own
-CONSEQUENCE = "consequence"  # an exception that says that another process was lost
+CONSEQUENCE = "consequence"  # an exception because another process was lost
 SILENT = "silent"  # an exit code alone
 
 _OF_A_LOST_PEER: tuple[type[BaseException], ...] = (
@@ -58,12 +58,12 @@ _ENDED_BY_OTHERS = (signal.SIGABRT, signal.SIGPIPE, signal.SIGHUP, signal.SIGINT
 
 @dataclass(frozen=True)
 class Failure:
-    """A process that ended otherwise than well.
+    """A process that failed.
 
     Attributes:
-        verdict: what it said of itself, see `verdict_of`.
-        time_s: when it said so, on the host's monotonic clock; orders failures of one weight.
-        was_stopped: whether it still ran, and had said nothing, when all were told to end.
+        verdict: its own verdict, see `verdict_of`.
+        time_s: time of the verdict, on the host's monotonic clock; orders failures of one weight.
+        was_stopped: whether it still ran, without a verdict, when all were told to end.
     """
 
     rank: int
@@ -74,17 +74,17 @@ class Failure:
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure:
-    """The failure that the others follow from."""
+    """The failure that caused the others."""
     return min(failures, key=lambda f: (_weight(f), f.time_s, f.rank))
 
 
 def has_cause(failures: Iterable[Failure]) -> bool:
-    """Whether one of these needs no other one to explain it."""
+    """Whether one of these is a cause, not a consequence."""
     return any(_weight(failure) <= 1 for failure in failures)
 
 
 def _weight(failure: Failure) -> int:
-    """Small for a cause: the more a failure may follow from another one, the larger."""
+    """Small for a cause; the larger, the more likely the failure is a consequence."""
     if failure.was_stopped:
         return 4
     if failure.verdict != SILENT:
@@ -94,10 +94,10 @@ def _weight(failure: Failure) -> int:
 
 
 def verdict_of(error: BaseException) -> str:
-    """Whether what ends this process is a CAUSE or a CONSEQUENCE, or only an exit code, which is SILENT.
+    """CAUSE or CONSEQUENCE for the exception that ends this process; SILENT for an exit code alone.
 
-    An exception raised while another one was handled, or from it, counts as that one: a script that catches the loss
-    of a peer and calls `sys.exit(1)` ends by that loss.
+    An exception raised from another one, or while it was handled, counts as that one: a script that catches the loss of
+    a peer and calls `sys.exit(1)` ends by that loss.
     """
     chain = list(_chain(error))
     if any(map(_is_of_a_lost_peer, chain)):
@@ -106,7 +106,7 @@ def verdict_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and all that it came from; members of groups too."""
+    """The error, its causes and contexts, and the members of exception groups."""
     waiting, seen = [error], set()
     while waiting:
         found = waiting.pop()

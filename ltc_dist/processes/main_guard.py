@@ -1,6 +1,6 @@
-"""Find a call that a script makes each time it is imported: without `if __name__ == "__main__":` around it.
+"""Find a call that a script makes at each import: one outside of `if __name__ == "__main__":`.
 
-Processes that are started anew import the script they belong to. Asked by `multiprocessing` before it starts any.
+Spawned processes import the script they belong to. `spawn` calls this before it starts any.
 """
 
 from __future__ import annotations

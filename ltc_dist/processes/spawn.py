@@ -1,7 +1,7 @@
-"""Processes of one host: `spawn(fn)` runs a function in each of several and waits for them.
+"""`spawn(fn)` runs a function in several processes of this host and waits for them.
 
-Each process finds PyTorch's variables (RANK, WORLD_SIZE, ...) in its environment, a store at MASTER_ADDR that listens
-on this host only, and its share of the cores. The first failure ends the others and is raised in the parent, with the
+Each process has PyTorch's variables (RANK, WORLD_SIZE, ...), a store at MASTER_ADDR that listens on this host only, and
+its share of the cores. The first failure ends the others and is raised in the parent, with the
 rank it came from. Scripts import this file as `xmp`.
 """
 
@@ -55,10 +55,10 @@ __all__ = ["MpModelWrapper", "MpSerialExecutor", "SpawnContext", "spawn"]
 _START_METHODS = ("spawn", "fork", "forkserver")
 _GRACE_S = 5.0
 _TOGETHER_S = 0.3  # for those that fail together
-_CAUSE_S = 2.0  # for the cause to show, where all that is known are consequences of it
+_CAUSE_S = 2.0  # time for the cause to appear if only consequences are known
 _LOOK_S = 0.02
 _LARGEST_PAYLOAD = 64 << 20  # bytes; an exception that holds more is sent as its text
-# What is running: the processes need the store that the parent serves, whether somebody holds their context or not.
+# Running contexts. The processes need the store that the parent serves, also if nobody holds their context.
 _running: set[SpawnContext] = set()
 
 
@@ -139,10 +139,10 @@ def _check(fn: Any, nprocs: Any, start_method: str) -> None:
 
 
 class _Name(str):
-    """The name of a process that runs an old script.
+    """Name of a process that runs a script for an old package.
 
-    It is the first thing that such a process reads, and brings `ltc_dist` along, which serves the modules that the
-    script imports.
+    A spawned process unpickles its name first. That imports `ltc_dist`, which serves the modules that the script
+    imports.
     """
 
     def __reduce__(self) -> Any:
@@ -206,7 +206,7 @@ class _Report:
 
 
 class _ReportFile:
-    """A file without a name, where a process leaves its report: of any size, and the parent need not wait for it."""
+    """Unnamed file for the report of a process, of any size; writing it does not block on the parent."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -229,7 +229,7 @@ class _ReportFile:
         self._file.write(b"complete")
 
     def read(self) -> _Report | None:
-        """The report; None if the process has left none, or was killed while it wrote."""
+        """The report; None if the process has written none, or was killed while it wrote."""
         self._file.seek(0)
         data = self._file.read()
         if not data.startswith(b"complete"):
@@ -244,7 +244,7 @@ class _ReportFile:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a process must know to begin."""
+    """What a process needs to start."""
 
     ranks: Ranks
     variables: dict[str, str]
@@ -258,14 +258,14 @@ def _main(fn: _Function, args: tuple[Any, ...], place: _Place, file: _ReportFile
     os.environ.update(place.variables)
     settings.accept_environment()
     if place.start_method == "forkserver":
-        child.begin(os.getppid())  # the server, which ends with the one it serves
+        child.begin(os.getppid())  # the fork server, which ends with its parent
     else:
         child.begin(place.parent_pid, place.dies_with_thread)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if place.start_method == "fork":
         torch.set_num_threads(1)
     elif (threads := os.environ["OMP_NUM_THREADS"]).isdecimal():
-        torch.set_num_threads(int(threads))  # a server has the variables of its first process
+        torch.set_num_threads(int(threads))  # a fork server has the variables of its first process
     try:
         fn(place.ranks.rank, *args)
         ltc.wait_device_ops()  # what fails in the background fails here, not unseen at the exit
@@ -285,7 +285,7 @@ def _main(fn: _Function, args: tuple[Any, ...], place: _Place, file: _ReportFile
 
 def _report(error: BaseException) -> _Report:
     text, payload = traceback.format_exc(), None
-    # What cannot be sent is not: its text must do.
+    # An exception that cannot be pickled is sent as text.
     with contextlib.suppress(Exception):
         sent = cloudpickle.dumps(error)
         if len(sent) <= _LARGEST_PAYLOAD and isinstance(cloudpickle.loads(sent), BaseException):
@@ -295,7 +295,7 @@ def _report(error: BaseException) -> _Report:
 
 
 class SpawnContext:
-    """Processes that run; `spawn(join=False)` gives it.
+    """Running processes, as `spawn(join=False)` returns them.
 
     Attributes:
         processes: by rank.
@@ -351,7 +351,7 @@ class SpawnContext:
         Raises:
             RankError, Exception: see `spawn`.
 
-        SIGTERM is handed on meanwhile, and ends this process when the others have ended: they may save their work.
+        Meanwhile SIGTERM is forwarded. It ends this process after the others, which may save their work.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with _SigtermHandedOn(self.processes) as sigterm:
@@ -394,7 +394,7 @@ class SpawnContext:
         return self._files[rank].read() if self._files else None  # none after the first `join`
 
     def _wait_for_cause(self) -> None:
-        """Wait for what else fails by itself: who is stopped now can no longer say why the others failed."""
+        """Wait for the cause: a process that is stopped now can no longer report why the others failed."""
         began = time.monotonic()
         while None in (codes := [p.exitcode for p in self.processes]):
             failed = [(rank, code) for rank, code in enumerate(codes) if code]
@@ -409,7 +409,7 @@ class SpawnContext:
         self._release()
 
     def _stop(self, number: int) -> None:
-        """End what still runs: with a signal first, after a while by force."""
+        """End the processes that still run: by SIGTERM, after a while by SIGKILL."""
         running = [p for p in self.processes if p.exitcode is None]
         for process in running:
             with contextlib.suppress(ProcessLookupError):
@@ -430,7 +430,7 @@ class SpawnContext:
 
 
 class _SigtermHandedOn:
-    """Context: SIGTERM goes to the processes, and at the end to this one, unless it has a handler of its own."""
+    """Context manager: forwards SIGTERM to the processes, and at the end to this one, unless it has its own handler."""
 
     def __init__(self, processes: list[Any]) -> None:
         self._processes = processes
@@ -462,7 +462,7 @@ class _SigtermHandedOn:
 def _variables(of: Ranks, port: int) -> dict[str, str]:
     return child.variables(of, LOOPBACK, port, os.environ) | {
         "LTC_NUM_DEVICES": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent has the store: no process serves it
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": f"spawn-{os.getpid()}",
     }
@@ -485,7 +485,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 def _failure(
     rank: int, code: int, report: _Report | None, stopped_s: float | None = None
 ) -> Failure:
-    """What is known of a process that failed; `stopped_s` is when it was told to end, if it still ran then."""
+    """The failure of a process; `stopped_s` is when it was told to end, if it still ran then."""
     if report is None:
         return Failure(rank, code, was_stopped=stopped_s is not None)
     was_stopped = stopped_s is not None and report.time_s > stopped_s
@@ -508,14 +508,14 @@ def _rebuilt(rank: int, report: _Report, pid: int) -> BaseException:
     note = f"\nraised by rank {rank} (pid {pid}); the others were stopped. There:\n{report.text}"
     error: BaseException = RankError(report.line)
     if report.payload is not None:
-        with contextlib.suppress(Exception):  # its class may be one that only that process has
+        with contextlib.suppress(Exception):  # its class may exist only in that process
             error = pickle.loads(report.payload)
     error.add_note(note)
     return error
 
 
 def _one_at_a_time() -> FileLock:
-    """The lock that lets one process of this user on this host through; the one inside may wait for collectives."""
+    """Lock for one process of this user on this host at a time; its holder may wait for collectives."""
     hand_over()
     directory = Path(settings.cache_dir).expanduser()
     private_directory(directory)
@@ -532,18 +532,18 @@ class MpModelWrapper:
         self._model = model
 
     def to(self, device: Any) -> torch.nn.Module:
-        """Move the model, in one process at a time: the host never holds two copies that are being made."""
+        """Move the model, in one process at a time, so that the host makes one copy at a time."""
         with _one_at_a_time():
             return self._model.to(device)
 
 
 class MpSerialExecutor:
-    """Runs a function in one process at a time, such as a download that the first one makes and the others find.
+    """Runs a function in one process at a time, such as a download that only the first one has to make.
 
     Source: `torch_xla.distributed.xla_multiprocessing.MpSerialExecutor`.
     """
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Call `fn()` and return what it returns. Cost: waits for the processes of this host that are at it."""
+        """Call `fn()` and return what it returns. Cost: waits for the processes of this host that run it before."""
         with _one_at_a_time():
             return fn()

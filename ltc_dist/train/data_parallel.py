@@ -1,7 +1,7 @@
 """Several devices in one process: `DataParallel` runs a training loop in a thread for each.
 
-Each thread has a replica of the model, every n-th batch, and ranks of its own, so that `optimizer_step` makes the mean
-of the gradients over the threads. The first error stops all threads and is raised. Scripts import this file as `dp`.
+Each thread has a replica of the model, every n-th batch, and ranks of its own, so that `optimizer_step` averages the
+gradients over the threads. The first error stops all threads and is raised. Scripts import this file as `dp`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Network = torch.nn.Module | Callable[[], torch.nn.Module]
 
 
 class Context:
-    """What one device keeps from one call of `DataParallel` to the next: its optimizer, its schedule."""
+    """State of one device between calls of `DataParallel`: its optimizer, its schedule."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,10 +47,10 @@ class DataParallel:
     """Replicas of a model, one for each device.
 
     Args:
-        network: the model, or what makes it. All replicas begin with the same parameters.
+        network: the model, or a function that makes it. All replicas start with the same parameters.
         device_ids: devices; all lazy ones by default. Without any (`[]`) the loop runs once, in the calling thread,
             with the model where it is and the batches as the loader gives them.
-        enumerate_batches: let loops get pairs (number, batch), as the documents of 2019 show; False for batches.
+        enumerate_batches: loops get pairs (number, batch), as in the documents of 2019; False: batches.
         kwargs: those of `ParallelLoader`.
 
     Attributes:
@@ -93,7 +93,7 @@ class DataParallel:
         enumerate_batches: bool | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Run `loop_fn(model, loader, device, context, **kwargs)` for each device; give the results in their order.
+        """Run `loop_fn(model, loader, device, context, **kwargs)` for each device; return the results in order.
 
         Args:
             enumerate_batches: as for the constructor, for this call.
@@ -119,7 +119,7 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 
 
 class _Run:
-    """One call: the threads, and what came of them."""
+    """One call: its threads and their results."""
 
     def __init__(
         self,

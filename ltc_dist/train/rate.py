@@ -10,10 +10,10 @@ __all__ = ["RateTracker"]
 
 
 class RateTracker:
-    """Counts what was done, and gives its rate a second: lately, smoothed, and since the beginning.
+    """Counts samples, and returns their rate a second: recent and smoothed, or since the beginning.
 
     Args:
-        smooth_factor: from 0 to below 1: how much of a rate is that of the time before; LTC_RATE_SMOOTHING by default.
+        smooth_factor: weight of the previous rate, 0 to below 1; LTC_RATE_SMOOTHING by default.
 
     Source: `torch_xla.core.xla_model.RateTracker`.
     """
@@ -28,7 +28,7 @@ class RateTracker:
         self._rate: float | None = None
 
     def add(self, count: float) -> None:
-        """Count what was done, such as the samples of a batch."""
+        """Add a count, such as the samples of a batch."""
         self._count += count
 
     def rate(self) -> float:

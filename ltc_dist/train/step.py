@@ -1,4 +1,4 @@
-"""The end of a training step in a job: gradients become their mean over the processes, then the optimizer steps.
+"""The end of a training step in a job: gradients are averaged over the processes, then the optimizer steps.
 
 All of it is recorded: backward, reduction and update are one graph. Calls `collectives.ops`.
 """
@@ -25,7 +25,7 @@ def optimizer_step(
     groups: Groups = None,
     pin_layout: bool = True,
 ) -> Any:
-    """Make every gradient its mean over the processes, and step.
+    """Average every gradient over the processes, then step.
 
     Args:
         barrier: end the step here (`mark_step`). Under a loader of ours the next batch does.
@@ -49,9 +49,9 @@ def optimizer_step(
 def reduce_gradients(
     optimizer: torch.optim.Optimizer, groups: Groups = None, pin_layout: bool = True
 ) -> None:
-    """Make every gradient of the optimizer's parameters its mean over the processes, in place.
+    """Average every gradient of the optimizer's parameters over the processes, in place.
 
-    Doing it twice changes nothing more. Parameters without a gradient are left out; they must be the same ones in all
+    A second call changes nothing. Parameters without a gradient are skipped; they must be the same ones in all
     processes.
 
     Raises:
@@ -79,11 +79,11 @@ def _ranges(numbers: Iterable[int]) -> str:
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Scale gradients down so that their norm together is at most `max_norm`; give the norm before.
+    """Scale gradients down so that their total norm is at most `max_norm`; return the norm before.
 
     Call it between `reduce_gradients` and the optimizer's own step.
 
-    Cost: recorded; nothing is waited for, whatever the norm is.
+    Cost: recorded; it never waits.
 
     Source: `torch.nn.utils.clip_grad_norm_`.
     """

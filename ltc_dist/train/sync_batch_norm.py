@@ -1,4 +1,4 @@
-"""Batch normalisation whose statistics are those of the whole batch, that of all processes together."""
+"""Batch normalisation with the statistics of the batches of all processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
-        """Bring the running statistics up to date."""
+        """Update the running statistics."""
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None

@@ -1,7 +1,7 @@
 """ZeRO stage 1: each process keeps the optimizer's state of its part of every parameter.
 
-A step deals the gradients out as means, clips them by their norm over all processes, lets the inner optimizer work on
-this process's shards, and gathers the parameters again. All of it is recorded. Comes from `bucketized`.
+A step reduce-scatters the mean gradients, clips them by their norm over all processes, runs the inner optimizer on this
+process's shards, and all-gathers the parameters. All of it is recorded. Comes from `bucketized`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class UnsupportedOptionError(LtcError, NotImplementedError):
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer, and shards its state over the processes.
 
-    A parameter is taken as one vector, filled up with zeros to a length that the processes divide, and each has its
-    part of it. An optimizer that looks at the shape of a parameter, or at its norm, gives other numbers than alone.
+    A parameter is flattened and padded with zeros to a length that the number of processes divides; each process has
+    one shard of it. An optimizer that depends on the shape or the norm of a parameter gives other results than without
+    it.
 
-    `step` reduces the gradients: `backward`, `step`, and nothing between them. With a `GradScaler` call
+    `step` reduces the gradients: call nothing between `backward` and `step`. With a `GradScaler` call
     `ltc_dist.reduce_gradients` before its `step`, so that all processes find the same overflows.
 
     Each process saves a state of its own: `Checkpointer(directory, own=["optimizer"], optimizer=optimizer)`.
@@ -189,7 +190,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # -- a step ------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Make a step, of the mean of the gradients over the processes.
+        """Step with the gradients averaged over the processes.
 
         Parameters without a gradient stay; they must be the same ones in all processes.
 
