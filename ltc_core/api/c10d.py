@@ -1,8 +1,9 @@
 """torch.distributed on tensors of the device: `init_process_group()`, `dist.all_reduce(t)`, DTensor, DDP.
 
-For scripts that speak torch.distributed. Each call waits for its tensors, gloo works on copies of them on the CPU, and
-what it wrote is copied to the device: a cut of the graph a call. `ltc_dist.optimizer_step` records the same in the
-graph instead. Ops of c10d do not say in their schema what they write: without a rule from here they would write copies.
+For scripts that use torch.distributed. Each call waits for its tensors, gloo works on CPU copies of them, and its
+results are copied to the device: each call cuts the graph. `ltc_dist.optimizer_step` records the same in the graph
+instead. The schemas of c10d's ops do not mark the arguments that they write: without the rules here they would write
+copies.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _WRITE_THEIR_FIRST = frozenset(
 )
 _WRITE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
 _RECEIVE = frozenset({"recv_", "recv_any_source_"})
-# Functional ops that are complete, and may have written their operands, when `wait_tensor` is called on their results.
+# Functional ops that are complete, and may have written their operands, only after `wait_tensor` on their results.
 _ONE_TO_ONE = frozenset({"batch_p2p_ops", "irecv", "isend"})
 
 
@@ -70,7 +71,7 @@ def register() -> None:
     RULE_MAKERS["_c10d_functional"] = RULE_MAKERS["_dtensor"] = _functional_rule
 
 
-# Methods of a process group that wait for other processes: those of the ops of c10d, under their names in Python.
+# Methods of a process group that wait for other processes: the Python names of c10d's ops.
 _CALLS = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
     *("all_gather_single", "all_gather_single_coalesced", "allreduce", "allreduce_coalesced"),
@@ -85,7 +86,7 @@ _CALLS = (
 def hand_over_before_calls() -> None:
     """Hand over the graph's collectives before each call of torch.distributed from now on, on tensors of the CPU too.
 
-    The others may wait for them, and not come to the barrier or to the exchange of objects before.
+    The other processes may wait for these before they come to the barrier or to the exchange of objects.
     """
     for name in _CALLS:
         method = getattr(dist.ProcessGroup, name, None)
@@ -103,7 +104,7 @@ def _after_handing_over(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rule(op: Any) -> Rule:
-    """What runs an op of c10d."""
+    """The rule that runs an op of c10d."""
     name = op._opname
     names = [argument.name for argument in op._schema.arguments]
     if name in _RECEIVE:
@@ -136,7 +137,7 @@ def _copies(args: Any) -> Any:
 
 
 def _waiting(result: Any, first: Any, copy: Any, is_written: bool) -> Any:
-    """Wait, copy what was written; the same result with finished work, whose tensors are those of the caller."""
+    """Wait and copy back the written tensors; the same result with finished work, whose tensors are the caller's."""
     work = result[-1] if isinstance(result, tuple) else result
     if work is None:  # monitored_barrier
         return None
@@ -158,9 +159,9 @@ def _receiving(work: Any, first: Any, copy: Any, is_written: bool) -> Any:
 
 
 class _Receiving(getattr(dist, "Work", object)):  # type: ignore[misc]
-    """A message that comes: a process may send before it waits for what it receives."""
+    """A pending receive: a process may send before it waits for what it receives."""
 
-    # c10d looks for the methods of an object that must still be there.
+    # c10d calls methods of this object later, so it must be kept.
     _not_waited_for: set[_Receiving] = set()
 
     def __init__(self, work: Any, first: Any, copy: Any) -> None:
@@ -221,12 +222,12 @@ _under_way: Any = WeakTensorKeyDictionary()
 
 
 def _functional_rule(op: Any) -> Rule:
-    """What runs a functional collective: an op that names its group and returns tensors."""
+    """The rule that runs a functional collective, whose group is an argument and whose results are tensors."""
     name = op._opname
     if name == "wait_tensor":
         return _wait_tensor
     if name == "_wrap_tensor_autograd":
-        # Its module takes 50 ms to import, and has been where the op is known.
+        # Its module takes 50 ms to import; where the op exists, it is imported already.
         return sys.modules["torch.distributed._functional_collectives"].AsyncCollectiveTensor  # type: ignore[no-any-return]
     names = [argument.name for argument in op._schema.arguments]
     if "group_name" not in names:

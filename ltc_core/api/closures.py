@@ -1,4 +1,4 @@
-"""Step closures: what a script wants to do with a step's values once it has been handed over.
+"""Step closures: functions of a script that run with a step's values after its cut.
 
 `add_step_closure` queues a call, `run_step_closures` makes the calls, in order, after the cut. Asynchronous ones
 run in a thread of their own, on the values the tensors have at that step.
@@ -34,7 +34,7 @@ def add_step_closure(
 ) -> None:
     """Call `closure(*args)` once, after the next `mark_step` of this thread.
 
-    What an asynchronous closure adds is called after the next `mark_step` of the thread that closure comes from, unless
+    Closures that an asynchronous closure adds are called after the next `mark_step` of the thread that added it, unless
     the closure calls `mark_step` itself.
 
     Args:
@@ -48,7 +48,7 @@ def add_step_closure(
 
 
 def _queued() -> _Queued:
-    """Return what this thread has queued: a deque, since a closure's thread may add to it too."""
+    """This thread's queue: a deque, since a closure's thread may add to it, too."""
     found: _Queued | None = getattr(_local, "queued", None)
     if found is None:
         found = _local.queued = deque()
@@ -68,13 +68,13 @@ def _snapshot(item: Any) -> Any:
 
 
 def run_step_closures() -> None:
-    """Call what was queued; called by `mark_step` after the cut.
+    """Call the queued closures; called by `mark_step` after the cut.
 
-    Those that a closure adds are called by the next `mark_step`, which may be one of its own. Where one raises, those
-    behind it are called by the next `mark_step` too.
+    Closures that a closure adds are called by the next `mark_step`, maybe one of its own. If one raises, those behind
+    it are called by the next `mark_step`, too.
 
     Raises:
-        RuntimeError: an asynchronous closure of an earlier step raised; chained to what it raised.
+        RuntimeError: an asynchronous closure of an earlier step raised; chained to its exception.
     """
     queued = _queued()
     closures: _Queued = deque()
@@ -101,9 +101,9 @@ class _ClosureThread:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Begin anew: a forked child has none of the parent's threads."""
+        """Reset in a forked child, which has none of the parent's threads."""
         self._lock = threading.Lock()
-        # Each with the queue of the thread it comes from, and whether it has one of the places.
+        # Each with the queue of the thread it comes from, and whether it counts towards the limit.
         self._queue: queue.Queue[tuple[Closure, _Queued, bool]] = queue.Queue()
         self._places: threading.Semaphore | None = None  # made for the first closure
         self._thread: threading.Thread | None = None

@@ -1,4 +1,4 @@
-"""Eager mode: each op runs where it is called, so that one that fails does so there. LTC_EAGER=1 starts with it."""
+"""Eager mode: each op runs, and fails, where it is called. LTC_EAGER=1 turns it on from the start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def eager_mode(enable: bool) -> None:
 
 @contextlib.contextmanager
 def eager_mode_context(enable: bool) -> Iterator[bool]:
-    """Switch eager mode for the length of a `with` block; gives what it was."""
+    """Context manager: switch eager mode; yields the previous mode."""
     before = settings.eager
     eager_mode(enable)
     try:

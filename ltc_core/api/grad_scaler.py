@@ -1,7 +1,7 @@
-"""`GradScaler`: scales the loss, and skips the steps whose gradients overflow, without looking at a value.
+"""`GradScaler`: scales the loss, and skips steps whose gradients overflow, without a sync.
 
-With an optimizer of `syncfree`, or one of PyTorch's with `fused=True`, all is decided on the device. With another one
-the step waits for the gradients, unless it may be made with zeros instead (`use_zero_grad`).
+With an optimizer of `syncfree`, or one of PyTorch's with `fused=True`, the device decides. With others the step waits
+for the gradients, unless an overflow may step with zero gradients instead (`use_zero_grad`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: of the scale, after `growth_interval` steps without an overflow.
         backoff_factor: of the scale, after an overflow.
         growth_interval: in steps.
-        enabled: without it everything is passed through.
+        enabled: if False, nothing is scaled or skipped.
         use_zero_grad: on an overflow make gradients zero and step, with an optimizer that cannot skip a step on the
             device. It waits for nothing, but momentum, weight decay and the step count go on.
 

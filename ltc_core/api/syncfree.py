@@ -1,8 +1,8 @@
-"""Optimizers that skip a step on the device: where `found_inf` is not zero, parameters and state stay as they were.
+"""Optimizers that skip a step on the device: if `found_inf` is not zero, parameters and state do not change.
 
-`grad_scaler.GradScaler` hands them what it found as a tensor, and nothing waits for its value. Adam and AdamW are
-PyTorch's fused ones, which know such a flag; the fused SGD does not keep its momentum in a first step that is skipped,
-and is written here.
+`grad_scaler.GradScaler` passes `found_inf` as a tensor, and nothing waits for its value. Adam and AdamW are PyTorch's
+fused ones, which take such a flag. PyTorch's fused SGD loses its momentum if the first step is skipped, so SGD is
+written here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["SGD", "Adam", "AdamW"]
 Closure = Callable[[], Any] | None
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
-# PyTorch wraps `step` of a class that is instantiated, for its hooks: what is called here must not run them again.
+# PyTorch wraps `step` of each instantiated class to run hooks; this unwrapped one does not run them again.
 _adam_step: Callable[..., Any] = inspect.unwrap(
     torch.optim.Adam.step, stop=lambda step: not getattr(step, "hooked", False)
 )
@@ -36,7 +36,7 @@ class _Adam(torch.optim.Adam):
         super().__init__(params, *args, **{**kwargs, "fused": True, "foreach": None})
 
     def step(self, closure: Closure = None, found_inf: Any = None) -> Any:
-        """Make a step, or none if anything in `found_inf` is not zero.
+        """Step, unless an element of `found_inf` is not zero.
 
         Args:
             found_inf: a tensor on any device, or None.
@@ -44,7 +44,7 @@ class _Adam(torch.optim.Adam):
         Returns:
             What the closure gives.
 
-        Cost: recorded; no value is waited for.
+        Cost: recorded; no sync.
         """
         if found_inf is None:
             return _adam_step(self, closure)
@@ -84,7 +84,7 @@ class SGD(torch.optim.SGD):
         super().__init__(params, *args, **{**kwargs, "fused": None, "foreach": None})
 
     def step(self, closure: Closure = None, found_inf: Any = None) -> Any:
-        """Make a step, or none if anything in `found_inf` is not zero.
+        """Step, unless an element of `found_inf` is not zero.
 
         Args:
             found_inf: a tensor on any device, or None.
@@ -92,7 +92,7 @@ class SGD(torch.optim.SGD):
         Returns:
             What the closure gives.
 
-        Cost: recorded; no value is waited for.
+        Cost: recorded; no sync.
         """
         loss = None
         if closure is not None:
@@ -122,7 +122,7 @@ class SGD(torch.optim.SGD):
             if group["nesterov"]:
                 momenta = torch._foreach_add(change, momenta, alpha=group["momentum"])
             change = momenta
-        if isinstance(group["lr"], torch.Tensor):  # as a number it would be waited for
+        if isinstance(group["lr"], torch.Tensor):  # a Python number would be a sync
             moved = torch._foreach_sub(params, torch._foreach_mul(change, group["lr"]))
         else:
             moved = torch._foreach_add(params, change, alpha=-group["lr"])
@@ -147,7 +147,7 @@ class SGD(torch.optim.SGD):
         momenta = torch._foreach_mul(buffers, group["momentum"])
         if damping == 0:
             return buffers, torch._foreach_add(momenta, grads)
-        # The first gradient counts whole, and only the device knows which one was not skipped.
+        # The first gradient is not dampened, and only the device knows which step was the first that was not skipped.
         steps = []
         for p, state in zip(params, states, strict=True):
             steps.append(state.setdefault("step", torch.ones((), device=p.device)))

@@ -202,7 +202,7 @@ def wait_device_ops(devices: Iterable[DeviceLike] | DeviceLike = None) -> None:
 
 @contextlib.contextmanager
 def step() -> Iterator[None]:
-    """Make the block one step: cut before it and after it. Source: `torch_xla.step`."""
+    """Context manager: the block is one step, cut before and after it. Source: `torch_xla.step`."""
     mark_step()
     try:
         yield

@@ -1,1 +1,1 @@
-"""What the device does for each ATen call: the table, handlers of their own, composites, the fallback to the CPU."""
+"""Handlers of ATen calls: the table, special handlers, composites, the fallback to the CPU."""

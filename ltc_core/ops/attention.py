@@ -1,7 +1,7 @@
 """Attention as one op, as eager runs it on the CPU.
 
-PyTorch asks a table of its own which kernel of `scaled_dot_product_attention` a device has, and spells it out in thirty
-ops for a device it does not know. Eager on the CPU calls flash attention; so do we, where it would: the op has a
+For a device that PyTorch does not know, `scaled_dot_product_attention` becomes thirty ops. Eager on the CPU calls flash
+attention. So does this device, in the same cases: the op has a
 gradient, is recorded as one op, and executors run it as one. `register_attention` is called once, at import.
 """
 

@@ -1,8 +1,8 @@
 """Backward passes over lazy tensors run in the thread that calls them.
 
-Autograd has a thread for each device. That one may still hold values when backward has returned, so that a cut finds
-other values alive than the step before; to wake it is slower too. So the engine is told to use the calling thread, for
-the time of a pass that comes to a lazy tensor; what `torch.autograd.set_multithreading_enabled` says stays the user's.
+Autograd has a thread for each device. That thread may still hold values when backward has returned, so that a cut finds
+other values alive than in the step before; waking it is also slower. So a pass that reaches a lazy tensor runs with
+multithreading off; the user's `torch.autograd.set_multithreading_enabled` is restored afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def note_crossing() -> None:
 
 
 class _Engine(torch._C._ImperativeEngine):
-    """PyTorch's engine, as `torch.autograd` calls it."""
+    """PyTorch's engine, in place of the one that `torch.autograd` calls."""
 
     def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_multithreaded() or not _comes_to_lazy(outputs):
@@ -44,7 +44,7 @@ class _Engine(torch._C._ImperativeEngine):
 
 
 def _comes_to_lazy(outputs: Iterable[Any]) -> bool:
-    """Whether a pass that begins at these tensors, or edges, comes to a tensor of the device."""
+    """Whether a pass that begins at these tensors, or edges, reaches a tensor of the device."""
     name = settings.device_name
     nodes = []
     for output in outputs:
@@ -78,6 +78,6 @@ def _any_lazy(nodes: list[Any], name: str) -> bool:
 
 
 def use_calling_thread() -> None:
-    """Put the engine in its place, once; called when the device is registered."""
+    """Install the engine; called once, when the device is registered."""
     if type(Variable._execution_engine) is not _Engine:
         Variable._execution_engine = _Engine()

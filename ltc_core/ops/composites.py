@@ -1,7 +1,7 @@
-"""Ops that are other ops: what ATen has no kernel for on the CPU, and draws without a generator argument.
+"""Ops that are recorded as other ops: those without a CPU kernel, and draws without a generator argument.
 
-Each rule is called as the op would be and makes ATen calls, which are recorded. The draws are written as eager's
-CPU kernels make them, so that the same seed gives the same numbers.
+Each rule takes the op's arguments and makes ATen calls, which are recorded. The draws follow eager's CPU kernels, so
+that the same seed gives the same numbers.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def has_no_nested_tensors(x: Tensor, mask: Tensor) -> bool:
 
 
 def one_hot(classes: Tensor, num_classes: int = -1) -> Tensor:
-    """Write ones by index, which must be in range as on the CPU; ATen's own rule for devices lets others pass."""
+    """Write ones by index. Indices are checked as on the CPU; ATen's own rule for devices does not check them."""
     if classes.dtype is not torch.int64 or not classes.numel():  # eager's answer, or its error
         host = torch.empty(classes.shape, dtype=classes.dtype)
         return torch.nn.functional.one_hot(host, num_classes).to(classes.device)
@@ -167,21 +167,21 @@ def one_hot(classes: Tensor, num_classes: int = -1) -> Tensor:
 
 
 def max_pool1d(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """As ATen computes it on other devices, of the dtypes that it takes on the CPU."""
+    """As ATen computes it on other devices, with the dtypes that the CPU accepts."""
     if not x.dtype.is_floating_point:  # eager's answer, or its error
         aten.max_pool1d.default(torch.zeros(x.shape, dtype=x.dtype), *args, **kwargs)
     return aten.max_pool1d.default.decompose(x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def checked(x: Tensor, condition: Tensor, message: str) -> Tensor:
-    """`x`; whoever reads it raises RuntimeError(message) if the condition does not hold. Nothing is read here."""
+    """Return `x`; reading it raises RuntimeError(message) if the condition is false. No sync."""
     if x.requires_grad:  # the check has no derivative
         return x + checked(torch.zeros_like(x.detach()), condition, message)
     return aten._functional_assert_async.msg(condition, message, x)  # type: ignore[no-any-return]
 
 
 def _quantile(op: torch._ops.OpOverload) -> Callable[..., Tensor]:
-    """Rule of an op that asks only on the CPU whether `q` is in range."""
+    """Rule of an op that checks only on the CPU whether `q` is in range."""
 
     def run(x: Tensor, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if q.numel():

@@ -35,10 +35,10 @@ Handler = Callable[[Any, Any], Any]
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
-# Their results are quantized, which meta kernels do not say; the device cannot hold them.
+# Their results are quantized, which meta kernels do not show; the device has no quantized tensors.
 _QUANTIZED = ("quantize_per_", "_empty_affine", "_empty_per_channel", "_make_per_")
 
-# Special only on the way to another device, for a format that is the tensor's own, for whole numbers or mixed dtypes.
+# Special only for a copy to another device, a preserved memory format, integers or mixed dtypes.
 _RECORDED_AS_THEY_ARE = frozenset(
     {
         torch.ops.aten.clone.default,
@@ -49,7 +49,7 @@ _RECORDED_AS_THEY_ARE = frozenset(
     }
 )
 
-# Operands, by position, that may live on the CPU as on every other device: indices, lengths.
+# Operands, by position, that may be on the CPU as for every device: indices, lengths.
 _INDICES = frozenset({1})
 _MAY_BE_ON_CPU: dict[str, frozenset[int]] = {
     **dict.fromkeys(
@@ -73,7 +73,7 @@ def handler_of(op: torch._ops.OpOverload) -> Handler:
 
 
 def choose_anew() -> None:
-    """Choose every op's handler again at its next use: a setting that decides about it has changed."""
+    """Choose every op's handler again at its next use, after a setting that decides it has changed."""
     enable(not settings.eager and not settings.force_fallback)
     HANDLERS.clear()
 
@@ -132,7 +132,7 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if schema.name.startswith(_QUANTIZED):
         return _on_real_values(schema)
     if not schema.yields_tensors or not (schema.returns or schema.writes):
-        # Its answer, or its refusal (as of a singular matrix), is in the values.
+        # Its result, or its error (as for a singular matrix), depends on the values.
         return _on_real_values(schema)
     add_op(op, schema)
     return _with_rescue(schema, recorder(schema))
@@ -155,7 +155,7 @@ def _with_rescue(schema: OpSchema, record: Handler) -> Handler:
 def _rescue(
     schema: OpSchema, handle: Handler, args: Any, kwargs: dict[str, Any], reason: Exception
 ) -> Any:
-    """Do what it takes to make a call that could not be recorded."""
+    """Run a call that could not be recorded: upload operands, decompose, or fall back."""
     if isinstance(reason, OutResized):
         if not _are_new_outs(reason, args, kwargs):
             return run_real(schema, args, kwargs, find_trace(args, kwargs))
@@ -181,7 +181,7 @@ def _rescue(
 def _are_new_outs(reason: OutResized, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether all tensors to be resized are of `out=`, and none of them shares memory with an operand.
 
-    What an op in place writes is never resized, and an operand of another size is another call.
+    In-place ops never resize what they write; an operand of another size is another call.
     """
     outs = {id(item) for item in kwargs.values()}
     bases = {base_of(t._h) for t in tree_leaves(args) if type(t) is LazyTensor}
@@ -200,7 +200,7 @@ _A_TENSOR = "an XLA tensor" if settings.device_name == "xla" else "a lazy tensor
 
 
 class _Mover:
-    """Uploads the CPU tensors a call may bring: 0-dim ones anywhere, others in the places of `_MAY_BE_ON_CPU`."""
+    """Uploads the CPU tensors of a call: 0-dim ones anywhere, others at the positions in `_MAY_BE_ON_CPU`."""
 
     def __init__(self, schema: OpSchema, device: torch.device) -> None:
         self._schema = schema
@@ -231,8 +231,8 @@ def _type_name(t: torch.Tensor) -> str:
 def _decomposed(schema: OpSchema) -> Handler:
     """Return the handler of an op that consists of others.
 
-    Outside of inference mode autograd has decomposed it, and its part for views is told of each of those ops. In it
-    the op comes here as a whole, below autograd. A few ops have a kernel of their own there.
+    Outside of inference mode autograd decomposes it before, and tracks views in each of its ops. In inference mode the
+    whole op arrives here, below autograd. A few ops have a kernel of their own there.
     """
     overload = schema.op._overloadname
     has_own = torch._C._dispatch_has_kernel_for_dispatch_key(

@@ -1,9 +1,9 @@
 """`nn.TransformerEncoder` with a padding mask, in the cases in which eager leaves padding out.
 
 In inference PyTorch's encoder packs sequences of several lengths into a nested tensor, and its result has zeros in the
-rows of padding. The device has no nested tensors: the layers compute padded sequences, whose other rows are the same,
-and the rows of padding are made what eager gives. Whether the mask has its padding at the end, as eager asks, is
-decided on the device: nothing is read. `register_encoder` is called once, at import.
+rows of padding. The device has no nested tensors: the layers compute padded sequences, and the rows of padding are set
+to eager's values afterwards. Eager requires that the padding is at the end; the device checks that without a sync.
+`register_encoder` is called once, at import.
 """
 
 from __future__ import annotations

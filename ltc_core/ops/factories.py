@@ -1,7 +1,7 @@
 """Factories: ATen calls that make a tensor of the device from nothing.
 
-They have no tensor argument, so they do not reach `LazyTensor`; PyTorch sends them to the kernels registered here
-for the device. `empty` records nothing; the others record one op.
+They have no tensor argument, so they do not reach `LazyTensor`. PyTorch dispatches them to the kernels that are
+registered here. `empty` records nothing; the others record one op.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["register_factories"]
 
 aten = torch.ops.aten
 
-# ATen's own versions of these are `empty` and one or two ops that write it; here they are one op.
+# ATen implements these as `empty` and one or two ops that write it; here they are one op.
 _ONE_OP = (
     "zeros", "ones", "full", "arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "logspace",
     "randperm.generator", "tril_indices", "triu_indices", "scalar_tensor",

@@ -1,8 +1,8 @@
-"""Running an op on real values, where it cannot be recorded.
+"""Fallback: run an op on real values if it cannot be recorded.
 
-The step is cut, the operands are fetched, ATen runs the op on the CPU and tracing goes on with the results. So
-control flow and results whose shape depends on values are safe, an op without a rule still works, and a wrong
-call raises what eager PyTorch raises, where the user made it. Counted as `aten::name`.
+The step is cut, the operands are fetched, ATen runs the op on the CPU, and recording goes on with the results. So
+control flow and results whose shape depends on values work, an op without a rule works, and a wrong call raises eager
+PyTorch's error at the user's call. Counted as `aten::name`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _open_lens = in_own_state(open_lens)
 
 
 class _RealCall:
-    """One call on real values: turns lazy tensors into CPU tensors and brings results back."""
+    """One call on real values: fetches lazy operands and uploads the results."""
 
     def __init__(self, schema: OpSchema, ctx: DeviceContext) -> None:
         self.schema = schema
@@ -66,7 +66,7 @@ class _RealCall:
 
     @in_own_state
     def open_written(self, item: Any) -> None:
-        """Fetch the memory of what the call writes, before any argument is made that may share it."""
+        """Fetch the memory of written operands first, before arguments that may share it."""
         for t in leaves(item):
             if type(t) is LazyTensor and t._h.trace is self.ctx.trace:
                 base = base_of(t._h)
@@ -80,7 +80,7 @@ class _RealCall:
         return part
 
     def _opened(self, item: LazyTensor) -> tuple[torch.Tensor, list[Pending]]:
-        """Open a tensor in memory that is written: one that is read and written is one tensor, as for eager."""
+        """The CPU view of a tensor in written memory: a tensor that is read and written is one tensor, as in eager."""
         found = self.opened.get(id(item))
         if found is None:
             _, whole = self.written[id(base_of(item._h))]
@@ -199,7 +199,7 @@ def _advice(error: Exception) -> str:
 
 
 def _needs_values(op: torch._ops.OpOverload) -> bool:
-    """Whether the op can only be answered with values, by its nature."""
+    """Whether the result of the op depends on values by its nature."""
     tags = op.tags
     return (
         torch.Tag.dynamic_output_shape in tags

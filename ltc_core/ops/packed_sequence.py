@@ -31,7 +31,7 @@ def pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple
 
 
 def _check_lengths(lengths: Tensor, batch: int, num_steps: int) -> None:
-    """Refuse what eager refuses, with its words."""
+    """Raise the errors that eager raises."""
     values = lengths.tolist() if lengths.device.type == "cpu" else []
     if lengths.device.type != "cpu" or lengths.dim() != 1 or lengths.dtype is not torch.int64:
         wrong = "'lengths' argument should be a 1D CPU int64 tensor"

@@ -1,8 +1,8 @@
 """`t.data = data` between the device and the CPU: `t` becomes a tensor of the other kind and stays the same object.
 
-PyTorch copies the metadata of `data` into `t`, so all that refers to `t` sees the change: modules, optimizers, graphs,
-hooks, weak references. `nn.Module.to` works that way. Whether PyTorch dispatches to a class, and which class that is,
-it does not copy: that is set here, where PyTorch asks whether the two are compatible, just before it copies.
+PyTorch copies the metadata of `data` into `t`, so all references to `t` see the change: modules, optimizers, graphs,
+hooks, weak references. `nn.Module.to` works that way. PyTorch does not copy the class of `data`, nor whether calls are
+dispatched to it. Both are set here, when PyTorch asks whether the two are compatible, just before it copies.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def set_data(t: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    """Whether a tensor of another device has memory and strides, and nobody else's class."""
+    """Whether a tensor of another device is strided, and of no foreign subclass."""
     is_dense = t.layout is torch.strided and not t.is_quantized and not t.is_nested
     return is_dense and type(t).__torch_dispatch__ is _NO_DISPATCH
 

@@ -23,7 +23,7 @@ def register_first_momentum() -> None:
 
 
 def _first_momentum(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if type(optimizer) is not torch.optim.SGD:  # what others do in their first step is theirs
+    if type(optimizer) is not torch.optim.SGD:  # other optimizers are not changed
         return
     for group in optimizer.param_groups:
         # With dampening, the first gradient counts whole and the others do not.

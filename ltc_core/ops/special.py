@@ -1,4 +1,4 @@
-"""Ops with a handler of their own: what is free, what moves data, what changes what a tensor is.
+"""Special handlers: ops that are free, ops that move data, ops that change the shape or the memory of a tensor.
 
 Free ops share the operand's memory or its value (values are immutable, so `clone` copies nothing until one of
 the two is written). Moves go to and from the CPU and between devices. Shape changers (`resize_`, `set_`, `t_`)
@@ -185,7 +185,7 @@ _record_histc = recorder(OpSchema.of(aten.histc.default))
 
 
 def _histc(args: Any, kwargs: Any) -> Any:
-    """Count whole numbers, too, as CUDA does in their own arithmetic; eager has no kernel for them on the CPU."""
+    """Histogram of integers, too, in integer arithmetic as on CUDA; eager has no CPU kernel for them."""
     named = kwargs or {}
     given: list[Any] = [*args, *(100, 0, 0)[len(args) - 1 :]]
     x, bins, low, high = given

@@ -1,7 +1,7 @@
-"""The tokens of groups on devices: they order the collectives of a group, and tell which are recorded but not cut.
+"""Tokens: values that order the collectives of a group on a device, and tell which of them are recorded but not cut.
 
-Each collective of the graph writes the token of its group and device. Used by `api.c10d`, and by
-whatever waits for other processes.
+Each collective of the graph writes the token of its group and device. Used by `api.c10d`, and by code that waits for
+other processes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def renew_lock() -> None:
 def token(group: str, index: int) -> torch.Tensor:
     """The token that the next collective of the group on this device writes.
 
-    Collectives that another device recorded before are handed over first: those of a group run in the order in which
-    this process recorded them.
+    Collectives of the group that another device recorded before are handed over first, so that they run in recorded
+    order.
     """
-    if (group, index) not in _tokens:  # made without the lock, as that may take others
+    if (group, index) not in _tokens:  # made without the lock, since this may take other locks
         made = upload(torch.zeros(1, dtype=torch.uint8), index)
         _tokens.setdefault((group, index), made)
     with _lock:

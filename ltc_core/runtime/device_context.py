@@ -1,8 +1,8 @@
-"""One device at work: cutting its trace, launching programs, waiting for values.
+"""A device at run time: it cuts its trace, launches programs and waits for values.
 
 A `DeviceContext` owns the trace, worker, executor and memory of a device. `cut` hands the recorded graph to the worker
-and returns. An error in the background is kept until the next sync point and raised there, once, with the user's line
-of the op that failed. Called by `devices`; calls `program_cache` and the executor.
+and returns. An error of the worker is kept until the next sync point and raised there, once, with the user's line of
+the op that failed. Called by `devices`; calls `program_cache` and the executor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ltc_core.thread_state import in_own_state
 
 __all__ = ["DeviceContext", "forget_jobs"]
 
-# Steps kept in a device's trie, about 2 KiB each: a program that never repeats itself must not grow for ever.
+# Limit for the steps in a device's trie, about 2 KiB each: a program that never repeats itself must not use ever more.
 _TRIE_STEPS = 300_000
 
 # Name of a group -> the last job handed over that runs its collectives, and the index of that job's device.
@@ -44,7 +44,7 @@ _last_jobs_lock = threading.Lock()
 
 
 def forget_jobs() -> None:
-    """For a forked child: the jobs run in its parent, where another thread may have held the lock at the fork."""
+    """Forget the parent's jobs in a forked child. Renew the lock: another thread may have held it at the fork."""
     global _last_jobs_lock
     _last_jobs.clear()
     _last_jobs_lock = threading.Lock()
@@ -106,7 +106,7 @@ class DeviceContext:
         return compiled, job
 
     def _fail_outputs(self, cut: Cut, error: BaseException) -> None:
-        """Leave every value of a graph that could not be compiled as it was before the step, or lost."""
+        """Restore the values that a failed compile would have rebound; values without an older buffer are lost."""
         nodes = [step.node for step in self.trace.path(cut.path) if step.node is not None]
         chains = origins(nodes, [index for index, _ in cut.alive])
         given = {index: (ref(), buffer) for index, ref, buffer in cut.inputs}
@@ -115,7 +115,7 @@ class DeviceContext:
             if buffer is None:
                 what = f"the graph could not be compiled on {self.device}"
                 buffer = Buffer.failed(self.memory, errors.op_error(error, what=what))
-            elif old is not None:  # somebody else holds the old value: two must not own one buffer
+            elif old is not None:  # another tensor has the old value: two must not own one buffer
                 buffer.wait_done()
                 data = in_own_state(self.executor.copy)(buffer.take())
                 buffer = Buffer.ready(self.memory, data, buffer.nbytes)
@@ -144,7 +144,7 @@ class DeviceContext:
             self._take_the_cores()
             if launch.begin():
                 return launch
-            # It waits for other processes: the worker runs the rest, beside the recording of the next step.
+            # It blocks on other processes: the worker runs the rest while the next step is recorded.
         launch.run_after(earlier)
         for buffer in outputs:
             buffer.made_by(launch)
@@ -152,7 +152,7 @@ class DeviceContext:
         self._worker_has_team = True
         try:
             self.worker.submit(launch)
-        except BaseException as error:  # an interrupt: nobody will run it
+        except BaseException as error:  # an interrupt: no thread will run it
             launch.resolve(
                 errors.op_error(error, what=f"a program was not handed over on {self.device}")
             )
@@ -176,7 +176,7 @@ class DeviceContext:
     def _stand_in_line(self, groups: Sequence[str], job: Job) -> list[Job]:
         """The jobs of other devices that run collectives of these groups and were handed over before this job.
 
-        The members of a group run its collectives in one order, whatever device of theirs recorded them.
+        All members of a group must run its collectives in one order, whichever device recorded them.
         """
         found = []
         with _last_jobs_lock:
@@ -195,12 +195,12 @@ class DeviceContext:
                 else Placement.WORKER
             )
         if settings.compile != "async":
-            # Sums over fewer threads end in other digits, and such a run is to be repeatable: none is spared.
+            # With fewer threads sums round differently, and this run must be reproducible: use all threads.
             num_threads = 1
         return compiled.placement.choose(time.perf_counter_ns(), num_threads)
 
     def _take_the_cores(self) -> None:
-        """Wait until the worker has done its work and left the cores."""
+        """Wait until the worker is idle, so that the cores are free."""
         if self._worker_has_team:
             self.worker.submit(Job(release_team))
             self._worker_has_team = False
@@ -209,7 +209,7 @@ class DeviceContext:
     # -- forking -------------------------------------------------------------------------------
 
     def after_fork(self, is_whole: bool) -> None:
-        """Begin anew in a forked child; `is_whole` says that nothing was recorded or run at the fork.
+        """Reset in a forked child; `is_whole`: nothing was being recorded or run at the fork.
 
         Else values of the running trace and of jobs that were not done are lost in the child.
         """
@@ -223,16 +223,16 @@ class DeviceContext:
     # -- waiting -------------------------------------------------------------------------------
 
     def raise_failure(self, all_of_them: bool = True) -> None:
-        """Raise the first error of the background that nobody was told of yet.
+        """Raise the worker's first error that was not raised yet.
 
         Args:
-            all_of_them: also those that tensors still carry, which raise them when they are read.
+            all_of_them: also errors that tensors carry, and raise when they are read.
         """
         unseen = []
         for _ in range(len(self.failures)):  # the worker may add to them meanwhile
             try:
                 failure = self.failures.popleft()
-            except IndexError:  # another thread was told of it
+            except IndexError:  # another thread has raised it
                 break
             if failure.error.seen:
                 continue
@@ -247,7 +247,7 @@ class DeviceContext:
             raise errors.to_raise(first)
 
     def wait(self) -> None:
-        """Cut, block until the device is idle, raise what failed."""
+        """Cut, block until the device is idle, raise its errors."""
         with metrics.timer("DeviceLockWait"):
             self.cut("Wait")
             self.worker.drain()

@@ -1,4 +1,4 @@
-"""What the runtime does for PyTorch's side of the device: synchronize, memory figures, generators.
+"""The runtime's part of PyTorch's device interface: synchronize, memory figures, generators.
 
 One object, given to `device.register`; its methods are called from C++ and from `torch.<name>`.
 """
@@ -85,7 +85,7 @@ def _reseed(stream: Stream) -> int:
 
 
 def install() -> RuntimeHooks:
-    """Make the streams and the hooks of this process."""
+    """Create the random streams and the hooks of this process."""
     return RuntimeHooks(
         random_state.install(lambda index: context(index).trace, register.generator_id)
     )

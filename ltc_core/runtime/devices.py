@@ -1,8 +1,8 @@
-"""The devices of this process: their contexts, what goes between them and the CPU, leaving and forking.
+"""The devices of this process: contexts, transfers to and from the CPU, exit and fork.
 
 `context(i)` gives a device's context, made on first use. `real`, `fetch` and `upload` move values. At exit pending
-work is finished, or dropped with a sentence; a forked child begins with idle devices. Comes from the verbs and the
-handlers, goes to `device_context`.
+work is finished, or dropped with a message; a forked child starts with idle devices. Called by the verbs and the
+handlers; calls `device_context`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 # -- the devices of this process -------------------------------------------------------------------
 
 _contexts: dict[int, DeviceContext] = {}
-_forking = threading.local()  # the contexts a forking thread holds still
+_forking = threading.local()  # contexts whose locks the forking thread holds
 _contexts_lock = threading.Lock()
-# A fork waits so long for devices that other threads use; the first waits for a lock, which it gives back then.
+# Seconds for which a fork waits for devices that other threads use: in all, and at first for one lock.
 _FORK_PATIENCE_S = 60.0
 _FIRST_WAIT_S = 0.05
 metrics.register_gauge(
@@ -121,7 +121,7 @@ def fetch(handle: Handle, reason: str = "Fetch") -> torch.Tensor:
 @in_own_state
 def _copied(shared: torch.Tensor, meta: TensorMeta, inference: bool) -> tuple[torch.Tensor, int]:
     """Return a copy for the user, made in the inference mode that the user's thread is in, and its bytes."""
-    # Real sizes: for a few results (statistics of batch norm in eval) meta kernels promise others.
+    # Actual sizes: for a few results (statistics of batch norm in eval) meta kernels return others.
     size = shared.size()
     stride = _stride_of_copy(meta) if size == meta.size else contiguous_stride(size)
     with torch.inference_mode(inference):
@@ -167,7 +167,7 @@ def _metas_of_copies(
 
 
 def _meta_of(tensor: torch.Tensor) -> TensorMeta:
-    """Its meta without the offset: batches that are parts of one tensor have one meta, not one each."""
+    """Meta of a tensor, with offset 0, so that slices of one tensor have one meta."""
     return TensorMeta.of(tensor.size(), tensor.stride(), 0, tensor.dtype)
 
 
@@ -189,7 +189,7 @@ def exit_patience_s() -> float:
 
 
 def at_exit() -> None:
-    """Finish what was handed over; say so if it is dropped."""
+    """Finish the jobs in flight; warn if they are dropped."""
     for ctx in contexts():
         done = ctx.worker.stop(exit_patience_s())
         if not done and not _is_abandoned:
@@ -217,10 +217,10 @@ def before_fork() -> None:
 
 
 def _held_still(chosen: Sequence[DeviceContext]) -> list[DeviceContext]:
-    """Take the locks of idle devices, of all of them or of none; returns those whose lock is held.
+    """Take the locks of all devices if all are idle, else of none; returns the contexts whose lock is held.
 
-    Each wait is bounded: a job that runs, or a thread that records on two devices, may need a lock that is held here.
-    The waits become longer, since a device that other threads keep busy is idle only after its lock was taken.
+    Each wait has a timeout: a running job, or a thread that records on two devices, may need a lock that is held here.
+    The timeouts grow, since a device that other threads keep busy is idle only some time after its lock was taken.
     """
     deadline = time.monotonic() + _FORK_PATIENCE_S
     wait_s = _FIRST_WAIT_S

@@ -1,7 +1,7 @@
-"""One launch of a program: where it runs, what it leaves, and what is said where it fails.
+"""One launch of a program: it runs in a thread, fills the output buffers, and reports failures.
 
 A `Launch` is made by `device_context` at a cut. It runs in the thread that cuts (`begin`) or in the device's worker
-(`execute`), and the worker goes on where `begin` had to wait for other processes. Whatever happens, each output buffer
+(`execute`), and the worker continues where `begin` blocked on other processes. Whatever happens, each output buffer
 ends with a value or with an error.
 """
 
@@ -31,8 +31,8 @@ class Failure(NamedTuple):
     """An error of a launch, kept until a sync point raises it.
 
     Attributes:
-        error: the error.
-        carriers: the buffers that raise it when they are read; none if other values, which do not, are changed too.
+        error: the error. carriers: the buffers that raise it when they are read; empty if the failure also changed
+        values that do not raise it.
     """
 
     error: errors.LtcError
@@ -53,7 +53,7 @@ class Launch(Job):
         inputs: the buffers it reads; their data is dropped as early as possible.
         scalars: the Python numbers of this run.
         outputs: the buffers it fills.
-        failures: gets what fails.
+        failures: failures are appended to it.
         num_threads: how many threads it computes with.
     """
 
@@ -103,7 +103,7 @@ class Launch(Job):
 
     @in_own_state
     def _run_to_end(self) -> None:
-        """Run, or go on where `begin` stopped."""
+        """Run, or continue where `begin` stopped."""
         for job in self._earlier:
             job.wait()
         if not self._started_ns:
@@ -123,7 +123,7 @@ class Launch(Job):
             return
         _use_threads(self._num_threads)
         found = program.salvage(data, self._scalars)
-        if found.older:  # whoever holds what is lost may never read it
+        if found.older:  # the lost values may never be read
             assert isinstance(lost, errors.LtcError)
             self._failures.append(Failure(lost))
         self.resolve(lost, found.data)
@@ -164,7 +164,7 @@ class Launch(Job):
     def _fail(self, failure: NodeFailure) -> None:
         assert failure.__cause__ is not None
         first = self._error_of(failure.node, failure.__cause__)
-        found = {id(failure.__cause__): first}  # an exception of the user's may have no hash
+        found = {id(failure.__cause__): first}  # an exception of the user may be unhashable
         for node, original in failure.causes.values():
             if id(original) not in found:
                 found[id(original)] = self._error_of(node, original)
@@ -175,11 +175,11 @@ class Launch(Job):
             if number not in failure.salvaged
         ]
         for error in found.values():
-            # An op may have failed whose results are lost to an earlier failure, too.
+            # The results of a failed op may be lost to an earlier failure, too.
             carriers = tuple(ref for by, ref in lost if by is error)
             if failure.older or carriers:
                 self._failures.append(Failure(error, () if failure.older else carriers))
-        # Last: who sees values that are older than they should be finds the failure.
+        # Last, so that the failure is there before anybody can see the older values.
         self.resolve(first, failure.salvaged, others)
         metrics.count("FailedExecution")
 
@@ -203,7 +203,7 @@ class Launch(Job):
         kept: Mapping[int, Any] | None = None,
         others: Mapping[int, BaseException] | None = None,
     ) -> None:
-        """Fill the outputs with what was kept of them; the rest fail, with their error in `others` or with `error`."""
+        """Fill the outputs that were computed; the rest fail, with their error in `others` or with `error`."""
         kept, others = kept or {}, others or {}
         for number, buffer in zip(self._compiled.graph.outputs, self._take_outputs(), strict=True):
             data = kept.get(number)
@@ -213,7 +213,7 @@ class Launch(Job):
                 buffer.fail(others.get(number, error))
 
     def _take_outputs(self) -> list[Buffer]:
-        """The output buffers, which a launch that has ended does not keep alive."""
+        """The output buffers; the launch no longer keeps them alive."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -228,7 +228,7 @@ def lost_at_a_fork(device: torch.device) -> errors.LtcError:
 
 
 def _use_threads(count: int) -> None:
-    """Compute with as many threads as the user asked for in another thread."""
+    """Set this thread's number of threads, which the user has set in another thread."""
     if count != torch.get_num_threads():
         use_threads(count)
 

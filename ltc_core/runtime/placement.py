@@ -1,7 +1,7 @@
-"""Where a program runs: in the worker, beside the recording of the next step, or in the thread that cuts.
+"""Where a program runs: in the worker, while the next step is recorded, or in the thread that cuts.
 
-Beside each other they share the cores. A program whose threads take all of them loses more to a recording thread than
-that gains: each parallel loop waits for the core that records (ResNet-18 of design section 6 on two cores: 55 ms a
+Program and recording share the cores. A program with a thread on each core can lose more time to recording than the
+overlap gains: each parallel loop waits for the core that records (ResNet-18 of design section 6 on two cores: 55 ms a
 step in the worker, 47 in the thread that cuts, 41 alone). Where recording takes as long as the program, it may be
 best to leave one core to it (MLP of design section 6: 4.9 ms in the thread that cuts, 3.9 with one thread in the
 worker). On other machines it is the other way round, so `PlacementPolicy` measures.
@@ -15,19 +15,19 @@ import statistics
 
 __all__ = ["PlacementPolicy", "Placement"]
 
-_UNSETTLED = 2  # launches after a change that are not measured: the queue empties or fills
+_UNSETTLED = 2  # launches after a change that are not measured, since the queue empties or fills
 _MEASURED = 7
 _LASTS = 2000  # launches until it is measured again
-_GAIN = 0.97  # what another place must reach to be preferred to the worker, where a step costs the caller nothing
+_GAIN = 0.97  # factor by which another placement must be faster than the worker, where a step costs the caller nothing
 
-# A program that holds Python's lock runs where it is cut if its ops are so short that the lock bounds it: in the worker
-# each of them would wait for the thread that records.
+# A program that holds the GIL runs where it is cut if its ops are so short that the GIL bounds it: in the worker
+# each of them would wait for the recording thread.
 _SMALL_OP_NS = 20_000
 _SMALL_RUN_NS = 5_000_000
 
 
 class Placement(enum.Enum):
-    """Where a program runs: in the worker, there with a thread less, or in the thread that cuts."""
+    """Placements of a program: in the worker, in the worker with one thread less, or in the thread that cuts."""
 
     WORKER = enum.auto()
     SPARING = enum.auto()
@@ -35,7 +35,7 @@ class Placement(enum.Enum):
 
 
 class PlacementPolicy:
-    """The place of one program.
+    """Measures the placements of one program and chooses the fastest.
 
     Args:
         size: its ops.
@@ -60,7 +60,7 @@ class PlacementPolicy:
         self._medians: dict[Placement, float] = {}
 
     def note_run(self, cost_ns: int, elapsed_ns: int) -> None:
-        """Learn from the processor time of a run, and from how long it took."""
+        """Note the CPU time and the duration of a run."""
         known = self._cost_ns
         self._cost_ns = 0.75 * known + 0.25 * cost_ns if known else cost_ns
         if not self._settled:
@@ -68,12 +68,12 @@ class PlacementPolicy:
 
     @property
     def is_small(self) -> bool:
-        """Whether a program that holds Python's lock runs better where it is cut."""
+        """Whether a program that holds the GIL is faster where it is cut."""
         cost = self._cost_ns
         return 0 < cost < _SMALL_RUN_NS and cost < _SMALL_OP_NS * self._size
 
     def choose(self, now_ns: int, num_threads: int) -> Placement:
-        """Choose, at a launch of a program that does not hold the lock; `num_threads` are those it may have."""
+        """Placement for the next launch of a program that does not hold the GIL; `num_threads` are available."""
         count, last = self._count, self._last_ns
         self._count, self._last_ns = count + 1, now_ns
         if self._settled:
@@ -91,9 +91,9 @@ class PlacementPolicy:
         return self._place
 
     def _step_ns(self) -> float:
-        """Return what a step takes in this place.
+        """Duration of a step with this placement.
 
-        In the worker that is at least a run: launches come quicker only as long as its queue fills.
+        In the worker it is at least that of a run: launches are faster only while the queue fills.
         """
         launches = statistics.median(self._samples)
         if self._place is Placement.HERE or not self._runs:
@@ -101,7 +101,7 @@ class PlacementPolicy:
         return max(launches, statistics.median(self._runs))
 
     def _next(self, num_threads: int) -> Placement:
-        """Return the next place to measure, or the best one once all are."""
+        """The next placement to measure, or the best one after all are measured."""
         if Placement.HERE not in self._medians:
             return Placement.HERE
         if Placement.SPARING not in self._medians and self._may_spare(num_threads):

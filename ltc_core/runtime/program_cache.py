@@ -1,7 +1,7 @@
-"""From a cut to a program: the graph of the path, pruned, compiled, and kept where the path ends.
+"""From a cut to its program: the path's graph is pruned and compiled, and kept at the last step of the path.
 
-What a cut needs besides its path is what was alive and which inputs were given up; both are part of the cache's
-key. Called by `device_context`, calls the executor.
+The key of a program is the path, the values that are alive at the cut, and the inputs that are donated. Called by
+`device_context`, calls the executor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["CompiledGraph", "ProgramCache"]
 
 
 class CompiledGraph:
-    """A program with what the runtime must know to launch it: which inputs, what comes out.
+    """A program, and what the runtime needs to launch it: its inputs and outputs.
 
-    `recorded` counts all ops of the path, those that turned out dead included. `outputs` are, for each output, its
-    bytes and which of the inputs taken it lives on in (-1: none). `groups` are those of the graph's collectives.
+    `recorded` is the number of ops of the path, dead ones included. `outputs` are, for each output, its bytes and the
+    position of the donated input whose memory it reuses (-1: none). `groups` are those of the graph's collectives.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class CompiledGraph:
 
 
 class ProgramCache:
-    """Programs of one device, at most `settings.compilation_cache_size` of them; the longest unused go first."""
+    """Programs of one device, at most `settings.compilation_cache_size`; the least recently used are dropped."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -78,7 +78,7 @@ class ProgramCache:
     def compile(
         self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str
     ) -> CompiledGraph:
-        """Return the program for a cut, made for `reason`. Cost: compiles if this path was never cut so before."""
+        """Return the program for a cut, made for `reason`. Cost: compiles on a cache miss."""
         outputs = tuple(index for index, _ in cut.alive)
         key = (outputs, donated)
         if cut.path.programs is None:

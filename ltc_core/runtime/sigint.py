@@ -1,6 +1,6 @@
-"""Ctrl-C at a moment when it would tear something apart is held back until that moment is over.
+"""Ctrl-C is deferred while it would leave the runtime in an inconsistent state.
 
-Between taking a trace apart and handing its job over, an interrupt would leave values that no job makes.
+Between a cut and the handing over of its job, an interrupt would leave values that no job computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["DeferredInterrupts"]
 
 
 class DeferredInterrupts:
-    """Context: SIGINT in the main thread is noted, and delivered to its handler at the end. Cost: 2 us."""
+    """Context manager: SIGINT in the main thread is noted, and delivered to its handler at the end. Cost: 2 us."""
 
     __slots__ = ("_noted", "_previous")
 

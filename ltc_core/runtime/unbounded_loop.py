@@ -1,9 +1,9 @@
-"""The loop that forgets to cut: found, named once, and cut at its head.
+"""A loop without `mark_step`: it is detected, reported once, and cut at its head.
 
-A trace that has grown past `settings.trim_graph_size` values without a cut is most likely a training loop without
-`mark_step`. The lines of its ops then say where the loop begins: the first line that comes again least often.
-From then on the trace is cut whenever that line begins anew, so that each piece is the same graph. At
-`settings.max_graph_size` it is cut wherever it is.
+A trace of more than `settings.trim_graph_size` values without a cut is most likely a training loop without `mark_step`.
+The loop begins at the first of the lines of its ops that repeat least often. From then on the trace is cut whenever
+that line is reached again, so that each iteration is the same graph. At `settings.max_graph_size` values it is cut
+anywhere.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ltc_core.settings import settings
 __all__ = ["LoopHead", "LoopWatch", "loop_head"]
 
 
-_READ_AGAIN = 1000  # ops after which the lines read so far are looked at
+_READ_AGAIN = 1000  # ops between two looks at the lines
 
 
 class LoopHead(NamedTuple):
-    """The line a loop begins with; `repeats` says that the whole loop is that one line."""
+    """The first line of a loop; `repeats`: the loop has no other line."""
 
     line: str
     repeats: bool = False
 
 
 def loop_head(lines: list[str]) -> LoopHead:
-    """Find where a loop begins, from the lines of its ops in order; the line is '' if nothing comes again.
+    """The head of a loop, from the lines of its ops in order; the line is '' if no line repeats.
 
-    An outer loop's line comes again less often than the lines of loops inside it.
+    A line of an outer loop repeats less often than the lines of inner loops.
     """
     runs = [(line, len(list(ops))) for line, ops in itertools.groupby(lines) if line]
     counts = Counter(line for line, _ in runs)
-    late = {line for line, _ in runs[len(runs) // 2 :]}  # what went before the loop is not its head
+    late = {line for line, _ in runs[len(runs) // 2 :]}  # ops before the loop are not its head
     again = [n for line, n in counts.items() if n > 1 and line in late]
     if again:
         heads = (line for line, _ in runs if counts[line] == min(again) and line in late)
@@ -72,7 +72,7 @@ class LoopWatch:
             self._epoch = trace.epoch
             self._lines = [step.node.line for step in trace.path(trace.cursor) if step.node]
             if line not in self._lines:
-                self._lines = []  # recorded first by another loop: read the lines of this one
+                self._lines = []  # recorded by another loop before: collect the lines of this one
             self._head = loop_head(self._lines)
             self._last_line = ""
         elif not self._head.line and len(self._lines) < settings.trim_graph_size:

@@ -18,7 +18,7 @@ __all__ = ["Job", "Worker"]
 
 
 class Job:
-    """One call for a worker. `run` must not raise: what goes wrong is recorded where it is asked for.
+    """One call for a worker. `run` must not raise; it stores errors where they are raised later.
 
     `drop` is called instead in a forked child, if the job was not done at the fork.
     """
@@ -46,7 +46,7 @@ class Job:
         self._done.set()
 
     def cancel(self) -> None:
-        """Be done without having run; whoever calls it has failed the outputs."""
+        """Mark the job as done without running it; the caller has resolved its outputs."""
         self._run = self._drop = None
         self._done.set()
 
@@ -56,7 +56,7 @@ class Job:
             if run is not None:
                 run()
         finally:
-            self._drop = None  # a fork may come while it runs
+            self._drop = None  # there may be a fork while it runs
             self._done.set()
 
 
@@ -65,7 +65,7 @@ class Worker:
 
     Args:
         name: of the thread.
-        limit: jobs that may wait; one more blocks `submit` until the device has caught up.
+        limit: maximum number of jobs in the queue; `submit` blocks while it is full.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -75,7 +75,7 @@ class Worker:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Begin anew, without the thread (a forked child has none); jobs that were not done are dropped."""
+        """Reset in a forked child, which has no worker thread: unfinished jobs are dropped."""
         unfinished, self._unfinished = self._unfinished, deque()
         for job in unfinished:
             job.drop()
@@ -92,7 +92,7 @@ class Worker:
         return last is None or last.is_done
 
     def wait_for_slot(self) -> None:
-        """Block while as many jobs wait as may. Only one thread at a time submits to a worker."""
+        """Block while the queue is full. Only one thread at a time submits to a worker."""
         self._places.acquire()
         self._places.release()
 
@@ -115,7 +115,9 @@ class Worker:
                 return
             try:
                 job.execute()
-            except BaseException:  # a fault of ours: say it, and go on, or everybody waits for ever
+            except (
+                BaseException
+            ):  # a bug of ours: report it and go on, else all waits would last for ever
                 threading.excepthook(
                     threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
                 )
@@ -125,10 +127,10 @@ class Worker:
             del job
 
     def park(self) -> None:
-        """Hold the thread for ever where it is, inside an op, so that the interpreter can end.
+        """Stop the thread for ever inside an op, so that the interpreter can exit.
 
-        When CPython ends a daemon thread that asks for its lock, it unwinds it, and PyTorch aborts the process.
-        A signal handler that never returns keeps the thread from asking. Call it only at exit.
+        CPython unwinds a daemon thread that takes the GIL at exit, and PyTorch then aborts the process. A signal
+        handler that never returns keeps the thread from taking it. Call this only at exit.
         """
         if self._stopping is None or self._stopping.ident is None:
             return
