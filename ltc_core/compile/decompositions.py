@@ -1,7 +1,7 @@
 """Decompositions of fused ops: attention, forward and backward.
 
-A rule takes the arguments of its op and returns the op's results. `EVERYWHERE` is for XLA, which has no kernels for
-these ops (`executors.xla.launch`). `WHERE_IT_PAYS` is for PyTorch's compiler (`executors.inductor.lower`): a rule
+A rule takes the arguments of its op and returns the op's results. `FOR_XLA` is for XLA, which has no kernels for
+these ops (`executors.xla.launch`). `FOR_INDUCTOR` is for PyTorch's compiler (`executors.inductor.lower`): a rule
 returns None where the op's kernel is faster than the decomposition.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["EVERYWHERE", "WHERE_IT_PAYS", "attention", "attention_backward", "wide"]
+__all__ = ["FOR_XLA", "FOR_INDUCTOR", "attention", "attention_backward", "wide"]
 
 Tensor = torch.Tensor
 # Up to this many scores, which fit the second-level cache (1 MiB a core here), the decomposition is faster than flash
@@ -125,5 +125,5 @@ _ATTENTION: dict[str, Callable[..., list[Tensor]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
 }
-EVERYWHERE: dict[str, Rule] = dict(_ATTENTION)
-WHERE_IT_PAYS: dict[str, Rule] = {name: _where_it_pays(rule) for name, rule in _ATTENTION.items()}
+FOR_XLA: dict[str, Rule] = dict(_ATTENTION)
+FOR_INDUCTOR: dict[str, Rule] = {name: _where_it_pays(rule) for name, rule in _ATTENTION.items()}

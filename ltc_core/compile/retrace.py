@@ -24,7 +24,7 @@ __all__ = ["Refused", "Retrace", "apply_rule"]
 aten = torch.ops.aten
 Tensor = torch.Tensor
 # Decomposition of an op into others; it returns None if the op itself is to be called.
-Spelled = Callable[..., Sequence[Tensor | None] | None]
+Decomposition = Callable[..., Sequence[Tensor | None] | None]
 # Reductions that convert their operand to the dtype of `out` first.
 _OF_THE_DTYPE_OF_OUT = frozenset({"cumprod", "cumsum", "mean", "nansum", "prod", "sum"})
 
@@ -46,7 +46,7 @@ class Retrace:
         device: device of the tensors that factory ops make.
     """
 
-    spelled_out: Mapping[str, Spelled] = {}  # name of an op -> its decomposition
+    decompositions: Mapping[str, Decomposition] = {}  # name of an op -> its decomposition
     all_by_rule = False  # whether `WHOLE_RULES` also apply to nodes without scalar inputs
 
     def __init__(self, subgraph: Subgraph, copied: frozenset[int], device: str) -> None:
@@ -97,9 +97,9 @@ class Retrace:
 
     def call_node(self, node: Node) -> None:
         """Run one node on the values computed so far, and store its results."""
-        spelled = self.spelled_out.get(node.op._opname)
-        if spelled is not None:
-            results = spelled(*self._fill(node.args, ()), **self._fill_named(node.kwargs, ()))
+        decomposed = self.decompositions.get(node.op._opname)
+        if decomposed is not None:
+            results = decomposed(*self._fill(node.args, ()), **self._fill_named(node.kwargs, ()))
             if results is not None:
                 self._place_all(node, results)
                 return

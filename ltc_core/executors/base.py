@@ -17,7 +17,16 @@ import torch
 
 from ltc_core.graph.ir import Graph, Node, TensorMeta
 
-__all__ = ["CPU", "Cause", "Executor", "NodeFailure", "Program", "Remains", "Stopped", "run_to_end"]
+__all__ = [
+    "CPU",
+    "Cause",
+    "Executor",
+    "NodeFailure",
+    "Program",
+    "Remains",
+    "SubgraphFailure",
+    "run_to_end",
+]
 
 
 CPU = torch.device("cpu")
@@ -64,7 +73,7 @@ class Remains:
     causes: dict[int, Cause]
 
 
-class Stopped(Exception):
+class SubgraphFailure(Exception):
     """A node of a subgraph failed.
 
     Attributes:

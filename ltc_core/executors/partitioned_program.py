@@ -14,7 +14,7 @@ import torch
 
 from ltc_core.compile.scalar_inputs import same_scalar
 from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.base import NodeFailure, Remains, Stopped
+from ltc_core.executors.base import NodeFailure, Remains, SubgraphFailure
 from ltc_core.executors.reference import ReferenceProgram, rest_runner
 from ltc_core.executors.remains import remains
 from ltc_core.graph import collective
@@ -42,7 +42,7 @@ class SubgraphRunner(abc.ABC):
         """Run on the values of the whole graph, and add its outputs to them.
 
         Raises:
-            Stopped: a node failed; node and values are numbered as in the subgraph.
+            SubgraphFailure: a node failed; node and values are numbered as in the subgraph.
         """
 
     def whole_node(self, node: Node | None) -> Node | None:
@@ -67,7 +67,7 @@ class PartitionedProgram:
 
     Args:
         graph: the whole graph.
-        links: the runners of its subgraphs, in order.
+        runners: the runners of its subgraphs, in order.
         memory_of: key of the memory of some data: equal for data that share memory.
         hardware: the PyTorch device of the data; None if ops cannot run on the data one by one.
     """
@@ -75,7 +75,7 @@ class PartitionedProgram:
     def __init__(
         self,
         graph: Graph,
-        links: Sequence[SubgraphRunner],
+        runners: Sequence[SubgraphRunner],
         memory_of: Callable[[Any], int] = storage_of,
         hardware: torch.device | None = None,
     ) -> None:
@@ -83,10 +83,10 @@ class PartitionedProgram:
         self._outputs = graph.outputs
         self._origins = origins(graph.nodes, graph.outputs)
         self._donated = graph.donated
-        self._links = links
+        self._runners = runners
         self._memory_of = memory_of
         self._hardware = hardware
-        subgraphs = [link.subgraph for link in links]
+        subgraphs = [runner.subgraph for runner in runners]
         self._constants = {k: v for subgraph in subgraphs for k, v in subgraph.constants.items()}
         self._frees = _frees(graph, subgraphs)
 
@@ -99,38 +99,40 @@ class PartitionedProgram:
     ) -> Generator[None, None, list[Any]]:
         """Run; yield before each subgraph that blocks on a collective."""
         values = dict(zip(self._inputs, inputs, strict=True))
-        for at, (link, frees) in enumerate(zip(self._links, self._frees, strict=True)):
-            if link.waits:
+        for at, (runner, frees) in enumerate(zip(self._runners, self._frees, strict=True)):
+            if runner.waits:
                 yield
             try:
-                link.run(values, scalars)
-            except Stopped as stopped:
-                self._note_stop(link, stopped, values)
-                node = link.whole_node(stopped.node)
-                failed = [node] if node is not None else link.subgraph.nodes
+                runner.run(values, scalars)
+            except SubgraphFailure as failure:
+                self._note_failure(runner, failure, values)
+                node = runner.whole_node(failure.node)
+                failed = [node] if node is not None else runner.subgraph.nodes
                 found = self._remains(values, self._rest(at, node), failed, scalars)
                 raise NodeFailure(
                     node, found.data, found.older, found.causes
-                ) from stopped.__cause__
+                ) from failure.__cause__
             for value in frees:
                 del values[value]
         return [values[i] for i in self._outputs]
 
     @staticmethod
-    def _note_stop(link: SubgraphRunner, stopped: Stopped, values: dict[int, Any]) -> None:
-        """Add the values that a stopped runner left to `values`, and drop the inputs that it has overwritten."""
-        there = link.whole_numbers(stopped.values)
-        for number, value in zip(link.subgraph.graph.inputs, link.subgraph.inputs, strict=True):
-            if number in link.subgraph.graph.donated and value not in there:
+    def _note_failure(
+        runner: SubgraphRunner, failure: SubgraphFailure, values: dict[int, Any]
+    ) -> None:
+        """Add the values that a failure runner left to `values`, and drop the inputs that it has overwritten."""
+        there = runner.whole_numbers(failure.values)
+        for number, value in zip(runner.subgraph.graph.inputs, runner.subgraph.inputs, strict=True):
+            if number in runner.subgraph.graph.donated and value not in there:
                 values.pop(value, None)
         values.update(there)
 
     def _rest(self, at: int, node: Node | None) -> list[Node]:
         """Nodes that have not run: those of the subgraph at this position, from `node` on, and of all later ones."""
-        nodes = list(self._links[at].subgraph.nodes)
+        nodes = list(self._runners[at].subgraph.nodes)
         if node is not None:
             nodes = nodes[nodes.index(node) :]
-        return nodes + [n for link in self._links[at + 1 :] for n in link.subgraph.nodes]
+        return nodes + [n for runner in self._runners[at + 1 :] for n in runner.subgraph.nodes]
 
     def _remains(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Remains, Stopped
+from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Remains, SubgraphFailure
 from ltc_core.executors.narrow_dtypes import StorageTypes
 from ltc_core.executors.remains import remains
 from ltc_core.graph.arguments import leaves, place_results
@@ -202,18 +202,18 @@ class ReferenceProgram(Program):
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         try:
             return self.run_or_stop(inputs, scalars)
-        except Stopped as stopped:
-            assert stopped.node is not None
-            found = self._remains(stopped.values, inputs, scalars, stopped.node)
+        except SubgraphFailure as failure:
+            assert failure.node is not None
+            found = self._remains(failure.values, inputs, scalars, failure.node)
             raise NodeFailure(
-                stopped.node, found.data, found.older, found.causes
-            ) from stopped.__cause__
+                failure.node, found.data, found.older, found.causes
+            ) from failure.__cause__
 
     def run_or_stop(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         """As `run`, but without computing what is left after a failure.
 
         Raises:
-            Stopped: an op failed; chained to its exception.
+            SubgraphFailure: an op failed; chained to its exception.
         """
         values: list[Any] = [None] * self._size
         for i, data in zip(self._inputs, inputs, strict=True):
@@ -226,7 +226,7 @@ class ReferenceProgram(Program):
                 node = instruction.node
                 values[node.first : node.first + len(node.outs)] = [None] * len(node.outs)
                 there = {i: data for i, data in enumerate(values) if data is not None}
-                raise Stopped(node, there) from error
+                raise SubgraphFailure(node, there) from error
         return [self._output(values[i], copied, dtype) for i, copied, dtype in self._outputs]
 
     @staticmethod

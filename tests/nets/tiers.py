@@ -58,7 +58,7 @@ class _LoweredProgram(TieredProgram):
                 assert error.op not in refused
                 refused |= {error.op}
                 continue
-            self._chains.append(compiled_program(self.graph, parts, models, self.hardware))
+            self._programs.append(compiled_program(self.graph, parts, models, self.hardware))
             return
 
 

@@ -14,8 +14,8 @@ import torch
 
 from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, kinds
 from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.base import Stopped
-from ltc_core.executors.inductor.index_checks import find_bounds, hold
+from ltc_core.executors.base import SubgraphFailure
+from ltc_core.executors.inductor.index_checks import find_bounds, in_bounds
 from ltc_core.executors.inductor.launcher import Mismatch, Model
 from ltc_core.executors.partitioned_program import EagerRunner, PartitionedProgram, SubgraphRunner
 from ltc_core.graph.ir import Graph
@@ -40,13 +40,13 @@ def compiled_program(
         models: position of a compiled subgraph -> its library, and the outputs that the library returns.
         hardware: the PyTorch device of the data.
     """
-    links = [
+    runners = [
         _CompiledRunner(subgraph, hardware, *models[k])
         if subgraph.compiled
         else EagerRunner(subgraph, hardware)
         for k, subgraph in enumerate(subgraphs)
     ]
-    return PartitionedProgram(graph, links, hardware=hardware)
+    return PartitionedProgram(graph, runners, hardware=hardware)
 
 
 class _CompiledRunner(SubgraphRunner):
@@ -76,7 +76,7 @@ class _CompiledRunner(SubgraphRunner):
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         tensors = [values[i] for i in self.subgraph.inputs]
-        if not hold(self._bounds, tensors):
+        if not in_bounds(self._bounds, tensors):
             self._run_by_reference(values, scalars)
             return
         for dtype, positions in self._vectors:
@@ -92,7 +92,7 @@ class _CompiledRunner(SubgraphRunner):
                 lost = {source for _, source in self._written}
                 named = zip(self.subgraph.graph.inputs, self.subgraph.inputs, tensors, strict=False)
                 there = {number: t for number, value, t in named if value not in lost}
-                raise Stopped(None, there) from error
+                raise SubgraphFailure(None, there) from error
             self._run_by_reference(values, scalars)  # shows which op fails, and computes the others
             if not self._is_told:
                 self._is_told = True

@@ -1,7 +1,7 @@
 """Checks of indices before a compiled subgraph is launched.
 
 Eager raises IndexError. Compiled loops on the CPU check indices inside of their threads, where an exception ends the
-process. So `find_bounds` traces index operands back to inputs of the graph, and `hold` checks the inputs before a
+process. So `find_bounds` traces index operands back to inputs of the graph, and `in_bounds` checks the inputs before a
 launch. If an index is illegal, the subgraph runs op by op, and the op at fault raises its own error. An op is not
 compiled if its indices are computed in the graph by ops that may leave the range. Called by `partition` and
 `compiled_subgraph`.
@@ -17,22 +17,22 @@ import torch
 from ltc_core.graph.ir import Graph, Node, TensorMeta, Write, references
 from ltc_core.graph.lens import apply_lens
 
-__all__ = ["Bound", "find_bounds", "hold"]
+__all__ = ["Bound", "find_bounds", "in_bounds"]
 
 aten = torch.ops.aten
 
 
 class Bound(NamedTuple):
-    """Legal values of an input: `low` to `high`, and `besides`. `value` is the number of the input."""
+    """Legal values of an input: `low` to `high`, and `also_legal`. `value` is the number of the input."""
 
     value: int
     low: int
     high: int
-    besides: int | None = None
+    also_legal: int | None = None
 
 
 Metas = dict[int, TensorMeta]
-# Arguments of an op -> for each that has indices: the value, low, high, besides (as in `Bound`).
+# Arguments of an op -> for each that has indices: the value, low, high, also_legal (as in `Bound`).
 Find = Callable[[Sequence[Any], Metas], Iterator[tuple[Any, int, int, int | None]]]
 
 
@@ -139,14 +139,14 @@ def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
         if find is None:
             continue
         args = [_read(node, a, metas) for a in node.args]
-        for index, low, high, besides in find(args, metas):
+        for index, low, high, also_legal in find(args, metas):
             if metas[index].dtype is torch.bool:
                 continue
             source = _source(index, maker, metas, high)
             if source is None:
                 unknown.add(at)
             elif source >= 0:
-                bounds[Bound(source, low, high, besides)] = None
+                bounds[Bound(source, low, high, also_legal)] = None
     return list(bounds), unknown
 
 
@@ -196,17 +196,17 @@ def _arange_fits(node: Node, high: int) -> bool:
     return min(ends) >= 0 and max(ends) <= high
 
 
-def hold(bounds: Sequence[Bound], inputs: Sequence[torch.Tensor]) -> bool:
+def in_bounds(bounds: Sequence[Bound], inputs: Sequence[torch.Tensor]) -> bool:
     """Whether all indices are legal. Cost: one pass over each input; 10 us for a batch of labels."""
-    return all(_holds(bound, inputs[bound.value]) for bound in bounds)
+    return all(_is_in_bounds(bound, inputs[bound.value]) for bound in bounds)
 
 
-def _holds(bound: Bound, t: torch.Tensor) -> bool:
+def _is_in_bounds(bound: Bound, t: torch.Tensor) -> bool:
     if not t.numel():
         return True
     least, greatest = (v.item() for v in t.aminmax())  # nan is possible: floats before `.long()`
     if least >= bound.low and greatest <= bound.high:
         return True
-    if bound.besides is None:
+    if bound.also_legal is None:
         return False
-    return bool(((t == bound.besides) | ((t >= bound.low) & (t <= bound.high))).all())
+    return bool(((t == bound.also_legal) | ((t >= bound.low) & (t <= bound.high))).all())

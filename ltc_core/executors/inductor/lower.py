@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ltc_core.compile.decompositions import WHERE_IT_PAYS
+from ltc_core.compile.decompositions import FOR_INDUCTOR
 from ltc_core.compile.retrace import Refused, Retrace
 from ltc_core.compile.scalar_inputs import vector_metas
 from ltc_core.compile.subgraph import Subgraph
@@ -145,7 +145,7 @@ def _fake(meta: TensorMeta, device: str) -> Tensor:
 
 
 class _Retrace(Retrace):
-    spelled_out = WHERE_IT_PAYS
+    decompositions = FOR_INDUCTOR
 
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         self._packed: dict[int, Tensor] = {}

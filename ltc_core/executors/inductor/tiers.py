@@ -38,7 +38,7 @@ from ltc_core.settings import settings
 __all__ = ["TieredProgram", "say_once"]
 
 # A graph is compiled for this many sets of constants at most; runs with other constants are op by op.
-_MAX_CHAINS = 4
+_MAX_PROGRAMS = 4
 
 _said: set[str] = set()
 _refused_ops: set[str] = set()
@@ -66,7 +66,7 @@ class TieredProgram(Program):
         self.peak_bytes = reference.peak_bytes
         self.hardware = hardware
         self._reference = reference
-        self._chains: list[PartitionedProgram] = []
+        self._programs: list[PartitionedProgram] = []
         self._build: _Build | None = None
         self._runs = 0
         self._numbers: list[Any] | None = None
@@ -75,7 +75,7 @@ class TieredProgram(Program):
 
     @property
     def holds_lock(self) -> bool:  # type: ignore[override]
-        return not self._chains
+        return not self._programs
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         return run_to_end(self.run_in_steps(inputs, scalars))
@@ -83,13 +83,13 @@ class TieredProgram(Program):
     def run_in_steps(
         self, inputs: Sequence[Any], scalars: Sequence[Any]
     ) -> Generator[None, None, list[Any]]:
-        chain = next((chain for chain in self._chains if chain.fits(scalars)), None)
-        if chain is None and settings.compile != "off" and not self._given_up:
+        compiled = next((compiled for compiled in self._programs if compiled.fits(scalars)), None)
+        if compiled is None and settings.compile != "off" and not self._given_up:
             self._note_numbers(scalars)
-            chain = self._compiled(scalars)
-        if chain is None:
+            compiled = self._compiled(scalars)
+        if compiled is None:
             return self._reference.run(inputs, scalars)
-        return (yield from chain.run_in_steps(inputs, scalars))
+        return (yield from compiled.run_in_steps(inputs, scalars))
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
         return self._reference.salvage(inputs, scalars)
@@ -112,7 +112,7 @@ class TieredProgram(Program):
             build = self._start(scalars)
         if settings.compile == "sync" and build is not None:
             build.done.wait()
-        return next((chain for chain in self._chains if chain.fits(scalars)), None)
+        return next((compiled for compiled in self._programs if compiled.fits(scalars)), None)
 
     def _is_wanted(self) -> bool:
         return self._runs == 1 or self._runs >= settings.compile_after or settings.compile == "sync"
@@ -137,11 +137,11 @@ class TieredProgram(Program):
         build.submit()
         return build
 
-    def install(self, chain: PartitionedProgram, seconds: float) -> None:
+    def install(self, compiled: PartitionedProgram, seconds: float) -> None:
         """Use a compiled program from the next run on; its build took `seconds`."""
         self._build = None
         self._runs = 0
-        self._chains.append(chain)
+        self._programs.append(compiled)
         metrics.count("CompiledProgram")
         if settings.explain:
             size = len(self.graph.nodes)
@@ -150,9 +150,9 @@ class TieredProgram(Program):
                 file=sys.stderr,
                 flush=True,
             )
-        if len(self._chains) == _MAX_CHAINS:
+        if len(self._programs) == _MAX_PROGRAMS:
             self.give_up(
-                f"a graph of {len(self.graph.nodes)} ops was compiled for {_MAX_CHAINS} values of numbers that are "
+                f"a graph of {len(self.graph.nodes)} ops was compiled for {_MAX_PROGRAMS} values of numbers that are "
                 f"constants of compiled programs; with other values it runs op by op{self._where()}"
             )
 
@@ -249,10 +249,10 @@ class _Build:
             if len(self._models) == len(self.requests):
                 program = self._program()
                 if program is not None:
-                    chain = compiled_program(
+                    compiled = compiled_program(
                         self._graph, self._subgraphs, self._models, self._hardware
                     )
-                    program.install(chain, time.monotonic() - self._started)
+                    program.install(compiled, time.monotonic() - self._started)
                 self.done.set()
 
     def _fail(self, outcome: Outcome) -> None:

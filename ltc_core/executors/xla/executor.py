@@ -29,7 +29,7 @@ from ltc_core.executors.base import (
     NodeFailure,
     Program,
     Remains,
-    Stopped,
+    SubgraphFailure,
     run_to_end,
 )
 from ltc_core.executors.narrow_dtypes import StorageTypes
@@ -48,7 +48,7 @@ __all__ = ["XlaExecutor"]
 Tensor = torch.Tensor
 
 # Programs kept for one graph: each is compiled for other values of the scalars that are constants.
-_MAX_CHAINS = 16
+_MAX_PROGRAMS = 16
 # In this many first runs of a graph, its initial values, such as an optimizer's zeros, are made on the host.
 _FIRST_RUNS = 3
 
@@ -120,7 +120,7 @@ class XlaProgram(Program):
         self.reuses = memory.reuses
         self._graph = graph
         self._device = device
-        self._chains: list[PartitionedProgram] = []
+        self._programs: list[PartitionedProgram] = []
         self._numbers: list[Any] | None = None
         self._varied: set[int] = set()
         self._firsts = initial_values(graph)
@@ -130,11 +130,11 @@ class XlaProgram(Program):
         self._runs += 1
         if self._runs > _FIRST_RUNS and self._firsts:
             self._firsts.clear()  # the graph is no first step: it makes its initial values in each run
-            self._chains.clear()
-        chain = next((chain for chain in self._chains if chain.fits(scalars)), None)
-        if chain is None:
-            chain = self._make(scalars)
-        return run_to_end(chain.run_in_steps(inputs, scalars))
+            self._programs.clear()
+        compiled = next((compiled for compiled in self._programs if compiled.fits(scalars)), None)
+        if compiled is None:
+            compiled = self._make(scalars)
+        return run_to_end(compiled.run_in_steps(inputs, scalars))
 
     def _make(self, scalars: Sequence[Any]) -> PartitionedProgram:
         """Program for these scalars; those that have changed between runs are inputs, if their ops allow it."""
@@ -142,12 +142,12 @@ class XlaProgram(Program):
             self._numbers = list(scalars)
         pairs = zip(self._numbers, scalars, strict=True)
         self._varied.update(k for k, (a, b) in enumerate(pairs) if not same_scalar(a, b))
-        if len(self._chains) == _MAX_CHAINS:
-            del self._chains[0]
+        if len(self._programs) == _MAX_PROGRAMS:
+            del self._programs[0]
         varied = frozenset(self._varied)
-        chain = _chain(self._graph, scalars, varied, self._device, self._firsts)
-        self._chains.append(chain)
-        return chain
+        compiled = _partitioned(self._graph, scalars, varied, self._device, self._firsts)
+        self._programs.append(compiled)
+        return compiled
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
         given = dict(zip(self._graph.inputs, inputs, strict=True))
@@ -160,7 +160,7 @@ class XlaProgram(Program):
         return Remains(kept, frozenset(output for output in kept if chains[output]), {})
 
 
-def _chain(
+def _partitioned(
     graph: Graph,
     scalars: Sequence[Any],
     varied: frozenset[int],
@@ -182,11 +182,11 @@ def _chain(
     others |= {at for at, node in enumerate(graph.nodes) if node.first in first_ones}
     subgraphs = subgraphs_of(graph, schedule(graph, refused | others), scalars, varied, refused)
     of_host = random_keys.of_host(graph)
-    links = [
+    runners = [
         _Compiled(subgraph, device) if subgraph.compiled else _Host(subgraph, device, of_host)
         for subgraph in subgraphs
     ]
-    return PartitionedProgram(graph, links, memory_of=id)
+    return PartitionedProgram(graph, runners, memory_of=id)
 
 
 def _runs_on_host(node: Node, device: XlaDevice) -> bool:
@@ -222,8 +222,8 @@ class _Host(SubgraphRunner):
             results = self._program.run_or_stop(
                 self._device.fetch(given), [scalars[k] for k in subgraph.scalars]
             )
-        except Stopped as stopped:  # its inputs are still on the device
-            stopped.values.update(zip(subgraph.graph.inputs, given, strict=True))
+        except SubgraphFailure as failure:  # its inputs are still on the device
+            failure.values.update(zip(subgraph.graph.inputs, given, strict=True))
             raise
         if self._sent:
             sent = self._device.send([results[k] for k in self._sent])
@@ -239,7 +239,7 @@ class _Compiled(SubgraphRunner):
         super().__init__(subgraph)
         self._device = device
         self._launch: Launch | None = None
-        self._chain: PartitionedProgram | None = None
+        self._partitioned: PartitionedProgram | None = None
         typed = list(zip(subgraph.scalars, subgraph.scalar_types, strict=True))
         self._vectors = [
             (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind])
@@ -251,26 +251,26 @@ class _Compiled(SubgraphRunner):
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         subgraph = self.subgraph
         given = [values[i] for i in subgraph.inputs]
-        if self._chain is None:
+        if self._partitioned is None:
             inputs = self._on_device(given, scalars)
             try:
                 results = self._launched(inputs)
-            except Stopped as stopped:
+            except SubgraphFailure as failure:
                 is_written = self._launch is not None and not isinstance(
-                    stopped.__cause__, CollectiveError
+                    failure.__cause__, CollectiveError
                 )
-                stopped.values.update(self._kept(given, is_written))
+                failure.values.update(self._kept(given, is_written))
                 raise
             except Refused:  # LOWERING has noted the op
                 numbers = [scalars[k] for k in subgraph.scalars]
                 varied = frozenset(range(len(numbers)))
-                self._chain = _chain(subgraph.graph, numbers, varied, self._device)
-        if self._chain is not None:
+                self._partitioned = _partitioned(subgraph.graph, numbers, varied, self._device)
+        if self._partitioned is not None:
             numbers = [scalars[k] for k in subgraph.scalars]
             try:
-                results = run_to_end(self._chain.run_in_steps(given, numbers))
+                results = run_to_end(self._partitioned.run_in_steps(given, numbers))
             except NodeFailure as failure:
-                raise self._stopped(failure, given) from failure.__cause__
+                raise self._failure_of(failure, given) from failure.__cause__
         values.update(zip(subgraph.outputs, results, strict=True))
 
     def _kept(self, given: Sequence[Any], is_written: bool) -> dict[int, Any]:
@@ -282,8 +282,8 @@ class _Compiled(SubgraphRunner):
             if not (is_written and number in graph.donated)
         }
 
-    def _stopped(self, failure: NodeFailure, given: Sequence[Any]) -> Stopped:
-        """A failure of the split subgraph as `Stopped`; an output's earlier version is stored as the input it was."""
+    def _failure_of(self, failure: NodeFailure, given: Sequence[Any]) -> SubgraphFailure:
+        """The `SubgraphFailure` of a split subgraph; an output's earlier version is stored as the input it was."""
         graph = self.subgraph.graph
         chains = origins(graph.nodes, graph.outputs)
         left = {
@@ -291,7 +291,7 @@ class _Compiled(SubgraphRunner):
             for output, data in failure.salvaged.items()
         }
         node = failure.node if failure.node in graph.nodes else None
-        return Stopped(node, {**self._kept(given, is_written=True), **left})
+        return SubgraphFailure(node, {**self._kept(given, is_written=True), **left})
 
     def _on_device(self, given: Sequence[Any], scalars: Sequence[Any]) -> list[Tensor]:
         """Inputs of the program, with the vectors of scalars; those on the host are uploaded in one transfer."""
@@ -316,7 +316,7 @@ class _Compiled(SubgraphRunner):
 
         Raises:
             Refused: an op is not lowered; nothing has run.
-            Stopped: XLA could not compile the program, or it failed.
+            SubgraphFailure: XLA could not compile the program, or it failed.
         """
         try:
             if self._launch is None:
@@ -325,7 +325,7 @@ class _Compiled(SubgraphRunner):
         except Refused:
             raise
         except RuntimeError as error:
-            raise Stopped(None, {}) from error
+            raise SubgraphFailure(None, {}) from error
 
     def _traced(self, inputs: list[Tensor]) -> Launch:
         text = hashlib.sha256(self.subgraph.text().encode()).hexdigest()

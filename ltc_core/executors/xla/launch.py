@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.compile.decompositions import EVERYWHERE
+from ltc_core.compile.decompositions import FOR_XLA
 from ltc_core.compile.random_draws import DRAWS
 from ltc_core.compile.retrace import Refused, Retrace
 from ltc_core.compile.subgraph import Subgraph
@@ -185,7 +185,7 @@ class _Again(BaseException):
 
 
 class _Retrace(Retrace):
-    spelled_out = EVERYWHERE
+    decompositions = FOR_XLA
     all_by_rule = True
 
     def __init__(self, subgraph: Subgraph, device: XlaDevice) -> None:

@@ -60,7 +60,7 @@ class _Lowering:
 
     def __init__(self) -> None:
         self._refused = _Noted()  # run on the host
-        self._spelled = _Noted()  # traced as PyTorch's decomposition
+        self._decomposed = _Noted()  # traced as PyTorch's decomposition
 
     @property
     def refused_ops(self) -> frozenset[str]:
@@ -75,7 +75,7 @@ class _Lowering:
 
     def rule(self, node: Node, metas: _Metas) -> Callable[..., Any] | None:
         """Function that is traced for a node; None for its op."""
-        if self._spelled.has(node, metas):
+        if self._decomposed.has(node, metas):
             return decomposition_table[node.op]
         return RULES.get(node.op)
 
@@ -90,14 +90,14 @@ class _Lowering:
         """
         is_lowered = node.op.has_kernel_for_dispatch_key(torch._C.DispatchKey.XLA)
         never = not is_lowered and f"aten::{node.op._opname}" in on_host
-        is_known = node.op in RULES or self._spelled.has(node, metas)
-        can_be_spelled = node.op in decomposition_table and not is_known
-        noted = self._spelled if can_be_spelled else self._refused
+        is_known = node.op in RULES or self._decomposed.has(node, metas)
+        can_be_decomposed = node.op in decomposition_table and not is_known
+        noted = self._decomposed if can_be_decomposed else self._refused
         if never:
             noted.ops.add(node.op)
         else:
             noted.note_call(node, metas)
-        return can_be_spelled
+        return can_be_decomposed
 
 
 def _writes_through_copy(node: Node) -> bool:

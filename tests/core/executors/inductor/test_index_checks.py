@@ -9,7 +9,7 @@ import torch
 from ltc_core.executors.base import NodeFailure
 from ltc_core.executors.inductor import index_checks
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
-from ltc_core.executors.inductor.index_checks import Bound, find_bounds, hold
+from ltc_core.executors.inductor.index_checks import Bound, find_bounds, in_bounds
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.partitioned_program import PartitionedProgram
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, ViewStep, Write
@@ -152,7 +152,7 @@ class TestWhereIndicesComeFrom:
     ],
 )
 def test_hold(values: list[int], bound: Bound, expected: bool) -> None:
-    assert hold([bound], [torch.tensor(values, dtype=LONG)]) is expected
+    assert in_bounds([bound], [torch.tensor(values, dtype=LONG)]) is expected
 
 
 class TestInAProgram:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ltc_core.compile.decompositions import WHERE_IT_PAYS, attention, attention_backward
+from ltc_core.compile.decompositions import FOR_INDUCTOR, attention, attention_backward
 from ltc_core.compile.retrace import Refused
 from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, WHOLE_RULES
 from ltc_core.compile.subgraph import Subgraph
@@ -268,7 +268,7 @@ class TestSpelledOut:
 
     @pytest.mark.parametrize("what", ["a mask", "dropout", "bfloat16", "many tokens"])
     def test_what_is_left_to_the_op(self, what: str) -> None:
-        rule = WHERE_IT_PAYS[FLASH._opname]
+        rule = FOR_INDUCTOR[FLASH._opname]
         query, key, value = self.operands(3)
         assert rule(query, key, value) is not None
         mask, dropout = None, 0.0
