@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_the_older_one(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "fsync", full)
+        patched.setattr(atomic, "fsync", full)
         with pytest.raises(
             CheckpointIOError, match="No space left on device while writing"
         ) as raised:
@@ -348,7 +348,7 @@ def test_training_may_go_on_without_a_checkpoint(
 
     run = Run(tmp_path, every=2, on_error="warn")
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "fsync", full)
+        patched.setattr(atomic, "fsync", full)
         run.train(3)
         run.checkpointer.wait()
     assert "training goes on without this checkpoint: No space left" in capsys.readouterr().err
