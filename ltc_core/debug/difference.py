@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ltc_core.debug.nearest import Known, common_prefix, common_suffix
@@ -73,6 +73,7 @@ def compare(old: Known, new: Known) -> Difference:
     found = Difference(old, new, j + sum(length for *_, length in blocks), hunks=hunks)
     walk = _Walk(found, num_values)
     for i, j, length in blocks:
+        found.first_pair = found.first_pair or (old.graph.nodes[i], new.graph.nodes[j])
         for k in range(length):
             walk.visit(old.graph.nodes[i + k], new.graph.nodes[j + k], j + k)
     walk.finish()
@@ -145,13 +146,18 @@ class _Walk:
     def visit(self, old: Node, new: Node, at: int) -> None:
         """Compare two nodes of the same op; `at` is the new one's place."""
         found = self._found
-        found.first_pair = found.first_pair or (old, new)
         values: list[tuple[int, int]] = []
-        for where, was, now in _arguments(old, new):
+        for k, (was, now) in enumerate(itertools.zip_longest(old.args, new.args)):
             if not _is_same(was, now, values):
-                found.arguments.append(Change(at, new, was, now, _name(new, where)))
+                names = [argument.name for argument in new.op._schema.arguments]
+                name = names[k] if k < len(names) else str(k)
+                found.arguments.append(Change(at, new, was, now, name))
+        for name in {**old.kwargs, **new.kwargs}:
+            was, now = old.kwargs.get(name), new.kwargs.get(name)
+            if not _is_same(was, now, values):
+                found.arguments.append(Change(at, new, was, now, name))
         values += zip(old.writes, new.writes, strict=False)
-        if False in [self._pair(*pair, new, at) for pair in values]:
+        if False in [self._pair(was, now, new, at) for was, now in values]:
             found.operands.append(Change(at, new, old, new))
         for k in range(min(len(old.outs), len(new.outs))):
             self._new_of[old.first + k] = new.first + k
@@ -190,19 +196,6 @@ class _Walk:
         number = {n: self._number(n) for n in old}
         olds, news = {*number.values()}, {*new}
         return [n for n in new if n not in olds], [n for n in old if number[n] not in news]
-
-
-def _arguments(old: Node, new: Node) -> Iterator[tuple[int | str, Any, Any]]:
-    """Pairs of arguments, each with its position or name; None stands for an argument that is left out."""
-    for k, (was, now) in enumerate(itertools.zip_longest(old.args, new.args)):
-        yield k, was, now
-    for name in {**old.kwargs, **new.kwargs}:
-        yield name, old.kwargs.get(name), new.kwargs.get(name)
-
-
-def _name(node: Node, where: int | str) -> str:
-    names = [argument.name for argument in node.op._schema.arguments]
-    return names[where] if isinstance(where, int) and where < len(names) else str(where)
 
 
 def _is_same(was: Any, now: Any, values: list[tuple[int, int]]) -> bool:

@@ -78,9 +78,7 @@ _MIN_PART = 4  # ... so many of them, and they are half of the new graph's
 _LONGEST_ARGUMENT = 60
 
 _numbers = itertools.count(1)
-_Found = Iterator[
-    tuple[str, dict[str, Any]]
-]  # conditions that hold, with the words of their sentence
+_Found = Iterator[tuple[str, dict[str, Any]]]  # conditions that hold, words of their sentences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,22 +225,16 @@ def _inputs(d: Difference) -> _Found:
     resized = [c for c in same_dtype if c.old.size != c.new.size]
     is_most = len(resized) > max(2, len(inputs) / 2)
     is_model = is_most or not _written(d.new.graph).isdisjoint(c.key for c in resized)
-    for condition, changes in {
-        "dtype": [c for c in d.inputs if c.old.dtype != c.new.dtype],
-        "model" if is_model else "batch": resized,
-        "strides": [c for c in same_dtype if c.old.size == c.new.size],
-    }.items():
+    for condition, changes in (
+        ("dtype", [c for c in d.inputs if c.old.dtype != c.new.dtype]),
+        ("model" if is_model else "batch", resized),
+        ("strides", [c for c in same_dtype if c.old.size == c.new.size]),
+    ):
         if changes:
             old, new = changes[0].old, changes[0].new
-            yield (
-                condition,
-                {
-                    **_first(changes, "input"),
-                    "place": list(inputs).index(changes[0].key),
-                    "size": list(new.size),
-                    "strides": f"{list(old.stride)} -> {list(new.stride)}",
-                },
-            )
+            words = _first(changes, "input") | {"place": list(inputs).index(changes[0].key)}
+            words["strides"] = f"{list(old.stride)} -> {list(new.stride)}"
+            yield condition, {**words, "size": list(new.size)}
 
 
 def _hunks(d: Difference, last: Known | None) -> _Found:
@@ -251,8 +243,8 @@ def _hunks(d: Difference, last: Known | None) -> _Found:
     olds = d.old.graph.nodes[hunk.old_from : hunk.old_to]
     news = nodes[hunk.new_from : hunk.new_to]
     is_tail = len(d.hunks) == 1 and hunk.old_to == len(d.old.ops)
-    words = {"ops": _count(news or olds, "op"), "more": _more(d.hunks, "place")}
-    words["node"] = _place((news or olds)[0])
+    ops, first = _count(news or olds, "op"), _place((news or olds)[0])
+    words = {"ops": ops, "node": first, "more": _more(d.hunks, "place")}
     if last is not None and last.short_of == d.old.number and hunk.new_from == 0:
         ops = _count(range(d.num_aligned), "op")
         yield "rest", {"last": last, "ops": ops, "node": _place(nodes[0])}

@@ -33,21 +33,14 @@ def _letter(op: torch._ops.OpOverload) -> str:
 
 @dataclasses.dataclass(eq=False)
 class Known:
-    """A compiled graph.
-
-    Attributes:
-        number: of its compile, counted in this process.
-        reason, line: what cut the graph, and the user's line of the cut.
-        path: identifies the recording; graphs cut from one recording have the same path.
-        short_of: number of the compile whose graph is this one and more, if this one was cut early.
-    """
+    """A compiled graph; `ops` has a letter for each op."""
 
     graph: Graph
-    number: int
-    reason: str
-    line: str
-    path: object
-    short_of: int | None = None
+    number: int  # of its compile, counted in this process
+    reason: str  # what cut it
+    line: str  # the user's line of the cut
+    path: object  # the same for all graphs that are cut at the same place of one recording
+    short_of: int | None = None  # number of the longer graph, if this one was cut earlier than it
 
     def __post_init__(self) -> None:
         letters = _letters
