@@ -91,6 +91,27 @@ def test_two_causes_at_once(causes: list[Cause]) -> None:
     )
 
 
+@pytest.mark.parametrize("other", ["x", 3])
+def test_one_of_two_like_values_is_kept(other: object, causes: list[Cause]) -> None:
+    """Graphs of one recording are compared by their outputs, even where the last ops are the same."""
+    for keeps_first in (True, False):
+        x = torch.ones(3).to(device())
+        first = x * 2  # the first
+        second = x * (x if other == "x" else other)  # the second
+        if keeps_first:
+            del second
+        else:
+            del first
+        ltc.mark_step()
+    assert second.shape == (3,)
+    assert [c.kind for c in causes] == ["first graph", "values alive"]
+    assert re.match(
+        rf"values alive: float32\[3\] of aten::mul at .*{line_of('the second', __file__)} in \w+ outlives "
+        rf"the cut \(.*\), unlike at compile {causes[0].number} \(and 1 more value\)",
+        causes[1].sentence,
+    )
+
+
 def test_a_step_cut_in_the_middle_gives_two_graphs(causes: list[Cause]) -> None:
     look()
     assert re.match(

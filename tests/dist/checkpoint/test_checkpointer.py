@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ltc_dist as ltd
 from ltc_core.errors import CheckpointError, CheckpointFormatError, CheckpointIOError
-from ltc_core.serialization import directory
+from ltc_core.serialization import atomic, directory
 from ltc_core.serialization.directory import Plan
 from ltc_dist.checkpoint import Stopped, commit, layout, lock, reading
 from ltc_dist.checkpoint.resplit import loader_state
