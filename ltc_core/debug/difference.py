@@ -1,7 +1,7 @@
 """The difference between two graphs: nodes aligned by op, values paired by the nodes that read and make them.
 
 Value numbers shift where two recordings part, so numbers are compared only as far as two graphs share `Node` objects:
-graphs of one recording, or of two with the same beginning. Shared nodes are not read. `causes` explains a difference.
+graphs of one recording, or of two with the same beginning. Shared nodes are not read. `explain` explains a difference.
 """
 
 from __future__ import annotations

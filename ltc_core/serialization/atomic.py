@@ -189,7 +189,7 @@ def _new_temporary(path: str, create: Callable[[str], int]) -> tuple[str, int]:
 def _remove_stale(path: str) -> None:
     """Remove the temporaries of writers of `path` that are no more."""
     temporary = re.compile(re.escape(_prefix(path)) + "[0-9a-f]{8}")
-    for entry in os.scandir(os.path.dirname(path)):
+    for entry in list(os.scandir(os.path.dirname(path))):
         if not temporary.fullmatch(entry.name) or entry.is_symlink():
             continue
         try:
@@ -221,8 +221,8 @@ def discard(path: str) -> None:
 
 def sync_directory(path: str) -> None:
     """Wait until the files of a directory, and the directory, are on the disk."""
-    for entry in os.scandir(path):
-        fsync(entry.path)
+    for name in os.listdir(path):
+        fsync(os.path.join(path, name))
     fsync(path)
 
 
