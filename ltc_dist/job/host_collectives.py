@@ -1,8 +1,9 @@
 """Collectives of a job's processes on the host: rendezvous by tag, and reductions of Python values.
 
-A graph is cut only if it has collectives, which other processes may wait for: see `wait_for`. Messages go through the
-job's store, served by its launcher, or by rank 0 at MASTER_ADDR. A process whose wait fails names the missing process,
-as soon as that one has ended or at the timeout. Uses `ranks`.
+Messages go through the job's store, served by its launcher, or by rank 0 at MASTER_ADDR. A wait first hands over the
+recorded collectives, because other processes may wait for them: see `wait_for`. A failed wait names the missing
+process, as soon as that process has ended or at the timeout. Uses `ranks`; used by `collectives.process_group`,
+`processes.spawn` and `checkpoint`.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ __all__ = [
     "wait_looking",
 ]
 
-LOOK_S = 1.0  # between two looks at whether those waited for have ended
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-4, 0.1  # between two questions to the store
+LOOK_S = 1.0  # between two checks whether an awaited process has ended
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-4, 0.1  # between two polls of the store
 
 c10d: Any = torch.distributed  # its stubs lack what is used here
 
 _lock = threading.Lock()
 _store: Any = None
-_has_left = 0  # the process that has: a forked child is another one
+_has_left = 0  # id of the process that has left; a forked child has another id
 _meetings: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
 _last_calls: list[Callable[[], None]] = []
 
@@ -71,7 +72,7 @@ def job_store() -> Any:
 
 
 def connected() -> Any:
-    """Another connection to the store of this job.
+    """New connection to the store of this job.
 
     Raises:
         RankError: it cannot be reached.
@@ -86,26 +87,26 @@ def connected() -> Any:
             got=str(error).splitlines()[0],
             next="start the script with ltc-launch or torchrun; on several hosts MASTER_ADDR must be reachable",
         ) from error
-    # A launcher may keep its store when it restarts the processes: keys of the previous attempt are not read.
+    # A launcher may keep its store when it restarts the processes. On one host the prefix separates the attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_one_host = here.world_size == here.local_world_size
     return c10d.PrefixStore(f"ltc/{attempt}" if is_one_host else "ltc", found)
 
 
 def before_leaving(call: Callable[[], None]) -> None:
-    """Register a function to be called at the end of this process, while the others can still be reached."""
+    """Register a function that `leave` calls first, while the other processes can still be reached."""
     _last_calls.append(call)
 
 
 def abandon() -> None:
-    """End this process at once: the job is over, and nobody waits for it."""
+    """Let this process exit at once: `leave` does nothing, and the jobs in flight are dropped."""
     global _has_left
     _has_left = os.getpid()
     abandon_work()
 
 
 def leave() -> None:
-    """Run what is recorded, then report to the other processes that this one ends."""
+    """Hand over the recorded collectives, wait for the jobs in flight, and report that this process ends."""
     global _store, _has_left
     here = ranks()
     if _has_left == os.getpid() or here.threads:
@@ -117,14 +118,14 @@ def leave() -> None:
         return
     if not hasattr(
         sys, "last_value"
-    ):  # after an uncaught exception the others need not wait for this one
+    ):  # after an uncaught exception the recorded collectives are dropped
         try:
             hand_over()
-        except LtcError as error:  # nobody can catch it here; the others learn of the end below
+        except LtcError as error:  # nobody can catch it here; the others see `ended` below
             print(f"ltc: {error}", file=sys.stderr, flush=True)
     for ctx in contexts():
         ctx.worker.drain(exit_patience_s())
-    # A launcher's store lasts to the end. One that rank 0 serves may be gone, or was never made.
+    # A launcher's store outlives this process. A store served by rank 0 may be gone, or may never have been made.
     if _store is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with contextlib.suppress(RuntimeError):
             job_store().set(f"ended/{here.rank}", b"")
@@ -132,23 +133,23 @@ def leave() -> None:
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> list[bytes]:
-    """Wait until every process has come to `tag` as often as this one, and exchange payloads.
+    """Wait until every process has called this with `tag` as often as this one; exchange payloads.
 
-    Only the tag has to agree, not the line of the program. A call that raises does not count.
+    The processes may call it in different places: only the tag must agree. A call that raises does not count.
 
     Args:
-        replicas: the ranks that meet; all by default.
+        replicas: the participating ranks; all by default.
 
     Returns:
         The payloads, in the order of `replicas` (of ranks by default).
 
     Raises:
         TypeError: the payload is not bytes.
-        RankError: somebody has ended and will not come, or has not come in time.
+        RankError: a process has ended, or has not come in time; or this rank is not one of `replicas`.
 
     Cost: hands over recorded collectives; nothing else is synced.
 
-    Source: `torch_xla.core.xla_model.rendezvous`, as it was when tags counted.
+    Source: `torch_xla.core.xla_model.rendezvous` of the versions that used the tag.
     """
     if not isinstance(payload, bytes):
         raise TypeError(f"`payload` must be bytes, not {type(payload)}")
@@ -179,20 +180,20 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
             store.delete_key(f"{place}/{number}/{here.rank}")
         raise
     payloads = [bytes(store.get(key)) for key in keys]
-    # All have arrived this time, so all have read the payloads of last time.
+    # All processes have arrived at this meeting, so all have read the payloads of the previous one.
     store.delete_key(f"{place}/{number - 1}/{here.rank}")
     return payloads
 
 
 def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
-    """Wait until the keys are in the job's store, each set by one of the processes `of`.
+    """Wait until the keys are in the job's store; rank `of[i]` sets `keys[i]`.
 
-    The other processes may wait for collectives that are recorded here and not cut: these are handed over first. So
-    every wait for other processes in a recording thread goes through here, or calls `hand_over` itself.
+    Collectives that are recorded and not cut are handed over first, because other processes may wait for them. A
+    recording thread waits for other processes only through this function, or calls `hand_over` itself.
 
     Raises:
-        RankError: one of them has ended without it.
-        RankTimeoutError: the time is up.
+        RankError: a process has ended without setting its key.
+        RankTimeoutError: LTC_COLLECTIVE_TIMEOUT_S has passed.
 
     Cost: cuts graphs with collectives; nothing else is synced.
     """
@@ -224,10 +225,10 @@ def wait_looking(keys: Sequence[str], look: Callable[[bool], None], store: Any =
     """Wait until the keys are in the job's store.
 
     Args:
-        look: called once a second meanwhile, with whether the timeout has passed; it raises to end the wait.
+        look: called once a second, with whether the timeout has passed; raises to end the wait.
         store: a connection of the caller's own.
     """
-    # Not `store.wait`: PyTorch's log has a warning for each wait whose time is up.
+    # Not `store.wait`: PyTorch logs a warning for each wait that times out.
     store = job_store() if store is None else store
     start = looked = time.monotonic()
     while not store.check(list(keys)):
@@ -240,13 +241,13 @@ def wait_looking(keys: Sequence[str], look: Callable[[bool], None], store: Any =
 
 
 def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
-    """Wait until the keys are in the job's store, each set by one of the processes `of`; return their values.
+    """Wait until the keys are in the job's store, and return their values; rank `of[i]` sets `keys[i]`.
 
-    For background threads: unlike `wait_for` it hands nothing over.
+    For background threads: unlike `wait_for`, it does not hand over recorded collectives.
 
     Raises:
-        RankError: one of them has ended without it.
-        RankTimeoutError: the time is up.
+        RankError: a process has ended without setting its key.
+        RankTimeoutError: LTC_COLLECTIVE_TIMEOUT_S has passed.
     """
     store = job_store()
     wait_looking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up), store)
@@ -254,22 +255,22 @@ def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
 
 
 def ended(of: Iterable[int], store: Any = None) -> list[int]:
-    """Which of the processes have ended."""
+    """Those of the ranks whose processes have ended."""
     store = job_store() if store is None else store
     return [rank for rank in of if store.check([f"ended/{rank}"])]
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """Collect `data` from every process, in the order of ranks, and reduce it, in every process.
+    """Collect `data` from every process, in the order of ranks, and reduce it in every process.
 
     Args:
-        data: numbers, texts, tensors, numpy arrays, and lists, tuples and dicts of them. Tensors arrive on the CPU.
-        reduce_fn: is given the list; `sum`, `max`, `torch.cat`, `numpy.mean`.
+        data: numbers, strings, tensors, numpy arrays, and lists, tuples and dicts of them. Tensors arrive on the CPU.
+        reduce_fn: called with the list, such as `sum`, `max`, `torch.cat`, `numpy.mean`.
 
     Raises:
-        RankError: somebody does not come; or `data` holds something else.
+        RankError: a process does not come; or `data` holds another type.
 
-    Cost: waits for everybody, and for tensors of a device.
+    Cost: waits for all processes; syncs tensors of a device.
 
     Source: `torch_xla.core.xla_model.mesh_reduce`.
     """
@@ -281,12 +282,12 @@ def _encode(data: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(data, buffer)
     payload = buffer.getvalue()
-    _decode(payload)  # reported by the process that has it, not by all others
+    _decode(payload)  # so that an error is raised in this process, not in all others
     return payload
 
 
 def _decode(payload: bytes) -> Any:
-    """Decode data of another process; runs no code."""
+    """Decode data of another process; code in it is not run."""
     try:
         with torch.serialization.safe_globals(_numpy_types()):
             return load_weights_only(io.BytesIO(payload), "the data of another process")

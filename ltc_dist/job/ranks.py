@@ -1,8 +1,8 @@
 """Ranks: the index of this process in its job and on this host, and the number of processes of both.
 
-Read from the variables that launchers set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (ours, torchrun and
-whoever keeps PyTorch's contract), else SLURM's. Without any, this is the only process. A thread of `data_parallel`
-has a rank of its own. All code gets its ranks here.
+Read from RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which ltc-launch, torchrun and others set (PyTorch's
+contract), else from SLURM's variables. Without them, this is the only process. A thread of `train.data_parallel` has
+its own ranks. All code gets its ranks here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks count from 0; `local` ones are those on this host. `threads` names the group of a thread's replica."""
+    """Ranks count from 0; `local` ones are those on this host.
+
+    `threads` is the collective group of a thread of `train.data_parallel`; empty elsewhere.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -49,7 +52,7 @@ _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 def read_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     """Read the ranks from `environ` (default: os.environ).
 
-    Without LOCAL_RANK the job is taken to be on one host.
+    Without LOCAL_WORLD_SIZE the job is assumed to be on one host. LOCAL_RANK defaults to RANK modulo LOCAL_WORLD_SIZE.
 
     Raises:
         SettingsError: only a part of the variables is set, or they contradict each other.
@@ -119,7 +122,7 @@ _of_thread = threading.local()
 
 
 def ranks() -> Ranks:
-    """Return the ranks of the calling thread's process, or its own inside `replica`.
+    """Return the ranks of this process, or inside `replica` those of the calling thread.
 
     Cost: reads the environment; nothing is initialised.
     """
@@ -129,7 +132,7 @@ def ranks() -> Ranks:
 
 @contextmanager
 def replica(of_thread: Ranks) -> Iterator[None]:
-    """Set ranks of its own for the calling thread, for the length of a `with` block."""
+    """Set the ranks of the calling thread inside a `with` block."""
     before = getattr(_of_thread, "ranks", None)
     _of_thread.ranks = of_thread
     try:

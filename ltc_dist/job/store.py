@@ -1,6 +1,7 @@
-"""The store of a job, and the addresses that it and gloo listen on: one interface of a host at most.
+"""The store of a job, and the addresses that the store and gloo listen on.
 
-A job on one host has a store on the loopback interface. Served by the parent of `spawn` and by the launcher's agent.
+On one host both listen on the loopback interface only. The store is served by the parent of `processes.spawn` and by
+`ltc_launch.rendezvous`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ c10d: Any = torch.distributed  # its stubs lack what is used here
 
 
 def serve_store(address: str = LOOPBACK, port: int = 0) -> tuple[Any, int]:
-    """A store and its port; it is served as long as it is referenced.
+    """Serve a store, as long as it is referenced; returns it and its port.
 
     Args:
-        address: of an interface of this host, the only one that it listens on; empty for all of them.
-        port: 0 for one that is free.
+        address: of the interface to listen on; empty for all interfaces.
+        port: 0 for a free one.
 
     Raises:
         OSError: the address is not one of this host, or the port is taken.
@@ -44,7 +45,7 @@ def serve_store(address: str = LOOPBACK, port: int = 0) -> tuple[Any, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is named by its loopback interface."""
+    """Whether `host` is 'localhost' or a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -52,10 +53,10 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """The address of this host, on the interface that leads to `host`; nothing is sent.
+    """Address of this host on the interface that leads to `host`; nothing is sent.
 
-    If `host` resolves to a loopback address, as a host's own name often does (/etc/hosts), the interface of the default
-    route is taken.
+    If `host` resolves to a loopback address, as a host's own name often does (/etc/hosts), it is the address on the
+    interface of the default route.
 
     Raises:
         OSError: there is no such host, or no route to it.
@@ -77,7 +78,7 @@ def _source(host: str) -> str:
 
 
 def gloo_devices(is_one_host: bool) -> list[Any]:
-    """What gloo listens on: the interfaces of GLOO_SOCKET_IFNAME, else the loopback or the way to MASTER_ADDR.
+    """What gloo listens on: the interfaces of GLOO_SOCKET_IFNAME, else the loopback or the one towards MASTER_ADDR.
 
     gloo's own default is the address that the host's name resolves to.
     """
