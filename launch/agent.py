@@ -1,8 +1,9 @@
-"""Run a `Spec`: PyTorch's elastic agent starts and watches the processes, we say how they ended.
+"""Run a `Spec`: PyTorch's elastic agent starts and monitors the processes; this file reports how they ended.
 
-The exit code is that of the process that failed first; its traceback comes last, and once. Comes from `rendezvous` and
-`heartbeat`; each process begins in `shim`. It stands one level below PyTorch's `elastic_launch`, which ends processes
-that wait for a dead one as gently as those that are to save their work.
+The exit code is that of the process that failed first; its traceback is printed once, at the end. PyTorch's
+`elastic_launch`, one level above the agent, is not used: it has one grace for all, so processes that wait for a dead
+one would be given as long as those that save their work. Called by `cli`; uses `rendezvous` and `heartbeat`; each
+process begins in `shim`.
 """
 
 from __future__ import annotations
@@ -44,21 +45,23 @@ from .spec import Spec
 
 __all__ = ["HANG", "command", "run", "variables"]
 
-HANG = 124  # the exit code, that of `timeout`
-_CAUSE_S = 2.0  # for the cause to show, where all that is known are consequences of it
+HANG = 124  # exit code of a hang, as of `timeout`
+_CAUSE_S = 2.0  # how long to wait for the cause while only its consequences are known
 _STOP_S = 3.0  # between SIGTERM and SIGKILL, if another process has failed or Ctrl-C was pressed
 _MONITOR_S = 0.1
 _TEMPORARY = "ltc-launch-"
 
 
 def run(spec: Spec) -> int:
-    """Launch, wait, tell how it ended; give the exit code.
+    """Launch the processes, wait for their end, report it.
 
     Returns:
-        0, the exit code of the process that failed first, 128 + the signal that killed it or this one, 124 for a hang,
-        75 if hosts cannot be connected.
+        The exit code: 0; that of the process that failed first; 128 + the signal that killed it or stopped this one;
+        124 for a hang; 75 if the hosts cannot be connected.
     """
-    logging.disable(logging.ERROR)  # of this process, the launcher: how it ended is told here, once
+    logging.disable(
+        logging.ERROR
+    )  # PyTorch's agent logs failures, too: they are reported once, below
     os.environ.update(variables(spec))
     is_watched = status.is_worth_it() and spec.nprocs > 1
     with _log_dir(spec) as log_dir:
@@ -79,7 +82,7 @@ def run(spec: Spec) -> int:
                 agent.leave()
         except (SignalException, KeyboardInterrupt) as stopped:
             number = signal.Signals(int(getattr(stopped, "sigval", signal.SIGINT)))
-            if agent is not None and spec.backend == "static":  # with c10d it may come again
+            if agent is not None and spec.backend == "static":  # with c10d this host may join again
                 agent.leave()
             _tell(f"stopped by {number.name}{agent.stop_words if agent is not None else ''}")
             return 128 + number
@@ -97,14 +100,14 @@ def run(spec: Spec) -> int:
 
 
 class Agent(LocalElasticAgent):
-    """PyTorch's agent for one host, with a watch for hangs, and a grace that depends on why processes are ended.
+    """PyTorch's agent for one host, with detection of hangs, and a grace that depends on why processes are ended.
 
     Args:
-        beats: the directory where processes write down their steps; empty if nobody reads it.
+        beats: the directory where processes write their steps; empty if nobody reads it.
 
     Attributes:
-        hang: who hung, if that ended the job.
-        stop_words: what is to be said of how the processes ended when this one was stopped.
+        hang: the sentence about the processes that hung, if that ended the job.
+        stop_words: the words about processes that had to be killed when the launcher was stopped.
     """
 
     def __init__(self, spec: Spec, log_dir: str, beats: str) -> None:
@@ -112,8 +115,10 @@ class Agent(LocalElasticAgent):
         self._beats = beats
         self._watch: heartbeat.Watch | None = None
         self._is_stopping = False
-        self._failed_s: float | None = None  # when the first one was seen to have failed
-        self._stopped_s: float | None = None  # when they were told to end, and who still ran then
+        self._failed_s: float | None = None  # when the first failure was seen
+        self._stopped_s: float | None = (
+            None  # when the processes were told to end; those that ran then are in `_stopped`
+        )
         self._stopped: set[int] = set()
         self.hang = ""
         self.stop_words = ""
@@ -138,7 +143,7 @@ class Agent(LocalElasticAgent):
         if self._ltc_spec.hang_timeout_s:
             self._watch = heartbeat.Watch(self._beats, self._ltc_spec.hang_timeout_s)
         started: dict[int, Any] = super()._start_workers(worker_group)
-        # When it finds a process that has failed, it ends the others by itself, after 30 s of patience.
+        # When PyTorch finds a failed process, it closes the others by itself, with a grace of 30 s: too long.
         close = self._pcontext.close  # type: ignore[union-attr]
 
         def closed(number: Any = None, grace_s: float = _STOP_S) -> None:
@@ -149,29 +154,31 @@ class Agent(LocalElasticAgent):
         self._pcontext.close = closed  # type: ignore
         self._failed_s, self._stopped_s = None, None
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._told_to_end)  # in place of PyTorch's own
+            signal.signal(signal.SIGTERM, self._told_to_end)  # replaces PyTorch's handler
         return started
 
     def _told_to_end(self, number: int, frame: FrameType | None) -> None:
-        """Have the processes save their work and end. SIGTERM that is sent again does not cut their grace short."""
+        """On SIGTERM, let the processes save their work and end. A second SIGTERM does not shorten their grace."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         raise SignalException(f"stopped by {number}", signal.Signals(number))
 
     def leave(self) -> None:
-        """Announce to the other hosts that this one begins no other attempt."""
-        with contextlib.suppress(torch.distributed.DistError):  # the host of the store was faster
+        """Announce to the other hosts that this one begins no further attempt."""
+        with contextlib.suppress(
+            torch.distributed.DistError
+        ):  # the host that serves the store has left already
             self._meeting.shutdown()
 
     def _running(self) -> set[int]:
-        """The process ids of those that still run."""
+        """Ids of the processes that still run."""
         handlers = self._pcontext.subprocess_handlers.values()  # type: ignore[union-attr]
         return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
 
     def _awaits_cause(self) -> bool:
-        """Whether some have failed, but only as a consequence of what others may still say.
+        """Whether each failure so far is a consequence of another, and a running process may still report the cause.
 
-        PyTorch's agent ends the others as soon as one has failed. Who is ended can no longer say why.
+        PyTorch's agent ends all processes at the first failure. A process that was ended cannot report its cause.
         """
         context: Any = self._pcontext
         codes = {k: h.proc.poll() for k, h in context.subprocess_handlers.items()}
@@ -188,7 +195,7 @@ class Agent(LocalElasticAgent):
         return not is_clear and time.monotonic() - self._failed_s < _CAUSE_S
 
     def failure(self, rank: int, failure: ProcessFailure) -> Failure:
-        """What is known of a process that failed."""
+        """What is known of a failed process: exit code, verdict, time."""
         report = _report(failure)
         time_s, verdict = report.get("time_s", 0.0), report.get("verdict", SILENT)
         was_stopped = self._stopped_s is not None and failure.pid in self._stopped
@@ -210,9 +217,9 @@ class Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: Any = None, timeout: Any = None, **more: Any) -> None:
-        """End the processes. The agent names a signal if it was sent one itself, and none if a process has failed."""
+        """End the processes. `death_sig` is the signal that the agent was sent; None if a process has failed."""
         number, grace_s = signal.SIGTERM, _STOP_S
-        if self._is_stopping:  # told a second time
+        if self._is_stopping:  # the second signal
             number, grace_s = signal.SIGKILL, 0.0
         elif death_sig is not None:
             self._is_stopping = True
@@ -226,17 +233,17 @@ class Agent(LocalElasticAgent):
 
 
 def command(spec: Spec, parent_pid: int, beats: str = "") -> list[str]:
-    """Return the arguments of the Python that runs in each process; it ends with `parent_pid`.
+    """Arguments of Python in each process, which ends when the process `parent_pid` ends.
 
     Args:
-        beats: the directory where it writes down its steps.
+        beats: the directory where it writes its steps.
     """
     flags = ["-m"] if spec.is_module else []
     return ["-m", "ltc_launch.shim", str(parent_pid), beats, *flags, spec.target, *spec.args]
 
 
 def variables(spec: Spec) -> dict[str, str]:
-    """Return the variables of the processes besides PyTorch's contract, which the agent sets."""
+    """Environment variables of the processes, besides PyTorch's contract, which the agent sets."""
     found = dict(spec.env)
     if "OMP_NUM_THREADS" not in os.environ:
         found.setdefault("OMP_NUM_THREADS", str(child.num_threads(spec.nprocs)))

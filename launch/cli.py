@@ -16,16 +16,16 @@ _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch what the command line says; give the exit code."""
+    """Launch what the command line says; return the exit code."""
     spec = parse(sys.argv[1:] if argv is None else argv)
-    # Imports PyTorch, which takes a second: a mistake on the command line is told before.
+    # Imports PyTorch, which takes a second: mistakes in the command line are reported before.
     from . import agent
 
     if spec.dry_run:
         print(shlex.join([sys.executable, *agent.command(spec, os.getpid())]))
         _show(spec, agent.variables(spec))
         return 0
-    gc.freeze()  # of PyTorch's modules: collecting them at the end takes half a second
+    gc.freeze()  # collecting PyTorch's modules at exit takes half a second
     return agent.run(spec)
 
 

@@ -1,7 +1,7 @@
-"""Whether processes make steps: each writes down when it last handed work to its device, the launcher reads it.
+"""Detection of hangs: each process writes its number of steps and the time of the last one; the launcher reads both.
 
-A process that is stopped, or whose Python is blocked, writes nothing; one that waits for ever writes the same. Both
-are found by the time of the last step. Used by `shim` in each process and by `agent`.
+A process that is stopped, or whose GIL is blocked, writes nothing; a process that waits for ever keeps writing the same
+time. Both are found by the time of the last step. `shim` starts the writer in each process; `agent` reads.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from ltc_core import metrics
 
 __all__ = ["Watch", "start", "steps"]
 
-_FORM = struct.Struct(
-    "<qd"
-)  # steps, and when the last one was, on the clock all processes of a host share
+_FORM = struct.Struct("<qd")  # steps; time of the last one on the monotonic clock of the host
 _BEAT_S = 0.2
-_STACKS_S = 1.0  # for processes to write down where they are
+_STACKS_S = 1.0  # for processes to print their stacks
 
 
 def start(directory: str, local_rank: int) -> None:
-    """Write down the steps of this process, in a thread, as long as it lives."""
+    """Write the steps of this process, in a daemon thread, until the process ends."""
     path = os.path.join(directory, str(local_rank))
     threading.Thread(target=_beat, args=(path,), name="ltc-heartbeat", daemon=True).start()
 
@@ -45,7 +43,7 @@ def _beat(path: str) -> None:
 
 @dataclass(frozen=True)
 class _Beat:
-    """What is known of one process."""
+    """The last step of one process."""
 
     rank: int
     pid: int
@@ -54,10 +52,10 @@ class _Beat:
 
 
 class Watch:
-    """Looks at the processes of a host, given by rank; made anew when they are started anew.
+    """Finds processes of this host that hang. Each attempt has its own.
 
     Args:
-        timeout_s: without a step, after which a process hangs.
+        timeout_s: seconds without a step after which a process counts as hanging.
     """
 
     def __init__(self, directory: str, timeout_s: float) -> None:
@@ -68,7 +66,7 @@ class Watch:
         self._started = time.monotonic()
 
     def hang(self, pids: dict[int, tuple[int, int]]) -> str:
-        """Which processes hang, "" if none does. They are made to print their stacks to stderr.
+        """Sentence about the processes that hang, "" if none does. All processes then print their stacks to stderr.
 
         Args:
             pids: local rank -> rank and process id.
@@ -96,13 +94,13 @@ class Watch:
 
 
 def steps(directory: str) -> int:
-    """Return the steps that every process has made; 0 as long as one of them has made none."""
+    """Number of steps that every process has made."""
     found = [_read(entry.path) for entry in os.scandir(directory)]
     return min((beat[0] if beat is not None else 0 for beat in found), default=0)
 
 
 def _read(path: str) -> tuple[int, float] | None:
-    """Return the steps of a process and when its last one was; None if it has not begun."""
+    """Steps of a process and the time of the last one; None if the process has not begun to write."""
     try:
         with open(path, "rb") as file:
             data = file.read(_FORM.size)

@@ -1,8 +1,8 @@
 """How the agents of a job find each other, and where the processes find the store of their attempt.
 
-On one host there is one agent, and its store is for this host only. On several, the first host serves a store at the
-endpoint, where the agents meet; each attempt has a number there, which its keys carry, and a store of its own for the
-processes: what an attempt that failed has written is never read again.
+On one host there is one agent; its store listens on the loopback interface. On several hosts the first one serves a
+store at the endpoint, where the agents meet. The keys of an attempt begin with its number, and the processes of each
+attempt have a store of their own: keys of a failed attempt are never read again. Used by `agent`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .spec import Spec
 
 __all__ = ["DynamicRendezvous", "LoopbackRendezvous", "StaticRendezvous", "handler"]
 
-_JOIN_S = 900.0  # for hosts to come
+_JOIN_S = 900.0  # how long to wait for other hosts
 _LOOK_S = 0.1
-c10d: Any = torch.distributed  # its stubs lack what is used here
+c10d: Any = torch.distributed  # the stubs of its types are incomplete
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One host: the agent serves the store, on the loopback interface; a new one for each attempt."""
+    """One host: the agent serves a new store for each attempt, on the loopback interface."""
 
     def __init__(self) -> None:
         self._run_id = secrets.token_hex(16)
@@ -59,9 +59,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return "ltc-loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store, port = (
-            serve_store()
-        )  # what an attempt that failed has written must not be read again
+        self._store, port = serve_store()  # a new one: keys of a failed attempt must not be read
         store = c10d.PrefixStore(self._run_id, self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
@@ -83,12 +81,12 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 class Meeting:
-    """The store at the endpoint of a job on several hosts, for their agents: the first host serves it.
+    """The store at the endpoint of a job on several hosts, where their agents meet; the first host serves it.
 
     Attributes:
-        run_id: drawn at random by whoever comes first, the same for all.
-        store: its keys carry the run.
-        address: of this host, as the others reach it.
+        run_id: drawn at random by the host that comes first; the same on all hosts.
+        store: prefixes its keys with `run_id`.
+        address: of this host, as the other hosts reach it.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -109,10 +107,10 @@ class Meeting:
         self.store = c10d.PrefixStore(self.run_id, self._base)
 
     def _serve(self, port: int, must: bool) -> None:
-        """Serve the store, if the endpoint is an address of this host and nobody does so."""
+        """Serve the store, if the endpoint is an address of this host and no other process serves it."""
         address = str(socket.getaddrinfo(self._host, port, type=socket.SOCK_STREAM)[0][4][0])
         if is_loopback(address) and not is_loopback(self._host):
-            address = ""  # a host's own name may lead it to its loopback interface: others cannot
+            address = ""  # a host's own name may resolve to loopback, where others cannot reach it
         try:
             self._served, _ = serve_store(address, port)
         except OSError as error:
@@ -120,7 +118,7 @@ class Meeting:
                 return
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            address = ""  # the others see an address of a translator
+            address = ""  # the endpoint is the address of a NAT in front of this host
             self._served, _ = serve_store(address, port)
         self.address = address
         print(
@@ -131,15 +129,15 @@ class Meeting:
         )
 
     def serve_attempt(self) -> tuple[Any, str, int]:
-        """A new store for the processes of one attempt; the host and the port where it is reached."""
+        """Serve a new store for the processes of one attempt; returns it, its host and its port."""
         store, port = serve_store(self.address)
         return store, self.address or self._host, port
 
 
 class StaticRendezvous(RendezvousHandler):
-    """Several hosts, each with a number: all come to an attempt before any of them begins it.
+    """Several hosts, each with a number. An attempt begins when all hosts have come.
 
-    A host that begins another attempt draws the others along, and one that has ended is not waited for.
+    When a host begins another attempt, the others restart, too. No host waits for one that has announced its end.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -160,7 +158,7 @@ class StaticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         came, self._attempt = f"came/{self._rank}", self._attempt + 1
         while (keys := self._keys(self._attempt)).check([came]):
-            self._attempt += 1  # a launcher of this host has come before, and was killed
+            self._attempt += 1  # an earlier launcher of this host had come, and was killed
         self._store = None
         if self._rank == 0:
             self._store, address, port = self._meeting.serve_attempt()
@@ -207,7 +205,7 @@ class StaticRendezvous(RendezvousHandler):
 
 
 class DynamicRendezvous(DynamicRendezvousHandler):
-    """PyTorch's, for hosts that come in any order; with a store of its own for the processes of each attempt."""
+    """PyTorch's c10d rendezvous, for hosts without numbers; the processes of each attempt have a new store."""
 
     _meeting: Meeting
 
@@ -237,10 +235,10 @@ class DynamicRendezvous(DynamicRendezvousHandler):
 
 
 def handler(spec: Spec) -> RendezvousHandler:
-    """Return what the agent of this host needs to find the others.
+    """Rendezvous with which the agent of this host finds the others.
 
     Raises:
-        RendezvousError: the endpoint is not to be had.
+        RendezvousError: the endpoint can neither be served nor reached.
     """
     if spec.nnodes == 1:
         return LoopbackRendezvous()

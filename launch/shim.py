@@ -1,7 +1,8 @@
 """The first lines of a launched process: `python -m ltc_launch.shim PID BEATS train.py args`.
 
-It dies with its launcher, the process PID, says where it hangs on SIGUSR1, then runs the script as `__main__`. A script
-that only defines `_mp_fn(index)` has it called with its rank. What is raised goes to the launcher, which tells it once.
+It runs the script as `__main__`, and ends when its launcher, the process PID, ends. SIGUSR1 makes it print its stacks.
+If the script defines `_mp_fn(index)` and does not call it under a main guard, it is called with the rank. An uncaught
+exception goes to the launcher, which prints it once. Started by `agent`; uses `heartbeat` and `ltc_dist.processes`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from . import heartbeat
 
 __all__ = ["main"]
 
-# What a scheduler may act upon; anything else that is raised is 1. The first that fits counts.
+# Exit codes that a scheduler may act upon; other exceptions give 1. The first match counts.
 _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (CheckpointIOError, os.EX_IOERR),
     (CheckpointError, os.EX_DATAERR),
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
         heartbeat.start(beats, ranks().local_rank)
     is_module = argv[0] == "-m"
     sys.argv = argv[1:] if is_module else argv
-    gc.freeze()  # PyTorch's modules: else collecting them takes more than half of the time to end
+    gc.freeze()  # else collecting PyTorch's modules takes more than half of the exit
     try:
         _run(sys.argv[0], is_module)
         host_collectives.leave()
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
         raise
     except BaseException as error:
         _report(error)
-        abandon_work()  # what else failed with it is not worth a word
+        abandon_work()  # jobs that fail as a consequence are not reported
         host_collectives.leave()
         sys.exit(_exit_code(error))
 
@@ -88,12 +89,12 @@ def _run(target: str, is_module: bool) -> None:
 
 
 def _has_guard(source: str) -> bool:
-    """Whether the script does something of its own when it is run."""
+    """Whether the script has an `if __name__ == "__main__"` block."""
     return any(map(is_guard, ast.parse(Path(source).read_bytes()).body))
 
 
 def _report(error: BaseException) -> None:
-    """Write down how this process ends where the launcher looks for it, in the form of PyTorch's elastic agent."""
+    """Write how this process ends into the error file of PyTorch's elastic agent; without one, print the traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     info: dict[str, Any] = {"verdict": verdict_of(error), "time_s": time.monotonic()}
     info["timestamp"] = str(int(time.time()))
@@ -101,13 +102,13 @@ def _report(error: BaseException) -> None:
     if not isinstance(error, SystemExit):
         trace = _of_script(error.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, trace))
-        # It may be ended before it can end: the code is written down too.
+        # The agent may kill this process before it exits, so the exit code is written, too.
         info |= {"py_callstack": text, "exit_code": _exit_code(error)}
     message = {"message": {"message": last_line(error), "extraInfo": info}}
     try:
         if path is None:
             raise FileNotFoundError("no launcher reads it")
-        # By rename: the launcher ends processes, and fails itself over a half of a file.
+        # By rename: the agent may kill this process while it writes, and fails itself on half a file.
         Path(f"{path}.part").write_text(json.dumps(message), "ascii")
         os.replace(f"{path}.part", path)
     except OSError:
@@ -115,7 +116,7 @@ def _report(error: BaseException) -> None:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """Leave out the frames of this file and of runpy."""
+    """The traceback without the frames of this file and of runpy."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename in (
         __file__,

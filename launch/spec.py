@@ -1,10 +1,10 @@
-"""What to launch: the command line, and what a file adds to it, as one checked `Spec`.
+"""The command line, and the options of a file, as one checked `Spec`.
 
     ltc-launch --nprocs 8 train.py --lr 0.1
     ltc-launch --nprocs 2 -m package.train
 
 Options may stand in `[tool.ltc]` of a pyproject.toml in the working directory, or in the file that --config names;
-the command line wins. Mistakes end with one line and exit code 2. Goes to `agent`.
+the command line wins. A mistake ends the command with one line and exit code 2. `agent` runs the `Spec`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Spec:
         target: a script's path, or a module's name if `is_module`.
         nprocs: processes on this host.
         endpoint: host:port of the first host's store; empty for one host.
-        log_dir: where each process's output is kept, empty for nowhere.
-        prefix: whether lines on the console begin with their rank.
-        tee: whether output that is kept in files is shown too.
-        grace_s: seconds between SIGTERM and SIGKILL, when the launcher is told to end.
+        log_dir: where the output of each process is kept; empty for nowhere.
+        prefix: whether lines on the console begin with the rank.
+        tee: whether output that is kept in files is shown on the console, too.
+        grace_s: seconds between SIGTERM and SIGKILL, when the launcher is sent SIGTERM.
         hang_timeout_s: seconds without a step after which the job is ended; 0 for never.
-        devices: the GPUs of this host's processes, with commas between them; empty for one each.
-        compat: whether old modules such as torch_xla are served to the script.
+        devices: the GPUs of the processes of this host, separated by commas; empty for one each.
+        compat: whether the script may import torch_xla and the other served modules.
     """
 
     target: str
@@ -135,7 +135,7 @@ def parse(argv: Sequence[str]) -> Spec:
     """Read a command line.
 
     Raises:
-        SystemExit: it is not a legal one (code 2), or asked for help (code 0).
+        SystemExit: code 2 for a mistake, code 0 for --help.
     """
     parser = _parser()
     first = parser.parse_args(argv)
@@ -229,7 +229,7 @@ def _devices(parser: _Parser, text: str, nprocs: int) -> str:
 def _one_each() -> int:
     asked = (os.environ.get("LTC_DEVICE") or os.environ.get("PJRT_DEVICE") or "").lower()
     if asked in ("cuda", "gpu"):
-        import torch  # takes a second: only for who asks for GPUs
+        import torch  # takes a second: imported only where GPUs are asked for
 
         return max(1, torch.cuda.device_count())
     if asked == "tpu":

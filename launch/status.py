@@ -1,7 +1,7 @@
-"""One line at the bottom of a terminal: how far the job is. What processes print scrolls above it.
+"""One line at the bottom of the terminal: the progress of the job. What processes print scrolls above it.
 
-Each process would draw a bar of its own otherwise, over those of the others. Nothing is drawn where no one looks: with
-output into a file or a pipe there is no line. Comes from `heartbeat`; used by `agent`.
+One line for all, because bars of several processes would overwrite each other. Without a terminal (output into a file
+or a pipe) there is none. `agent` shows it; the steps come from `heartbeat`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _ERASE = "\r\x1b[K"
 
 
 def is_worth_it() -> bool:
-    """Whether somebody looks: both streams are a terminal."""
+    """Whether stdout and stderr are terminals."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def shown(steps: Callable[[], int]) -> Iterator[None]:
-    """Show the line in this block; `steps` gives how many steps have been made."""
+    """Show the line inside a `with` block; `steps` returns the number of steps so far."""
     line = _Line(sys.stderr, steps)
     kept = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Above(kept[0], line), _Above(kept[1], line)
@@ -38,7 +38,7 @@ def shown(steps: Callable[[], int]) -> Iterator[None]:
 
 
 class _Line:
-    """The line, drawn anew twice a second."""
+    """The line; a thread redraws it twice a second."""
 
     def __init__(self, stream: TextIO, steps: Callable[[], int]) -> None:
         self._stream = stream
