@@ -1,4 +1,4 @@
-"""Replace a file or a directory: all of it, or nothing.
+"""Replace a file or a directory atomically.
 
 `replace_file` and `replace_directory` return a temporary sibling to write into. When the block
 ends, it is on the disk (fsync) and takes the place of what was there; when the block raises, it is
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def old_name(path: str) -> str:
-    """Return where the old directory of `path` stands while the new one takes its place."""
+    """The aside name: where the old directory stands while the new one takes its place."""
     parent, name = os.path.split(path)
     return os.path.join(parent, f".{name}.ltc-old")
 
@@ -47,7 +47,7 @@ def io_errors(path: str, need_bytes: int | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except LtcError:  # before OSError: some of ours are both
+    except LtcError:  # before OSError: some LtcErrors are OSErrors, too
         raise
     except OSError as error:
         room, old = "", ""
@@ -136,7 +136,7 @@ def swap(temporary: str, path: str, aside: str) -> None:
 
 
 def recover(aside: str, path: str, remove: Callable[[str], None]) -> None:
-    """Complete what a writer began that was killed between step 2 and the end of step 4."""
+    """Complete the replacement of a writer that was killed between step 2 and the end of step 4."""
     if not os.path.lexists(aside):
         return
     if os.path.lexists(path):
@@ -147,7 +147,7 @@ def recover(aside: str, path: str, remove: Callable[[str], None]) -> None:
 
 @contextmanager
 def _lock_parent(path: str) -> Iterator[int]:
-    """Lock the directory of `path` against other writers for a moment: a swap is two renames."""
+    """Lock the parent of `path` against other writers, because a swap is two renames."""
     descriptor = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -175,19 +175,19 @@ def _prefix(path: str) -> str:
 def _new_temporary(path: str, create: Callable[[str], int]) -> tuple[str, int]:
     """Create a sibling of `path` and lock it; return its name and its descriptor.
 
-    The parent is locked meanwhile: nobody takes it for stale before it is locked itself.
+    The parent is locked meanwhile, so that no writer takes the sibling for stale before it is locked itself.
     """
     name = os.path.join(os.path.dirname(path), _prefix(path) + secrets.token_hex(4))
     descriptor = create(name)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # no locks here, so nobody will take it for stale either
+    except OSError as error:  # without locks no writer removes stale temporaries either
         _log.debug("%s cannot be locked: %s", name, error)
     return name, descriptor
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the temporaries of writers of `path` that are no more."""
+    """Remove the temporaries that killed writers of `path` left."""
     temporary = re.compile(re.escape(_prefix(path)) + "[0-9a-f]{8}")
     for entry in list(os.scandir(os.path.dirname(path))):
         if not temporary.fullmatch(entry.name) or entry.is_symlink():
@@ -207,7 +207,7 @@ def _remove_stale(path: str) -> None:
 
 
 def discard(path: str) -> None:
-    """Remove a file or a directory of ours; what cannot be removed is reported, not raised."""
+    """Remove a temporary file or directory; a failure is reported as a warning, not raised."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)

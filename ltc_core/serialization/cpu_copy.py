@@ -1,8 +1,8 @@
-"""Bring tensors of the device to the CPU as something that can be saved: `cpu_copy`, `CpuCopies`.
+"""CPU copies of device tensors, for saving: `cpu_copy`, `CpuCopies`.
 
 A copy keeps what a reader of the checkpoint sees: the values, requires_grad, and whether the
 tensor is a parameter. The first copy syncs all that is pending; the later ones find it done.
-`memory_key` tells which tensors are one memory: state_dict() hands out tied weights as several.
+`memory_key` identifies tensors of one memory: state_dict() has tied weights several times.
 """
 
 import torch
@@ -19,7 +19,7 @@ def is_on_device(tensor: torch.Tensor) -> TypeIs[LazyTensor]:
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU copy of a tensor of our device; any other tensor is returned as it is.
+    """CPU copy of a tensor of our device; any other tensor is returned as it is.
 
     Cost: the first call cuts the graph and waits for it; each call copies one tensor.
     """
@@ -29,10 +29,10 @@ def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CpuCopies:
-    """`cpu_copy` for tensors that are kept: those that are one memory share one copy of it.
+    """`cpu_copy` for tensors that are kept: tensors of one memory share one copy.
 
     Args:
-        of_cpu: copy tensors of the CPU too, so that what is changed later does not show.
+        of_cpu: copy CPU tensors, too, so that later writes do not show in the copies.
     """
 
     def __init__(self, of_cpu: bool = False) -> None:
@@ -61,9 +61,9 @@ def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
 
 
 def memory_key(tensor: torch.Tensor) -> object:
-    """Return a key that two dense tensors share if they show the same memory in the same way.
+    """Key that two dense tensors share if they show the same memory in the same way.
 
-    Valid as long as the tensor lives. A part of a tensor of our device is a memory of its own.
+    Valid as long as the tensor lives. A view of a part of a device tensor has a key of its own.
     """
     if isinstance(tensor, LazyTensor):
         whole = isinstance(tensor._h, Cell)

@@ -1,8 +1,7 @@
 """A tree of tensors as the files of one directory: `Plan` writes one, `read_directory` reads it back.
 
 The directory holds index.json and t_00000.safetensors, t_00001.safetensors, ... Tensors are fetched, written and
-dropped one at a time. How a directory takes the place of an older one is for `streaming`, and for the checkpoints of
-a job, to say.
+released one at a time. `streaming` and `ltc_dist.checkpoint` put a directory in the place of an older one.
 """
 
 import os
@@ -26,7 +25,7 @@ __all__ = ["Plan", "Reader", "check_directory", "open_directory", "read_director
 
 
 class Plan:
-    """What is to be written of a tree: each tensor once, in the order of the tree.
+    """The tensors of a tree to write, each once, in the order of the tree.
 
     Args:
         name: of the tree, for errors: "data" in data['model'][0].
@@ -45,7 +44,7 @@ class Plan:
         self._tree = encode(tree, self._place, name)
 
     def _place(self, tensor: torch.Tensor, where: str) -> int:
-        """Return the number of a tensor; refuse one that the format has no place for."""
+        """Number of a tensor in the directory; a tensor that the format cannot hold is refused."""
         reason = why_not_storable(tensor, is_on_device(tensor))
         if reason:
             raise CheckpointFormatError(
@@ -62,7 +61,7 @@ class Plan:
         return self._numbers[key]
 
     def write(self, directory: str) -> str:
-        """Write into an empty directory; give the digest that stands for all of it.
+        """Write into an empty directory; returns the digest of all of it.
 
         Raises:
             OSError: from the operating system, as it is.
@@ -100,7 +99,7 @@ def check_directory(directory: int) -> Index:
 
 
 class Reader:
-    """Reads a tree from the directory with this descriptor, whole or in parts; only what is asked for is read.
+    """Reads a tree, or parts of it, from the directory with this descriptor; only the requested parts are read.
 
     Sizes are checked before anything is allocated, digests before anything is returned.
 
@@ -120,7 +119,7 @@ class Reader:
         self.digest = self._index.digest
 
     def keys(self, *path: str) -> list[str]:
-        """Keys of the dict at a path of keys; none if there is no dict with texts as its keys."""
+        """Keys of the dict at a path of keys; none if there is no dict with strings as its keys."""
         node = self._node(path)
         is_dict = isinstance(node, dict) and node.keys() == {"dict"}
         return list(node["dict"]) if is_dict else []
@@ -166,5 +165,5 @@ def read_directory(directory: int) -> Any:
 
 
 def open_directory(path: str) -> int:
-    """Open a directory for reading; give its descriptor."""
+    """Open a directory for reading; returns its descriptor."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -2,9 +2,8 @@
 
     {"format": "ltc-xser", "version": 1, "digest": "...", "body": {"tree": ..., "tensors": [...]}}
 
-It is a `sealed` file, so that a flipped bit in a number of the tree is found as well as one in a
-tensor. Reading checks everything that is used later: file names, dtypes, shapes and sizes. The
-directory around it is written and read by `streaming`.
+It is a `sealed` file, so that a flipped bit is found in the tree as well as in a tensor. Reading checks everything
+that is used later: file names, dtypes, shapes and sizes. `directory` writes and reads it.
 """
 
 import math
@@ -40,12 +39,12 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def starts_like_index(path: str) -> bool:
-    """Whether the file `path` is an index, damaged or of another version though it may be."""
+    """Whether the file `path` is an index, perhaps damaged or of another version."""
     return starts_like(path, FORMAT)
 
 
 def write_index(directory: str, index: Index) -> str:
-    """Write `index` into `directory`, which has all its tensors already; give its digest."""
+    """Write `index` into `directory`, which has all tensors already; returns its digest."""
     tensors = [{**vars(entry), "shape": list(entry.shape)} for entry in index.tensors]
     body = {"tree": index.tree, "tensors": tensors}
     return write_sealed(os.path.join(directory, INDEX_FILE), FORMAT, VERSION, body)
@@ -55,7 +54,7 @@ def read_index(file: BinaryIO) -> Index:
     """Read and check an index.
 
     Raises:
-        CheckpointFormatError: it is no index, of another version, or says what cannot be.
+        CheckpointFormatError: it is no index, of another version, or inconsistent.
         CheckpointError: it is not what was written.
     """
     body, digest = read_sealed(file, INDEX_FILE, FORMAT, VERSION)

@@ -1,8 +1,8 @@
 """Read a streaming checkpoint of torch_xla or lazy_tensor_core: `load_legacy`.
 
-Theirs is a pickle at `path`, in which a TensorReference stands for each tensor, and the tensors in
-`path + ".tensors/tensor_3.pt"`. Both are read with weights_only=True; a class of ours stands in
-for TensorReference, so that neither package is needed.
+Their format is a pickle at `path`, with a TensorReference in the place of each tensor, and the tensors in
+`path + ".tensors/tensor_3.pt"`. Both are read with weights_only=True. A class of this file is read in the place of
+their TensorReference, so that neither package is needed.
 """
 
 import os
@@ -20,7 +20,7 @@ _NAMES = (
 
 
 class TensorReference:
-    """Stands in for the class of that name, which holds the number of a tensor."""
+    """Read in the place of their class of that name; holds the number of a tensor."""
 
     tid: object = None
 

@@ -1,8 +1,8 @@
-"""Write a tree of Python values as JSON nodes, and read it back without running anything.
+"""Write a tree of Python values as JSON nodes; read it back without running code.
 
 None, bool, str, int, finite float and list stand for themselves; all else is an object with a tag:
-{"tuple": [...]}, {"tensor": 3}, {"dtype": "float32"}. Tensors are handed to the caller, who gives
-a number for each. What has no tag is refused with its place in the tree. `index` stores the nodes.
+{"tuple": [...]}, {"tensor": 3}, {"dtype": "float32"}. The caller gives a number for each tensor. A value without a tag
+is refused with its place in the tree. `index` stores the nodes.
 """
 
 import base64

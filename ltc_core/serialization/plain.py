@@ -1,9 +1,8 @@
 """The plain verbs `save` and `load`: torch.save of a CPU copy, one file in PyTorch's own format.
 
-`save` writes beside the old file and takes its place at the end, so that a full disk or a crash
-leaves the old file whole. `load` reads with weights_only=True: a pickle that would run code is
-refused. The file is an ordinary one of torch.save, for any program with torch. For a model that
-is large against the host's memory there is the streaming pair of `ltc_core.serialization`.
+`save` writes a temporary file and renames it over the old one at the end, so that a full disk or a crash leaves the
+old file whole. `load` reads with weights_only=True: a pickle that would run code is refused. Any program with torch can
+read the file. For models that are large compared with host memory use `streaming`.
 """
 
 import os
@@ -61,7 +60,7 @@ def save(
     need_bytes = sum(t.nbytes for t in tensors_of(copied) if t.layout == torch.strided)
     with io_errors(path, need_bytes):
         if os.path.exists(path) and not os.path.isfile(path):
-            with open(path, "wb") as special:  # a directory is refused here by the system
+            with open(path, "wb") as special:  # the system refuses a directory here
                 _torch_save(copied, copies, special)
         else:
             with replace_file(path) as file:
@@ -75,7 +74,7 @@ def _torch_save(copied: object, copies: CpuCopies, file: Any) -> None:
         sink.flush()
     except (LtcError, MemoryError):
         raise
-    except Exception as error:  # there is no one type for what cannot be pickled
+    except Exception as error:  # pickling errors have no common type
         # The zip writer reports "unexpected pos 704 vs 598" and hides what the system said.
         if sink.error is not None:
             raise sink.error from error
@@ -103,7 +102,7 @@ class _Sink:
 
     def write(self, data: Any) -> int:
         try:
-            # A raw file may take less than it is given.
+            # A raw file may write less than it is given.
             view, done = memoryview(data).cast("B"), 0
             while done < len(view):
                 written = self._file.write(view[done:])
@@ -124,7 +123,7 @@ class _Sink:
 
 
 def _pickle_module(copies: CpuCopies) -> types.ModuleType:
-    """Return a pickle module that takes to the CPU what the walk cannot see: a module's tensors."""
+    """Pickle module that copies to the CPU the tensors that the walk does not reach: those of modules."""
 
     class CpuPickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -139,7 +138,7 @@ def _pickle_module(copies: CpuCopies) -> types.ModuleType:
 
 
 def load(file_or_path: FileOrPath) -> Any:
-    """Load a file of `save` or torch.save to the CPU, running no code that stands in it.
+    """Load a file of `save` or torch.save to the CPU; code in it is not run.
 
     Returns:
         what was saved, its tensors on the CPU.
@@ -200,10 +199,10 @@ _NEXT_DAMAGED = "load an older checkpoint, or copy the file again from where it 
 
 
 def _check_records(file: Any, name: str, size_bytes: int) -> None:
-    """Find what torch.load does not: a file cut short, and a flipped bit in a tensor."""
+    """Find what torch.load does not notice: a truncated file, a flipped bit in a tensor."""
     looks_like_zip = file.read(4) == b"PK\x03\x04"
     if not looks_like_zip:
-        return  # PyTorch's old format, or no checkpoint at all: torch.load will tell
+        return  # PyTorch's old format, or no checkpoint: torch.load reports it
     try:
         with zipfile.ZipFile(file) as archive:
             # Without set_crc32_options(True), its default, torch.save writes zeros.
@@ -211,7 +210,7 @@ def _check_records(file: Any, name: str, size_bytes: int) -> None:
             damaged = archive.testzip() if has_checksums else None
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # zipfile has several for what it cannot make sense of
+    except Exception as error:  # zipfile has several errors for damaged files
         raise CheckpointError(
             f"{name} is incomplete or damaged: its list of records is not at its end",
             got=f"{size_bytes} bytes; {type(error).__name__}: {error}",

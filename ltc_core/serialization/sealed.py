@@ -1,9 +1,9 @@
-"""JSON files that prove themselves: a format's name, its version, a digest, and the body the digest is of.
+"""JSON files that verify themselves: the name of a format, its version, a body and the digest of the body.
 
     {"format": "ltc-xser", "version": 1, "digest": "...", "body": ...}
 
-Reading finds a flipped bit, a key that stands twice, and a file of another program or version. `index` and the
-checkpoints of a job say what their bodies mean.
+Reading finds a flipped bit, a duplicate key, and a file of another program or version. `index` and
+`ltc_dist.checkpoint` define their bodies.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ __all__ = ["read_sealed", "starts_like", "write_sealed"]
 
 
 def write_sealed(path: str, kind: str, version: int, body: Any) -> str:
-    """Write a new file; give the digest of its body.
+    """Write a new file; returns the digest of its body.
 
     Args:
         body: what the json module writes, without infinities.
@@ -60,7 +60,7 @@ def read_sealed(file: BinaryIO, name: str, kind: str, version: int) -> tuple[Any
 
 
 def starts_like(path: str, kind: str) -> bool:
-    """Whether a file is of the format, damaged or of another version though it may be."""
+    """Whether a file is of the format, perhaps damaged or of another version."""
     if os.path.islink(path) or not os.path.isfile(path):
         return False
     start = f'{{"format":"{kind}"'.encode("ascii")

@@ -1,7 +1,7 @@
 """The streaming verbs `save` and `load`: a `directory`, one tensor at a time, without a pickle.
 
-`save` writes a new directory, then puts it in its place (`atomic`). `load` goes the other way.
-Host memory beyond the data itself is that of the largest tensor.
+`save` writes a new directory, which then replaces the old one (`atomic`). `load` reads a directory. Beyond the loaded
+data, both need host memory for the largest tensor only.
 """
 
 import errno
@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Any:
         directory = _open_directory(target)
         if directory is None:
             if attempt < _ATTEMPTS - 1:
-                continue  # between our two looks a writer may have moved it
+                continue  # a writer may have moved it between the two tries
             break
         try:
             return read_directory(directory)

@@ -26,8 +26,8 @@ _CHUNK_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 1 << 20
 _HEADER_KEY = "tensor"
 
-# Dtypes that safetensors has had from the start. Others are stored as the `stored_as` of an entry
-# says: complex numbers as pairs of reals, the rest as bytes.
+# Dtypes that safetensors has had from the start. Complex numbers are stored as pairs of reals, others as bytes:
+# see `stored_as` of an entry.
 _CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,7 +44,7 @@ _CODES: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What the index says of one tensor: its file, and what it is."""
+    """Entry of the index for one tensor: its file, dtype and shape."""
 
     file: str
     dtype: str
@@ -73,7 +73,7 @@ class TensorEntry:
 
 
 def why_not_storable(tensor: torch.Tensor, on_device: bool) -> str:
-    """Return why a tensor has no place in the format and what to do, or "" if it has one."""
+    """Why the format cannot hold a tensor, and what to do; "" if it can."""
     if tensor.is_nested:
         return "it is a nested tensor; save tensor.unbind()"
     if tensor.layout != torch.strided:
@@ -124,14 +124,14 @@ def write_tensor(directory: str, number: int, tensor: torch.Tensor) -> TensorEnt
 
 
 def stored_as(dtype: torch.dtype) -> str:
-    """Return how tensors of a dtype stand in their file."""
+    """How tensors of a dtype are stored."""
     if dtype in _CODES:
         return "tensor"
     return "real pairs" if dtype.is_complex else "bytes"
 
 
 def _chunks(tensor: torch.Tensor) -> list[memoryview]:
-    """Return the memory of a contiguous CPU tensor in parts, without numpy and without a copy."""
+    """Memory of a contiguous CPU tensor in chunks, without numpy and without a copy."""
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
         return []
@@ -175,8 +175,8 @@ def read_tensor(directory: int, entry: TensorEntry) -> torch.Tensor:
             raise CheckpointFormatError(f"{entry.file}: its header is not what the index says")
         digest.update(prefix)
         digest.update(header)
-        # Read and digested in one go: a digest first would read each file twice. A tensor whose
-        # digest is wrong is dropped here and never seen outside.
+        # Read and digested in one pass: a digest first would read each file twice. A tensor with a
+        # wrong digest is discarded here.
         data = _allocated(entry)
         for chunk in _chunks(data):
             if file.readinto(chunk) != len(chunk):
@@ -206,7 +206,7 @@ def _allocated(entry: TensorEntry) -> torch.Tensor:
     dtype, shape = entry.stored()
     try:
         return torch.empty(shape, dtype=dtype)
-    except RuntimeError as error:  # what torch raises when there is no memory
+    except RuntimeError as error:  # torch raises it when there is no memory
         raise CheckpointError(
             f"{entry.file}: no memory for its {entry.nbytes} bytes",
             got=str(error).splitlines()[0],

@@ -1,9 +1,8 @@
 """Walk the leaves of a tree of Python containers: `map_leaves`, `leaves`, and both for tensors.
 
-A tree is dicts, lists, tuples, sets, other mappings and dataclasses, nested at will. What comes
-out has the same types, the same keys and the same sharing: an object that stands at two places is
-mapped once, and a part without a changed leaf is the object that went in. The walk knows nothing
-of devices; saving (`plain`), batches of loaders and the peers' walkers use it.
+A tree is dicts, lists, tuples, sets, other mappings and dataclasses, nested at will. The result has the same types, the
+same keys and the same sharing: an object at two places is mapped once, and a container without a changed leaf is not
+copied. Used by saving (`plain`), by batches of loaders and by the walkers of compat.
 """
 
 import copy
@@ -48,7 +47,7 @@ def map_leaves(
 def leaves(
     is_leaf: Callable[[Any], bool], tree: object, *, objects: int = 0, keys: bool = False
 ) -> list[Any]:
-    """Return the leaves of `tree` in the order in which they stand there, each object once."""
+    """The leaves of `tree` in order, each object once."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:
@@ -65,7 +64,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: _Tree) -> _Tre
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
-    """Return the tensors of `tree` in the order in which they stand there, each object once."""
+    """The tensors of `tree` in order, each object once."""
     return leaves(_is_tensor, tree)
 
 
@@ -74,7 +73,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Walk:
-    """One walk: what each object was mapped to, by id; the objects are kept, so that ids are."""
+    """One walk: results by the id of the object; the objects are referenced, so that ids stay unique."""
 
     def __init__(
         self, is_leaf: Callable[[Any], bool], fn: Callable[[Any], object], keys: bool
@@ -110,7 +109,9 @@ class _Walk:
             return value if mapped is content else type(value)(mapped)  # type: ignore[call-arg]
         if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
             return self._fill(value, _attributes(value), _set_attributes, objects)
-        if objects > 1 and hasattr(value, "__dict__"):  # its attributes may lead back to it
+        if objects > 1 and hasattr(
+            value, "__dict__"
+        ):  # before the walk: its attributes may contain it
             return self._fill(value, list(vars(value).items()), _set_attributes, objects - 1)
         return self._map_attributes(value) if objects and hasattr(value, "__dict__") else value
 
@@ -132,7 +133,7 @@ class _Walk:
         put: Callable[[Any, Iterable[tuple[Any, Any]]], None],
         objects: int,
     ) -> Any:
-        """Map the parts into a shallow copy, which stands for `value` where a cycle meets it."""
+        """Map the parts into a shallow copy; a cycle gets the copy in the place of `value`."""
         made = value.copy() if type(value) in (list, dict) else copy.copy(value)
         self._done[id(value)] = made
         changed = [(key, new) for key, old in parts if (new := self.map(old, objects)) is not old]
@@ -156,7 +157,7 @@ class _Walk:
     def _rebuild(self, value: Any, objects: int) -> Any:
         items = list(value)
         mapped = [self.map(item, objects) for item in items]
-        if id(value) in self._done:  # a cycle came back here and has made it already
+        if id(value) in self._done:  # made already where a cycle came back here
             return self._done[id(value)]
         if all(new is old for new, old in zip(mapped, items, strict=True)):
             return value
@@ -171,7 +172,7 @@ class _Walk:
 
 
 def _attributes(value: Any) -> _Parts:
-    """What a mapping or a dataclass keeps, in its __dict__ and in the slots of its fields."""
+    """Attributes of a mapping or a dataclass, in its __dict__ and in the slots of its fields."""
     found = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):

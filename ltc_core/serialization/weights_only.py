@@ -1,8 +1,8 @@
-"""Check a file of torch.save before a torch reads it whose `weights_only=True` has a known hole: `check_pickle`.
+"""Check files of torch.save for a known hole of `weights_only=True` in old torch: `check_pickle`.
 
-Before torch 2.10 (CVE-2026-24747) the reader sets items of anything a pickle made, not only of dicts, and believes the
-size that the pickle gives for a storage, not that of its record: a made-up file writes beyond memory. Here the opcodes
-of the pickle are followed without running anything, and both are refused, as later versions do. Used by `plain`.
+Before torch 2.10 (CVE-2026-24747) the reader sets items of any object of a pickle, not only of dicts, and trusts the
+size that the pickle gives for a storage, not that of its record: a crafted file writes beyond its memory. Here the
+opcodes of the pickle are interpreted without running code, and both are refused, as by later versions. Used by `plain`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def has_known_hole(version: str | None = None) -> bool:
 
 
 def load_weights_only(file: Any, name: str) -> Any:
-    """Load what `torch.save` wrote to the CPU, and run no code that stands in it, whatever the version of torch.
+    """Load a file of `torch.save` to the CPU; code in it is not run, in any version of torch.
 
     Args:
         file: open for reading, at its beginning, and seekable.
@@ -91,11 +91,11 @@ class _Global(str):
 
 
 class _Walk:
-    """Follows the opcodes with a stack of what they make: constants, tuples of them, dicts, and all else as one."""
+    """Interprets the opcodes with a stack of constants, tuples, dicts, and one object for all others."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         names = [record.filename for record in archive.infolist()]
-        # PyTorch's reader finds a record by its name in any case: of two it may read another one than is checked here.
+        # PyTorch's reader ignores case in names of records: of two it may read the one that is not checked here.
         if max(collections.Counter(map(str.lower, names)).values(), default=0) > 1:
             raise _Refusal("two records of one name")
         root = names[0].partition("/")[0] if names else ""
