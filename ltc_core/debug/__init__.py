@@ -1,4 +1,4 @@
-"""What happens, made visible: each sync in a report, graphs as text and DOT, why each graph was built."""
+"""Debugging: reports of syncs, graphs as text and DOT, and why each graph was compiled."""
 
 from __future__ import annotations
 

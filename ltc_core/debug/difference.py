@@ -1,7 +1,7 @@
 """The difference between two graphs: nodes aligned by op, values paired by the nodes that read and make them.
 
-Value numbers shift where two recordings part, so numbers are compared only as far as two graphs share `Node` objects:
-graphs of one recording, or of two with the same beginning. Shared nodes are not read. `explain` explains a difference.
+Value numbers shift after the first difference of two recordings, so numbers are compared only while the graphs share
+`Node` objects: graphs of one recording, or of two with the same beginning. Shared nodes are not read. `explain` explains a difference.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _find(text: str, part: str, length: int) -> int:
 
 
 class _Walk:
-    """Compares aligned nodes in order; a value is paired when the first node that reads or makes it is."""
+    """Compares aligned nodes in order; a value is paired at the first node that reads or makes it."""
 
     def __init__(self, found: Difference, num_shared: int) -> None:
         self._found = found

@@ -1,4 +1,4 @@
-"""A graph as text or as a drawing in the DOT language; the trie of all that was recorded as a drawing."""
+"""A graph as text or as a drawing in the DOT language; the trie of recorded programs as a drawing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _dot(graph: Graph, lines: bool) -> str:
 
 
 def trie_text(roots: Iterable[Step]) -> str:
-    """Draw what was recorded from each root on: an op a node, with a second line round it where programs end."""
+    """The trie as a drawing: a node for each op, with a double border where a program ends."""
     rows = ["digraph recorded {"]
     numbers: dict[int, int] = {}
     waiting = list(roots)

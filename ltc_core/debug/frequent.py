@@ -1,4 +1,4 @@
-"""What a whole run did too often: said at its end, where LTC_DEBUG asks for reports.
+"""What was too frequent in a whole run; reported at its end if LTC_DEBUG asks for reports.
 
 The lines are those of torch_xla's automatic metrics analysis, under the prefix that its users search for.
 """
@@ -13,13 +13,13 @@ from ltc_core.settings import settings
 
 __all__ = ["findings"]
 
-_WARM_UP = 10  # steps in which new graphs and transfers are no wonder
+_WARM_UP = 10  # steps in which new graphs and transfers are normal
 _SHARE = 0.5  # of the steps
 _LONGEST_S = {"CompileTime": 300, "ExecuteTime": 30}
 
 
 def findings() -> list[str]:
-    """Return a sentence for each thing that was too frequent or took too long, or that ran on the CPU instead."""
+    """A sentence for each event that was too frequent or too long, and for each op that ran on the CPU instead."""
     return [*_too_frequent(), *_too_long(), *_not_lowered()]
 
 

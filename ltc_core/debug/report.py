@@ -1,4 +1,4 @@
-"""One place is told of every cut: it reports, saves graphs, and does nothing if nobody asked.
+"""Reports of cuts: `on_cut` is called at each cut, and reports it and saves its graph if the settings ask for that.
 
 The reports have the form that users of torch_xla's PT_XLA_DEBUG know: a block for each graph that is built and, at
 level 2, for each run of one, with the user's frames. `frequent` says at the end what was too frequent.
