@@ -1,7 +1,8 @@
 """The difference between two graphs: nodes aligned by op, values paired by the nodes that read and make them.
 
 Value numbers shift after the first difference of two recordings, so numbers are compared only while the graphs share
-`Node` objects: graphs of one recording, or of two with the same beginning. Shared nodes are not read. `explain` explains a difference.
+`Node` objects: graphs of one recording, or of two with the same beginning. Shared nodes are not read.
+`explain` explains a difference.
 """
 
 from __future__ import annotations
