@@ -17,7 +17,7 @@ XLA_TESTS := tests/xla tests/core/programs/test_parity.py tests/core/compile/tes
 QUICK_TESTS := tests/test_imports.py tests/test_documents.py tests/core/graph tests/core/tensor \
     tests/core/compile tests/core/record/test_trace.py tests/core/record/test_recorder.py \
     tests/core/record/test_random_state.py tests/core/shapes/test_shape_inference.py \
-    tests/core/executors/test_null.py tests/core/executors/test_reference.py tests/core/executors/test_remains.py \
+    tests/core/executors/test_null.py tests/core/executors/test_reference.py tests/core/executors/test_salvage.py \
     tests/core/ops/test_special.py tests/core/ops/test_composites.py tests/core/runtime/test_worker.py \
     tests/core/runtime/test_placement.py tests/core/runtime/test_program_cache.py tests/core/api/test_closures.py \
     tests/core/programs/test_control_flow.py tests/core/test_errors.py tests/dist/job/test_ranks.py \

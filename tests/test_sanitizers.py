@@ -33,7 +33,7 @@ BARE = "import sys; sys.path.insert(0, '.'); from tests.core import bare_package
 
 ALLOCATIONS = """
 import threading, torch
-from ltc_core.executors.host_memory import figures, give_back, keep_memory
+from ltc_core.executors.host_memory import figures, release_kept, keep_memory
 
 def work(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -50,7 +50,7 @@ for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-give_back()
+release_kept()
 assert figures().kept_bytes == 0
 """
 

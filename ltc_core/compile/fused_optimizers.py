@@ -19,7 +19,7 @@ __all__ = ["FUSED_OPTIMIZERS"]
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
-Number = Any  # a Python number or a 0-dim tensor
+ScalarLike = Any  # a Python number or a 0-dim tensor
 
 
 def _sgd(
@@ -27,10 +27,10 @@ def _sgd(
     grads: Tensors,
     buffers: Tensors,
     *,
-    weight_decay: Number,
-    momentum: Number,
-    lr: Number,
-    dampening: Number,
+    weight_decay: ScalarLike,
+    momentum: ScalarLike,
+    lr: ScalarLike,
+    dampening: ScalarLike,
     nesterov: bool,
     maximize: bool,
     is_first_step: bool,
@@ -58,11 +58,11 @@ def _adam(
     maxima: Tensors,
     steps: Tensors,
     *,
-    lr: Number,
-    beta1: Number,
-    beta2: Number,
-    weight_decay: Number,
-    eps: Number,
+    lr: ScalarLike,
+    beta1: ScalarLike,
+    beta2: ScalarLike,
+    weight_decay: ScalarLike,
+    eps: ScalarLike,
     amsgrad: bool,
     maximize: bool,
     grad_scale: Tensor | None = None,
@@ -93,10 +93,10 @@ def _adagrad(
     sums: Tensors,
     steps: Tensors,
     *,
-    lr: Number,
-    lr_decay: Number,
-    weight_decay: Number,
-    eps: Number,
+    lr: ScalarLike,
+    lr_decay: ScalarLike,
+    weight_decay: ScalarLike,
+    eps: ScalarLike,
     maximize: bool,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,

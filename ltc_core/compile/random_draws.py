@@ -19,7 +19,7 @@ from ltc_core.compile.threefry import constant, count, upper_bits, words
 __all__ = ["DRAWS"]
 
 aten = torch.ops.aten
-Number = float | Tensor  # a scalar that is an input of the program is a 0-dim tensor
+ScalarLike = float | Tensor  # a scalar that is an input of the program is a 0-dim tensor
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -28,7 +28,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Number of significant bits of a floating-point dtype."""
+    """ScalarLike of significant bits of a floating-point dtype."""
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
@@ -72,13 +72,13 @@ def _standard_exponential(key: Tensor, shape: Sequence[int], dtype: torch.dtype)
     return -_open(*words(key, shape), _wide(dtype)).log()
 
 
-def _as_tensor(number: Number, dtype: torch.dtype, key: Tensor) -> Tensor:
+def _as_tensor(number: ScalarLike, dtype: torch.dtype, key: Tensor) -> Tensor:
     if isinstance(number, Tensor):
         return number.to(dtype)
     return torch.full((), number, dtype=dtype, device=key.device)
 
 
-def _placed(drawn: Tensor, location: Number, scale: Number) -> Tensor:
+def _placed(drawn: Tensor, location: ScalarLike, scale: ScalarLike) -> Tensor:
     """`drawn * scale + location`, in the dtype of `drawn`."""
     if isinstance(location, Tensor):
         location = location.to(drawn.dtype)
@@ -101,7 +101,7 @@ def _largest_below(bound: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _uniform(
-    key: Tensor, shape: Sequence[int], low: Number, high: Number, dtype: torch.dtype
+    key: Tensor, shape: Sequence[int], low: ScalarLike, high: ScalarLike, dtype: torch.dtype
 ) -> Tensor:
     wide = _wide(dtype)
     low, high = _as_tensor(low, wide, key), _as_tensor(high, wide, key)
@@ -111,40 +111,40 @@ def _uniform(
     return drawn.minimum(highest).maximum(low.to(dtype))
 
 
-def uniform(key: Tensor, x: Tensor, low: Number = 0.0, high: Number = 1.0) -> Tensor:
+def uniform(key: Tensor, x: Tensor, low: ScalarLike = 0.0, high: ScalarLike = 1.0) -> Tensor:
     return _uniform(key, x.shape, low, high, x.dtype)
 
 
-def normal(key: Tensor, x: Tensor, mean: Number = 0.0, std: Number = 1.0) -> Tensor:
+def normal(key: Tensor, x: Tensor, mean: ScalarLike = 0.0, std: ScalarLike = 1.0) -> Tensor:
     return _placed(_standard_normal(key, x.shape, x.dtype), mean, std).to(x.dtype)
 
 
-def normal_of_means(key: Tensor, mean: Tensor, std: Number = 1.0) -> Tensor:
+def normal_of_means(key: Tensor, mean: Tensor, std: ScalarLike = 1.0) -> Tensor:
     shape = (mean + std).shape if isinstance(std, Tensor) else mean.shape
     return _placed(_standard_normal(key, shape, mean.dtype), mean, std).to(mean.dtype)
 
 
-def normal_of_stds(key: Tensor, mean: Number, std: Tensor) -> Tensor:
+def normal_of_stds(key: Tensor, mean: ScalarLike, std: Tensor) -> Tensor:
     return normal(key, std, mean, std)
 
 
-def log_normal(key: Tensor, x: Tensor, mean: Number = 1.0, std: Number = 2.0) -> Tensor:
+def log_normal(key: Tensor, x: Tensor, mean: ScalarLike = 1.0, std: ScalarLike = 2.0) -> Tensor:
     return _placed(_standard_normal(key, x.shape, x.dtype), mean, std).exp().to(x.dtype)
 
 
-def exponential(key: Tensor, x: Tensor, lambd: Number = 1.0) -> Tensor:
+def exponential(key: Tensor, x: Tensor, lambd: ScalarLike = 1.0) -> Tensor:
     drawn = _standard_exponential(key, x.shape, x.dtype)
     return (drawn / _as_tensor(lambd, drawn.dtype, key)).to(x.dtype)
 
 
-def geometric(key: Tensor, x: Tensor, p: Number) -> Tensor:
-    """Number of trials up to the first success, at least one."""
+def geometric(key: Tensor, x: Tensor, p: ScalarLike) -> Tensor:
+    """ScalarLike of trials up to the first success, at least one."""
     drawn = _standard_exponential(key, x.shape, x.dtype)
     rate = -torch.log1p(-_as_tensor(p, drawn.dtype, key))
     return (drawn / rate).ceil().clamp(min=1).to(x.dtype)
 
 
-def cauchy(key: Tensor, x: Tensor, median: Number = 0.0, sigma: Number = 1.0) -> Tensor:
+def cauchy(key: Tensor, x: Tensor, median: ScalarLike = 0.0, sigma: ScalarLike = 1.0) -> Tensor:
     """Cotangent of a uniform angle: as exact for large results as for small ones, and always finite."""
     first, second = words(key, x.shape)
     size = (_open(first, second, _wide(x.dtype)) * (math.pi / 2)).tan().reciprocal()
@@ -155,7 +155,7 @@ def bernoulli(key: Tensor, p: Tensor) -> Tensor:
     return bernoulli_p(key, p, p)
 
 
-def bernoulli_p(key: Tensor, x: Tensor, p: Number = 0.5) -> Tensor:
+def bernoulli_p(key: Tensor, x: Tensor, p: ScalarLike = 0.5) -> Tensor:
     wide = _wide(p.dtype) if isinstance(p, Tensor) and p.dim() else torch.float32
     return (_unit(*words(key, x.shape), wide) < _as_tensor(p, wide, key)).to(x.dtype)
 
@@ -248,7 +248,7 @@ def randn(key: Tensor, size: Sequence[int], **options: Any) -> Tensor:
 
 
 def normal_of_size(
-    key: Tensor, mean: Number, std: Number, size: Sequence[int], **options: Any
+    key: Tensor, mean: ScalarLike, std: ScalarLike, size: Sequence[int], **options: Any
 ) -> Tensor:
     dtype = _dtype(options)
     drawn = _standard_normal(_there(key, options), size, dtype)
@@ -332,8 +332,8 @@ def rrelu_with_noise(
     key: Tensor,
     x: Tensor,
     noise: Tensor,
-    lower: Number = 1 / 8,
-    upper: Number = 1 / 3,
+    lower: ScalarLike = 1 / 8,
+    upper: ScalarLike = 1 / 3,
     training: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Result, and new value of `noise`. Negative elements are scaled, in training each by a random slope of its own."""

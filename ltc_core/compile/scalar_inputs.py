@@ -19,7 +19,7 @@ from ltc_core.compile.fused_optimizers import FUSED_OPTIMIZERS
 from ltc_core.graph.ir import TensorMeta
 
 __all__ = [
-    "NUMBER_DTYPES",
+    "SCALAR_DTYPES",
     "WHOLE_RULES",
     "base_name",
     "kinds",
@@ -29,10 +29,10 @@ __all__ = [
     "vector_metas",
 ]
 
-NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
+SCALAR_DTYPES = {float: torch.float64, int: torch.int64}
 
 Tensor = torch.Tensor
-Number = Any  # a Python number or a 0-dim tensor
+ScalarLike = Any  # a Python number or a 0-dim tensor
 
 
 def base_name(op: torch._ops.OpOverload) -> str:
@@ -46,7 +46,7 @@ def takes_scalar(op: torch._ops.OpOverload, value: Any, varied: bool) -> bool:
     Floats of the ops in `_CHANGING` and of fused optimizers always are. Other scalars (the 2 of `x * 2`, the -inf of a
     mask, a batch norm's momentum) are constants until one is `varied`: it has changed between runs.
     """
-    if type(value) not in NUMBER_DTYPES:
+    if type(value) not in SCALAR_DTYPES:
         return False
     if rule_for(op) is None and op._opname not in WHOLE_RULES:
         return False
@@ -63,7 +63,7 @@ def same_scalar(a: Any, b: Any) -> bool:
 
 def kinds(types: Sequence[type]) -> list[type]:
     """Types for which a program has a vector of scalars, in the order of the vectors."""
-    return [kind for kind in NUMBER_DTYPES if kind in types]
+    return [kind for kind in SCALAR_DTYPES if kind in types]
 
 
 def rule_for(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
@@ -74,22 +74,22 @@ def rule_for(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
 
 def vector_metas(types: Sequence[type]) -> list[TensorMeta]:
     """Metas of a program's vectors of scalars, which follow its tensor inputs."""
-    return [TensorMeta.packed((types.count(kind),), NUMBER_DTYPES[kind]) for kind in kinds(types)]
+    return [TensorMeta.packed((types.count(kind),), SCALAR_DTYPES[kind]) for kind in kinds(types)]
 
 
-def add(x: Tensor, y: Any, alpha: Number = 1) -> Any:
+def add(x: Tensor, y: Any, alpha: ScalarLike = 1) -> Any:
     return x + _scaled(y, alpha)
 
 
-def sub(x: Tensor, y: Any, alpha: Number = 1) -> Any:
+def sub(x: Tensor, y: Any, alpha: ScalarLike = 1) -> Any:
     return x - _scaled(y, alpha)
 
 
-def rsub(x: Tensor, y: Any, alpha: Number = 1) -> Any:
+def rsub(x: Tensor, y: Any, alpha: ScalarLike = 1) -> Any:
     return y - _scaled(x, alpha)
 
 
-def _scaled(y: Any, alpha: Number) -> Any:
+def _scaled(y: Any, alpha: ScalarLike) -> Any:
     return y if type(alpha) is int and alpha == 1 else y * alpha
 
 
@@ -101,11 +101,11 @@ def div(x: Tensor, y: Any) -> Any:
     return x / y
 
 
-def addcmul(x: Tensor, a: Tensor, b: Tensor, value: Number = 1) -> Any:
+def addcmul(x: Tensor, a: Tensor, b: Tensor, value: ScalarLike = 1) -> Any:
     return x + _scaled(a, value) * b  # ATen's order; in another order the product may overflow
 
 
-def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: Number = 1) -> Any:
+def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: ScalarLike = 1) -> Any:
     return x + _scaled(a, value) / b
 
 
@@ -175,11 +175,11 @@ def power(x: Any, exponent: Any) -> Any:
     return torch.pow(x, exponent)
 
 
-def leaky_relu(x: Tensor, slope: Number = 0.01) -> Any:
+def leaky_relu(x: Tensor, slope: ScalarLike = 0.01) -> Any:
     return torch.where(x > 0, x, x * slope)
 
 
-def leaky_relu_backward(grad: Tensor, x: Tensor, slope: Number, is_result: bool) -> Any:
+def leaky_relu_backward(grad: Tensor, x: Tensor, slope: ScalarLike, is_result: bool) -> Any:
     return torch.where(x > 0, grad, grad * slope)
 
 
@@ -223,8 +223,8 @@ def native_batch_norm(
     mean: Tensor,
     var: Tensor,
     training: bool,
-    momentum: Number,
-    eps: Number,
+    momentum: ScalarLike,
+    eps: ScalarLike,
 ) -> tuple[Any, ...]:
     return native_batch_norm_helper(x, weight, bias, mean, var, training, momentum, eps, True)
 

@@ -23,7 +23,7 @@ __all__ = [
     "Executor",
     "NodeFailure",
     "Program",
-    "Remains",
+    "Salvaged",
     "SubgraphFailure",
     "run_to_end",
 ]
@@ -59,7 +59,7 @@ class NodeFailure(Exception):
 
 
 @dataclasses.dataclass(slots=True)
-class Remains:
+class Salvaged:
     """What is left of a graph's outputs after an op failed, or after an input was lost.
 
     Attributes:
@@ -126,12 +126,12 @@ class Program(abc.ABC):
         return self.run(inputs, scalars)
         yield
 
-    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
         """What is left of the outputs if the graph cannot run because inputs are lost (None).
 
         An output is left if it does not depend on a lost input, or has an earlier version among the inputs.
         """
-        return Remains({}, frozenset(), {})
+        return Salvaged({}, frozenset(), {})
 
 
 class Executor(abc.ABC):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ltc_core.native_extension import Extension
 from ltc_core.settings import settings
 
-__all__ = ["Figures", "extension", "figures", "give_back", "keep_memory"]
+__all__ = ["Figures", "extension", "figures", "keep_memory", "release_kept"]
 
 extension = Extension("_ltc_memory", Path(__file__).parent / "csrc" / "ltc_memory.cpp", "-O1")
 
@@ -42,11 +42,11 @@ def keep_memory() -> bool:
     return native is not None and bool(native.install())
 
 
-def give_back() -> None:
+def release_kept() -> None:
     """Return kept memory to the system. Memory that is freed later is kept as before."""
     native = extension.loaded
     if native is not None:
-        native.give_back()
+        native.release_kept()
 
 
 def figures() -> Figures:

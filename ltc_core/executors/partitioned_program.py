@@ -14,9 +14,9 @@ import torch
 
 from ltc_core.compile.scalar_inputs import same_scalar
 from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.base import NodeFailure, Remains, SubgraphFailure
+from ltc_core.executors.base import NodeFailure, Salvaged, SubgraphFailure
 from ltc_core.executors.reference import ReferenceProgram, rest_runner
-from ltc_core.executors.remains import remains
+from ltc_core.executors.salvage import salvage
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node
 from ltc_core.graph.passes import origins, plan
@@ -108,7 +108,7 @@ class PartitionedProgram:
                 self._note_failure(runner, failure, values)
                 node = runner.whole_node(failure.node)
                 failed = [node] if node is not None else runner.subgraph.nodes
-                found = self._remains(values, self._rest(at, node), failed, scalars)
+                found = self._salvage(values, self._rest(at, node), failed, scalars)
                 raise NodeFailure(
                     node, found.data, found.older, found.causes
                 ) from failure.__cause__
@@ -134,20 +134,20 @@ class PartitionedProgram:
             nodes = nodes[nodes.index(node) :]
         return nodes + [n for runner in self._runners[at + 1 :] for n in runner.subgraph.nodes]
 
-    def _remains(
+    def _salvage(
         self,
         values: dict[int, Any],
         rest: list[Node],
         failed: Sequence[Node],
         scalars: Sequence[Any],
-    ) -> Remains:
+    ) -> Salvaged:
         taken = {self._memory_of(values[i]) for i in self._inputs if i not in self._donated}
         if self._hardware is None:
-            found = remains(self._origins, self._inputs, values, (), (), _never)
+            found = salvage(self._origins, self._inputs, values, (), (), _never)
         else:
             run = rest_runner(scalars, None, self._hardware)
             firsts = [node.first for node in failed]
-            found = remains(self._origins, self._inputs, values, rest, firsts, run)
+            found = salvage(self._origins, self._inputs, values, rest, firsts, run)
         for output, data in found.data.items():
             memory = self._memory_of(data)
             found.data[output] = data.clone() if memory in taken else data

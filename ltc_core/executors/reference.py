@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Remains, SubgraphFailure
+from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Salvaged, SubgraphFailure
 from ltc_core.executors.narrow_dtypes import StorageTypes
-from ltc_core.executors.remains import remains
+from ltc_core.executors.salvage import salvage
 from ltc_core.graph.arguments import leaves, place_results
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import close_lens, open_lens, real_view
@@ -204,7 +204,7 @@ class ReferenceProgram(Program):
             return self.run_or_stop(inputs, scalars)
         except SubgraphFailure as failure:
             assert failure.node is not None
-            found = self._remains(failure.values, inputs, scalars, failure.node)
+            found = self._salvage(failure.values, inputs, scalars, failure.node)
             raise NodeFailure(
                 failure.node, found.data, found.older, found.causes
             ) from failure.__cause__
@@ -235,16 +235,16 @@ class ReferenceProgram(Program):
             return data.to(dtype)
         return data.clone() if copied else data
 
-    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
-        return self._remains({}, inputs, scalars, None)
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
+        return self._salvage({}, inputs, scalars, None)
 
-    def _remains(
+    def _salvage(
         self,
         values: dict[int, Any],
         inputs: Sequence[Any],
         scalars: Sequence[Any],
         failed: Node | None,
-    ) -> Remains:
+    ) -> Salvaged:
         """Outputs that are left after node `failed`; with None, no node has run because inputs are lost."""
         taken = set()
         for i, data in zip(self._inputs, inputs, strict=True):
@@ -256,7 +256,7 @@ class ReferenceProgram(Program):
         rest = nodes[nodes.index(failed) :] if failed is not None else nodes
         firsts = (failed.first,) if failed is not None else ()
         run = rest_runner(scalars, self._types, self._hardware)
-        found = remains(self._origins, self._inputs, values, rest, firsts, run)
+        found = salvage(self._origins, self._inputs, values, rest, firsts, run)
         dtypes = {output: dtype for output, _, dtype in self._outputs}
         for output, data in found.data.items():
             storage = data.untyped_storage()._cdata
@@ -268,7 +268,7 @@ class ReferenceProgram(Program):
 def rest_runner(
     scalars: Sequence[Any], types: StorageTypes | None, hardware: torch.device
 ) -> Callable[[Node, dict[int, Any]], None]:
-    """Function that runs single nodes for `remains`; it overwrites copies only."""
+    """Function that runs single nodes for `salvage`; it overwrites copies only."""
     generator = torch.Generator()
 
     def run(node: Node, values: dict[int, Any]) -> None:

@@ -23,14 +23,14 @@ class Arg(enum.IntEnum):
     STATIC = 0  # structure: by value
     TENSOR = 1  # a tensor, or a scalar in place of a tensor
     TENSORS = 2  # a list of tensors (None allowed)
-    NUMBER = 3  # a scalar: by type; its value is an input of the graph
-    NUMBERS = 4  # a list of scalars
+    SCALAR = 3  # a scalar: by type; its value is an input of the graph
+    SCALARS = 4  # a list of scalars
     GENERATOR = 5
-    STATIC_NUMBER = 6  # a scalar that is structure: by value and type; 6 == 6.0, but results differ
+    STATIC_SCALAR = 6  # a scalar that is structure: by value and type; 6 == 6.0, but results differ
 
 
 # Ops whose result shape or kernel algorithm depends on a scalar: their scalars are structure.
-_STATIC_NUMBERS = (
+_STATIC_SCALARS = (
     "arange",
     "range",
     "upsample",
@@ -48,7 +48,7 @@ _UNMARKED_WRITES: dict[torch._ops.OpOverload, tuple[str, ...]] = {
 _NOT_VIEWS = frozenset({"lift_fresh", "_nested_view_from_buffer", "_nested_view_from_jagged"})
 
 
-def _classify(schema_type: str, static_numbers: bool) -> Arg:
+def _classify(schema_type: str, static_scalars: bool) -> Arg:
     base = (
         schema_type.removeprefix("Optional[").removesuffix("]")
         if "Optional[" in schema_type
@@ -60,12 +60,12 @@ def _classify(schema_type: str, static_numbers: bool) -> Arg:
         return Arg.TENSORS
     if base == "Generator":
         return Arg.GENERATOR
-    if static_numbers:
-        return Arg.STATIC_NUMBER
+    if static_scalars:
+        return Arg.STATIC_SCALAR
     if base in ("number", "float", "complex", "Scalar"):
-        return Arg.NUMBER
+        return Arg.SCALAR
     if schema_type in ("List[number]", "List[Scalar]"):
-        return Arg.NUMBERS
+        return Arg.SCALARS
     return Arg.STATIC
 
 
@@ -104,9 +104,9 @@ class OpSchema:
         self.op = op
         self.name = op._opname
         self.counter = f"{op.namespace}::{op._opname}"
-        static_numbers = self.name.startswith(_STATIC_NUMBERS)
+        static_scalars = self.name.startswith(_STATIC_SCALARS)
         self.names = tuple(a.name for a in schema.arguments)
-        self.named = {a.name: _classify(str(a.type), static_numbers) for a in schema.arguments}
+        self.named = {a.name: _classify(str(a.type), static_scalars) for a in schema.arguments}
         self.args = tuple(self.named.values())
         self.writes = tuple(
             a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write

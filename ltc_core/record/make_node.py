@@ -23,7 +23,7 @@ from ltc_core.shapes.shape_inference import Unknown, infer
 from ltc_core.tensor.handles import Cell, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
-__all__ = ["InOrder", "OutResized", "grow", "grow_view"]
+__all__ = ["OrderMatters", "OutResized", "grow", "grow_view"]
 
 _NONE: dict[str, Any] = {}  # shared by all nodes without keyword arguments
 
@@ -36,7 +36,7 @@ class OutResized(NotRecordable):
         self.resized = resized
 
 
-class InOrder(NotRecordable):
+class OrderMatters(NotRecordable):
     """One tensor of a list must be written before the next is read: they share memory."""
 
 
@@ -79,7 +79,7 @@ class _Template:
             if id(a) in self._written:
                 return Write(self._bases[id(base_of(a._h))], lens_of(a._h))
             return Ref(a._h.value.index)
-        if code in (Arg.STATIC, Arg.STATIC_NUMBER):
+        if code in (Arg.STATIC, Arg.STATIC_SCALAR):
             return tuple(a) if type(a) is list else a
         if isinstance(a, list | tuple):
             return [self.make(i, Arg.TENSOR) for i in a]
@@ -120,17 +120,17 @@ def grow(
 def _refuse_order(
     schema: OpSchema, args: Any, kwargs: Any, written: list[LazyTensor], bases: list[Cell]
 ) -> None:
-    """Raise `InOrder` if the order matters in which an op on lists writes its tensors: it is then not one node."""
+    """Raise `OrderMatters` if the order matters in which an op on lists writes its tensors: it is then not one node."""
     position = {id(cell): k for k, cell in enumerate(bases)}
     cells = [position[id(base_of(t._h))] for t in written]
     for read in shared_reads(schema, args, kwargs, {id(cell): cell for cell in bases}):
         if any(cell == read.cell and item != read.item for item, cell in enumerate(cells)):
-            raise InOrder
+            raise OrderMatters
     if len(set(cells)) < len(cells):
         for t in written:
             _, copies = open_lens(base_of(t._h).meta.meta_tensor(), lens_of(t._h))
             if copies:  # each copy is written back as a whole: the last one hides the other writes
-                raise InOrder
+                raise OrderMatters
 
 
 def _refuse_writes_to_bits(written: list[LazyTensor]) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from ltc_core import errors, source
 from ltc_core.graph.op_schema import Arg, OpSchema
 from ltc_core.record import random_state
-from ltc_core.record.make_node import InOrder, grow
+from ltc_core.record.make_node import OrderMatters, grow
 from ltc_core.record.signature import (
     DROPPED,
     Stale,
@@ -72,7 +72,7 @@ def _record_writes(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     try:
         result = _record(schema, args, kwargs)
-    except InOrder:
+    except OrderMatters:
         result = schema.op._op_dk(_FOR_EACH, *args, **kwargs)
     increment_version([t for t in args[0] if not t.is_inference()])
     return result

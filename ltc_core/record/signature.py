@@ -101,9 +101,9 @@ def argument(trace: Trace, a: Any, code: Arg, scalars: list[Any]) -> Any:
         return operand(trace, h)
     if code == Arg.STATIC:
         return tuple(a) if type(a) is list else a
-    if code in (Arg.NUMBER, Arg.TENSOR):
+    if code in (Arg.SCALAR, Arg.TENSOR):
         return scalar(a, scalars)
-    if code == Arg.STATIC_NUMBER:
+    if code == Arg.STATIC_SCALAR:
         return typed(a)
     return _sequence(trace, a, code, scalars)
 

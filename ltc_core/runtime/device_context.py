@@ -168,7 +168,7 @@ class DeviceContext:
         more_bytes = 0
         for (_, value), (nbytes, taken) in zip(cut.alive, compiled.outputs, strict=True):
             buffer = value.buffer = Buffer(self.memory, nbytes)
-            more_bytes += nbytes if taken < 0 else nbytes - inputs[taken].hand_over_bytes()
+            more_bytes += nbytes if taken < 0 else nbytes - inputs[taken].mark_donated()
             outputs.append(buffer)
         self.memory.add(more_bytes)
         return outputs

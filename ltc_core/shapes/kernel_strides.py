@@ -1,8 +1,8 @@
 """Strides of an op's results, as the CPU kernel returns them.
 
 Some of ATen's kernels for the device `meta` are written in Python and return other strides than the CPU kernels if
-operands are not packed. `as_kernels_give` calls the CPU kernel on small stand-ins of the operands and copies the order
-of dims in memory from its results. For a convolution, ATen says which memory format its backend computes in.
+operands are not packed. `with_kernel_strides` calls the CPU kernel on small stand-ins of the operands and copies the
+order of dims in memory from its results. For a convolution, ATen says which memory format its backend computes in.
 Called by `shape_inference.infer` for calls that are not in its cache.
 """
 
@@ -17,7 +17,7 @@ from ltc_core.graph.arguments import leaves, map_leaves
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import Arg, OpSchema
 
-__all__ = ["as_kernels_give"]
+__all__ = ["with_kernel_strides"]
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ _TURN_PACKED = ("_fft_", "_linalg_svd", "linalg_eig")
 _CHECKED_INTEGERS = ("floor_divide", "max_unpool")
 
 
-def as_kernels_give(schema: OpSchema, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+def with_kernel_strides(schema: OpSchema, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """`result`, the metas from ATen's meta kernel, with the strides of the CPU kernel's results.
 
     Cost: nothing for most ops if all operands are packed, else a call on some dozen elements (at most 65,536).

@@ -15,7 +15,7 @@ from ltc_core.graph.arguments import map_leaves
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import Arg, OpSchema
 from ltc_core.shapes import eager_checks
-from ltc_core.shapes.kernel_strides import as_kernels_give
+from ltc_core.shapes.kernel_strides import with_kernel_strides
 from ltc_core.tensor.handles import base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_core.thread_state import in_own_state
@@ -84,7 +84,7 @@ def _signature(item: Any, code: Arg) -> Any:
         return item._h.meta
     if isinstance(item, list | tuple):
         return tuple(_signature(i, code) for i in item)
-    if code == Arg.STATIC_NUMBER:
+    if code == Arg.STATIC_SCALAR:
         return typed(item)
     if code != Arg.STATIC and isinstance(item, bool | int | float | complex):
         return type(item)
@@ -116,7 +116,7 @@ def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
         result = schema.op(*map_leaves(_to_meta, list(args)), **meta_kwargs)
     except Exception as error:
         raise Unknown(str(error)) from error
-    return as_kernels_give(
+    return with_kernel_strides(
         schema, args, kwargs, _as_processor_gives(schema, args, kwargs, _metas(result))
     )
 

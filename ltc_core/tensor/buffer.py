@@ -115,7 +115,7 @@ class Buffer:
         if self._nbytes:
             self._memory.free(self._nbytes)
 
-    def hand_over_bytes(self) -> int:
+    def mark_donated(self) -> int:
         """Stop counting this memory, because another buffer reuses it. Returns the bytes."""
         nbytes, self._nbytes = self._nbytes, 0
         return nbytes

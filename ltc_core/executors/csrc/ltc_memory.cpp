@@ -55,7 +55,7 @@ class KeptMemory final : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t size) const override { default_copy_data(to, from, size); }
 
   // Gives what is kept back to the system.
-  void give_back() {
+  void release_kept() {
     const std::lock_guard<std::mutex> lock(mutex_);
     unmap(kept_);
   }
@@ -215,9 +215,9 @@ PyObject* py_install(PyObject*, PyObject*) {
   return PyBool_FromLong(one && c10::GetCPUAllocator() == one);
 }
 
-PyObject* py_give_back(PyObject*, PyObject*) {
+PyObject* py_release_kept(PyObject*, PyObject*) {
   if (auto* one = KeptMemory::installed())
-    one->give_back();
+    one->release_kept();
   Py_RETURN_NONE;
 }
 
@@ -230,7 +230,7 @@ PyObject* py_figures(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"install", py_install, METH_NOARGS, "Take over large blocks; False if another allocator is in place."},
-    {"give_back", py_give_back, METH_NOARGS, "Give kept memory back to the system."},
+    {"release_kept", py_release_kept, METH_NOARGS, "Give kept memory back to the system."},
     {"figures", py_figures, METH_NOARGS, "Bytes that are live, that are kept, and that both may be together."},
     {nullptr, nullptr, 0, nullptr},
 };

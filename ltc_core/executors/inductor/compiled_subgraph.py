@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, kinds
+from ltc_core.compile.scalar_inputs import SCALAR_DTYPES, kinds
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.base import SubgraphFailure
 from ltc_core.executors.inductor.index_checks import find_bounds, in_bounds
@@ -70,7 +70,7 @@ class _CompiledRunner(SubgraphRunner):
         self._returned = [names[o] for o in returned]
         typed = list(zip(subgraph.scalars, subgraph.scalar_types, strict=True))
         self._vectors = [
-            (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind])
+            (SCALAR_DTYPES[kind], [k for k, t in typed if t is kind])
             for kind in kinds(subgraph.scalar_types)
         ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ltc_core.executors.base import CPU, Program
-from ltc_core.executors.host_memory import give_back, keep_memory
+from ltc_core.executors.host_memory import keep_memory, release_kept
 from ltc_core.executors.inductor.tiers import TieredProgram, say_once
 from ltc_core.executors.reference import ReferenceExecutor
 from ltc_core.graph.ir import Graph
@@ -40,4 +40,4 @@ class InductorExecutor(ReferenceExecutor):
 
     def empty_cache(self) -> None:
         super().empty_cache()
-        give_back()
+        release_kept()

@@ -24,7 +24,7 @@ from ltc_core import metrics
 from ltc_core.compile.scalar_inputs import same_scalar, vector_metas
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.errors import listed
-from ltc_core.executors.base import Program, Remains, run_to_end
+from ltc_core.executors.base import Program, Salvaged, run_to_end
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.launcher import Model, load
 from ltc_core.executors.inductor.partition import partition
@@ -91,7 +91,7 @@ class TieredProgram(Program):
             return self._reference.run(inputs, scalars)
         return (yield from compiled.run_in_steps(inputs, scalars))
 
-    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
         return self._reference.salvage(inputs, scalars)
 
     def _note_numbers(self, scalars: Sequence[Any]) -> None:

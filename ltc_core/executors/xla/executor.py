@@ -19,7 +19,7 @@ from ltc_core import metrics
 from ltc_core.compile import random_keys
 from ltc_core.compile.initial_state import initial_values, without_operands
 from ltc_core.compile.retrace import Refused
-from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, kinds, same_scalar
+from ltc_core.compile.scalar_inputs import SCALAR_DTYPES, kinds, same_scalar
 from ltc_core.compile.schedule import schedule
 from ltc_core.compile.subgraph import Subgraph, subgraphs_of
 from ltc_core.errors import CollectiveError
@@ -28,7 +28,7 @@ from ltc_core.executors.base import (
     Executor,
     NodeFailure,
     Program,
-    Remains,
+    Salvaged,
     SubgraphFailure,
     run_to_end,
 )
@@ -149,7 +149,7 @@ class XlaProgram(Program):
         self._programs.append(compiled)
         return compiled
 
-    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Remains:
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
         given = dict(zip(self._graph.inputs, inputs, strict=True))
         chains = origins(self._graph.nodes, self._graph.outputs)
         kept = {}
@@ -157,7 +157,7 @@ class XlaProgram(Program):
             data = given.get((output, *versions)[-1])
             if data is not None:
                 kept[output] = self._device.copy(data)
-        return Remains(kept, frozenset(output for output in kept if chains[output]), {})
+        return Salvaged(kept, frozenset(output for output in kept if chains[output]), {})
 
 
 def _partitioned(
@@ -242,7 +242,7 @@ class _Compiled(SubgraphRunner):
         self._partitioned: PartitionedProgram | None = None
         typed = list(zip(subgraph.scalars, subgraph.scalar_types, strict=True))
         self._vectors = [
-            (NUMBER_DTYPES[kind], [k for k, t in typed if t is kind])
+            (SCALAR_DTYPES[kind], [k for k, t in typed if t is kind])
             for kind in kinds(subgraph.scalar_types)
         ]
         self._numbers: list[tuple[Any, ...]] = []  # the scalars in `_vectors_sent`

@@ -15,7 +15,7 @@ from tests.core import child
 PRELUDE = """
 import os, threading
 import torch
-from ltc_core.executors.host_memory import figures, give_back, keep_memory
+from ltc_core.executors.host_memory import figures, release_kept, keep_memory
 MIB = 1 << 20
 
 def block(size, value=0):
@@ -101,14 +101,14 @@ def test_the_peak_of_long_ago_is_forgotten() -> None:
     """)
 
 
-def test_give_back() -> None:
+def test_release_kept() -> None:
     passes("""
-        give_back()  # before there is anything: nothing to do
+        release_kept()  # before there is anything: nothing to do
         keep_memory()
         x, y = block(4 * MIB, 5), block(8 * MIB)
         del y
         assert figures().kept_bytes == 8 * MIB
-        give_back()
+        release_kept()
         assert (figures().live_bytes, figures().kept_bytes) == (4 * MIB, 0)
         assert is_all(x, 5)
         del x
@@ -181,7 +181,7 @@ def test_no_compiler_for_our_own_part(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with settings.override(cache_dir=str(tmp_path)):
         assert not host_memory.keep_memory()
         assert host_memory.figures() == (0, 0, 0)
-        host_memory.give_back()
+        host_memory.release_kept()
 
 
 def test_the_allocator_of_somebody_else_stays(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from ltc_core.graph.op_schema import Arg, OpSchema, is_view_op
 aten = torch.ops.aten
 Overload = torch._ops.OpOverload
 STATIC, TENSOR, TENSORS = Arg.STATIC, Arg.TENSOR, Arg.TENSORS
-NUMBER, NUMBERS = Arg.NUMBER, Arg.NUMBERS
-GENERATOR, STATIC_NUMBER = Arg.GENERATOR, Arg.STATIC_NUMBER
+SCALAR, SCALARS = Arg.SCALAR, Arg.SCALARS
+GENERATOR, STATIC_SCALAR = Arg.GENERATOR, Arg.STATIC_SCALAR
 
 
 def all_overloads() -> Iterator[Overload]:
@@ -36,19 +36,19 @@ def all_schemas() -> tuple[OpSchema, ...]:
 @pytest.mark.parametrize(
     ("op", "args"),
     [
-        (aten.add.Tensor, (TENSOR, TENSOR, NUMBER)),
-        (aten.add.Scalar, (TENSOR, NUMBER, NUMBER)),
+        (aten.add.Tensor, (TENSOR, TENSOR, SCALAR)),
+        (aten.add.Scalar, (TENSOR, SCALAR, SCALAR)),
         (aten.cat.default, (TENSORS, STATIC)),
         (aten.index.Tensor, (TENSOR, TENSORS)),
         (aten.sum.dim_IntList, (TENSOR, STATIC, STATIC, STATIC)),
-        (aten.clamp.default, (TENSOR, NUMBER, NUMBER)),
+        (aten.clamp.default, (TENSOR, SCALAR, SCALAR)),
         (aten.clamp.Tensor, (TENSOR, TENSOR, TENSOR)),
         (aten.select.int, (TENSOR, STATIC, STATIC)),
-        (aten.normal_.default, (TENSOR, NUMBER, NUMBER, GENERATOR)),
-        (aten._foreach_mul.ScalarList, (TENSORS, NUMBERS)),
-        (aten._foreach_mul.Scalar, (TENSORS, NUMBER)),
-        (aten.arange.start_step, (STATIC_NUMBER,) * 7),
-        (aten.native_layer_norm.default, (TENSOR, STATIC, TENSOR, TENSOR, NUMBER)),
+        (aten.normal_.default, (TENSOR, SCALAR, SCALAR, GENERATOR)),
+        (aten._foreach_mul.ScalarList, (TENSORS, SCALARS)),
+        (aten._foreach_mul.Scalar, (TENSORS, SCALAR)),
+        (aten.arange.start_step, (STATIC_SCALAR,) * 7),
+        (aten.native_layer_norm.default, (TENSOR, STATIC, TENSOR, TENSOR, SCALAR)),
         (aten.gelu.default, (TENSOR, STATIC)),
         (aten.div.Tensor_mode, (TENSOR, TENSOR, STATIC)),
     ],
@@ -60,18 +60,18 @@ def test_arguments_are_told_apart(op: Overload, args: tuple[Arg, ...]) -> None:
 
 def test_numbers_a_shape_follows_from_are_structure() -> None:
     scales = OpSchema.of(aten.upsample_nearest2d.default).named
-    assert scales["scales_h"] == STATIC_NUMBER
-    assert OpSchema.of(aten.histc.default).named["bins"] == STATIC_NUMBER
+    assert scales["scales_h"] == STATIC_SCALAR
+    assert OpSchema.of(aten.histc.default).named["bins"] == STATIC_SCALAR
 
 
 def test_a_number_made_a_tensor_is_a_number() -> None:
     """`torch.where(mask, t, lr)` and `t[mask] = lr` go this way: no new graph for each value."""
-    assert OpSchema.of(aten.scalar_tensor.default).named["s"] == NUMBER
+    assert OpSchema.of(aten.scalar_tensor.default).named["s"] == SCALAR
 
 
 def test_named_arguments_are_classified_like_positional_ones() -> None:
     schema = OpSchema.of(aten.add.out)
-    assert schema.named == {"self": TENSOR, "other": TENSOR, "alpha": NUMBER, "out": TENSOR}
+    assert schema.named == {"self": TENSOR, "other": TENSOR, "alpha": SCALAR, "out": TENSOR}
     assert schema.names == ("self", "other", "alpha", "out")
     assert schema.position("out") == 3
 
@@ -169,7 +169,7 @@ def test_every_argument_of_aten_is_classified_by_its_type() -> None:
             assert (code == GENERATOR) == ("Generator" in text), f"{schema.op}: {argument}"
             if code == TENSORS:
                 assert "List" in text, f"{schema.op}: {argument}"
-            if code in (NUMBER, NUMBERS):
+            if code in (SCALAR, SCALARS):
                 assert "int" not in text, f"{schema.op}: {argument}: a size is structure"
 
 

@@ -102,7 +102,7 @@ def test_bytes_are_counted_while_the_buffer_lives() -> None:
 def test_a_buffer_that_gave_up_its_bytes_counts_none() -> None:
     memory = MemoryCounter()
     old = Buffer.ready(memory, torch.ones(3), 12)
-    assert (old.hand_over_bytes(), old.nbytes) == (12, 0)
+    assert (old.mark_donated(), old.nbytes) == (12, 0)
     new = Buffer(memory, 12)
     assert (memory.used_bytes, memory.peak_bytes) == (12, 12)
     del old

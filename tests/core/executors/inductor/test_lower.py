@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ltc_core.compile.decompositions import FOR_INDUCTOR, attention, attention_backward
 from ltc_core.compile.retrace import Refused
-from ltc_core.compile.scalar_inputs import NUMBER_DTYPES, WHOLE_RULES
+from ltc_core.compile.scalar_inputs import SCALAR_DTYPES, WHOLE_RULES
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.inductor.lower import Lowered, lower
 from ltc_core.executors.inductor.partition import partition
@@ -62,7 +62,7 @@ def run(
     typed = list(zip(part.scalars, part.scalar_types, strict=True))
     numbers = [
         torch.tensor([scalars[k] for k, t in typed if t is kind], dtype=dtype)
-        for kind, dtype in NUMBER_DTYPES.items()
+        for kind, dtype in SCALAR_DTYPES.items()
         if kind in part.scalar_types
     ]  # fmt: skip
     with torch.no_grad():

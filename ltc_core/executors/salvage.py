@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ltc_core.executors.base import Cause, Remains
+from ltc_core.executors.base import Cause, Salvaged
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Node, references
 from ltc_core.graph.passes import prune
 
-__all__ = ["remains"]
+__all__ = ["salvage"]
 
 
-def remains(
+def salvage(
     origins: Mapping[int, tuple[int, ...]],
     inputs: Collection[int],
     values: Mapping[int, Any],
     rest: Sequence[Node],
     failed: Collection[int],
     run: Callable[[Node, dict[int, Any]], None],
-) -> Remains:
+) -> Salvaged:
     """Compute the outputs that do not depend on a failure, and find the newest version of the others.
 
     Args:
@@ -47,7 +47,7 @@ def remains(
     computed, causes = _computed(
         values, prune(rest, wanted), {*wanted, *roots, *states}, failed, run
     )
-    found = Remains({}, frozenset(), {})
+    found = Salvaged({}, frozenset(), {})
     older = set()
     for output, chain in origins.items():
         there = computed if output in drawn else values
