@@ -4,8 +4,8 @@
     python -m ltc_dist.compat train.py --lr 0.1
     import ltc_dist.compat                          # the first line of the script
 
-From then on these names import modules of this package, thin ones over `ltc_core` and `ltc_dist`, and the device has
-the name that such scripts expect. Nothing else is changed, and nothing is without this import.
+After that import these names are served by thin modules of this package over `ltc_core` and `ltc_dist`, and the device
+has the name that such scripts expect. Nothing else changes. Without the import nothing changes at all.
 """
 
 from ltc_dist.compat.finder import activate

@@ -1,4 +1,4 @@
-"""A name that can be imported and says, once it is used, why there is nothing behind it."""
+"""Names that can be imported, but raise when they are used: the error says why, and what to use instead."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Absent", "NotHereError"]
 
 
 class NotHereError(LtcError, NotImplementedError):
-    """What a script uses has no counterpart here."""
+    """A script uses a name that has no counterpart here."""
 
 
 class Absent:
-    """Stands for a function, a class or a namespace.
+    """Placeholder for a function, a class or a namespace.
 
     Args:
         name: under which it was imported.

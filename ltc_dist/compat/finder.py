@@ -1,7 +1,7 @@
-"""Serves the old modules: `import torch_xla.core.xla_model` gives what compat/torch_xla/core/xla_model.py has.
+"""Serve the old modules: `import torch_xla.core.xla_model` has the names of compat/torch_xla/core/xla_model.py.
 
-`table` says which module serves which import path. Each old name is a module of its own, filled with the names of
-ours, so that a script may assign to it. Processes that this one starts serve them too (LTC_COMPAT).
+`table` maps import paths to modules. Each old module is a module object of its own with the names of ours, so that a
+script may assign to it. Child processes serve the old modules, too (LTC_COMPAT).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["ImportOrderError", "activate"]
 
 
 class ImportOrderError(LtcError, ImportError):
-    """`ltc_dist.compat` came too late."""
+    """`ltc_dist.compat` was imported too late."""
 
 
 def activate() -> None:
     """Serve the old names from now on.
 
     Raises:
-        ImportOrderError: one of them was imported before, from elsewhere, or the device has its name already.
+        ImportOrderError: an old module was imported from elsewhere before, or the device has its name already.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -98,7 +98,7 @@ class _Installed(Distribution):
 
 
 class _ServedModule(importlib.abc.Loader):
-    """Fills a module with the names of one of ours."""
+    """Loader that fills a module with the names of one of ours."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -115,7 +115,7 @@ class _ServedModule(importlib.abc.Loader):
 
 
 def _part_of(package: str, name: str) -> ModuleType:
-    """Return a module of a package that was not imported yet; the old packages import some of theirs themselves."""
+    """Import a submodule at its first use as an attribute; the old packages import some of theirs themselves."""
     full_name = f"{package}.{name}"
     if full_name in SERVED or full_name in ABSENT:
         return importlib.import_module(full_name)
@@ -123,7 +123,7 @@ def _part_of(package: str, name: str) -> ModuleType:
 
 
 class _AbsentModule(importlib.abc.Loader):
-    """A module of things that cannot exist here: all can be imported, none used."""
+    """Loader of a module whose names can all be imported, but not used."""
 
     def __init__(self, why: str) -> None:
         self._why = why

@@ -1,4 +1,4 @@
-"""What is served, as tables: `python -m ltc_dist.compat --names` prints them, docs/migrating.md has them."""
+"""Tables of what is served: `python -m ltc_dist.compat --names` prints them, docs/migrating.md has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["table", "variables"]
 
 
 def table() -> str:
-    """Return a table in Markdown: the old modules, their names, and those that only say why they are not here."""
+    """Markdown table of the old modules, their names, and the names that are absent."""
     old_paths = defaultdict(list)
     for old, served in SERVED.items():
         old_paths[served].append(old)
@@ -37,7 +37,7 @@ def _coded(names: list[str]) -> str:
 
 
 def variables() -> str:
-    """Return a table in Markdown: the old environment variables, ours, and what they do."""
+    """Markdown table of the old environment variables, ours, and what they do."""
     rows = ["| variable | here | meaning |", "|---|---|---|"]
     for row in SETTINGS:
         if row.aliases:

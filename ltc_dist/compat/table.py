@@ -1,7 +1,7 @@
 """Which modules serve the old import paths.
 
 The folders here are the old packages: `torch_xla.core.xla_model` is torch_xla/core/xla_model.py, `torch._lazy.config`
-is torch_lazy/config.py. `ALIASES` has the paths that another module serves, `ABSENT` those of what cannot exist here.
+is torch_lazy/config.py. `ALIASES` has the paths that another module serves, `ABSENT` the paths that only raise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OURS = __name__.rpartition(".")[0]
 
 
 class Served(NamedTuple):
-    """What an old import path gives: a module of ours, and which of its names; all of `__all__` if none are said."""
+    """The module that serves an old import path, and which of its names; by default all of `__all__`."""
 
     module: str
     names: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ _XRT = "there are no XRT workers; start the script with ltc-launch --nnodes N on
 _BUILDER = "XLA computations are not built by hand; write the op with PyTorch's own, or as a torch.library.custom_op"
 STABLEHLO = "graphs are not exported as StableHLO; ltc_core.dump_ir writes them as text, torch.export exports a model"
 
-# Modules of what cannot exist here: why, and what to use instead.
+# Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
     "lazy_tensor_core.core.lazy_builder": _BUILDER,
     "torch_xla.core.xla_builder": _BUILDER,

@@ -27,5 +27,5 @@ def mark_step(device: DeviceLike = "", wait: bool = False) -> None:
 
 
 def get_tensor_id(tensor: torch.Tensor) -> int:
-    """Return a number that no other tensor alive has."""
+    """Number of a tensor, unique among live tensors."""
     return id(tensor)

@@ -21,7 +21,7 @@ run_cached_graph = Absent(f"{__name__}.run_cached_graph", _WHY)
 
 
 def get_graph_hash(tensors: Sequence[torch.Tensor]) -> str:
-    """Return digits that are the same for the same pending graph, in every process; nothing is run."""
+    """Hash of the pending graph, the same in every process; nothing is run."""
     numbers: dict[str, str] = {}
 
     def renumbered(found: re.Match[str]) -> str:

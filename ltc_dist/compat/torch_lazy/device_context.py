@@ -1,4 +1,4 @@
-"""`torch._lazy.device_context`: an object for each device, for whoever wants to keep something there."""
+"""`torch._lazy.device_context`: an object for each device, where scripts may keep attributes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DeviceContext", "get_device_context"]
 
 
 class DeviceContext:
-    """What is kept for a device."""
+    """The attributes that are kept for a device."""
 
     def __init__(self, device: str) -> None:
         self.device = device

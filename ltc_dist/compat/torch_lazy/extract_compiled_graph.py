@@ -25,7 +25,7 @@ def extract_compiled_graph(
         model: such as what `torch.fx.symbolic_trace` gives.
         example_inputs: for a first call, which builds the graph.
 
-    Cost: a call copies its arguments, and them and its results back, and waits. Without gradients.
+    Cost: a call copies its arguments to the device, copies them and its results back, and waits. Without gradients.
 
     Source: `torch._lazy.extract_compiled_graph`.
     """
@@ -37,7 +37,7 @@ def extract_compiled_graph(
         sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def send(item: Any) -> Any:
-            """What is given twice is sent once: it may be written into."""
+            """An argument at two places is sent once: the module may write it."""
             if not isinstance(item, torch.Tensor) or item.device.type == device.type:
                 return item
             return sent.setdefault(id(item), (item, item.detach().to(device)))[1]

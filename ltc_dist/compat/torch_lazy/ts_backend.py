@@ -1,4 +1,4 @@
-"""`torch._lazy.ts_backend`: `init` has nothing to do, as the device is there."""
+"""`torch._lazy.ts_backend`: `init` has nothing to do: importing registers the device."""
 
 __all__ = ["init"]
 

@@ -93,7 +93,7 @@ def _xla_step_marker(
 
 
 def _xla_set_default_device(device: str) -> str:
-    """Make a device the current one; gives the one before."""
+    """Make a device the current one; returns the previous one."""
     before = _xla_get_default_device()
     getattr(torch, ltc.settings.device_name).set_device(device)
     return before
@@ -110,13 +110,13 @@ def _xla_get_cpu_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _xla_tensors_from_aten(
     tensors: Sequence[torch.Tensor], devices: Sequence[str], shardings: object = None
 ) -> list[torch.Tensor]:
-    """Upload tensors, each to a device; what they are sharded over means nothing here."""
+    """Upload tensors, each to a device; shardings have no effect."""
     pairs = zip(tensors, devices, strict=True)
     return [xla_model.send_cpu_data_to_device(t, device)[0] for t, device in pairs]
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """Write the pending graph as `ltc_core.dump_ir` does: there is no HLO of it."""
+    """The pending graph in the format of `ltc_core.dump_ir`: there is no HLO."""
     return ltc.dump_ir(tensors)
 
 
@@ -137,7 +137,7 @@ def _get_xla_tensors_dot(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
-    """Describe a tensor: its device, its contents, what is pending; nothing is run."""
+    """Description of a tensor: its device, its value or the pending ops; nothing is run."""
     pending = ltc.dump_ir([tensor])
     kind = str(tensor.dtype).removeprefix("torch.")
     return (

@@ -92,12 +92,12 @@ def compile(
     max_different_graphs: int | None = None,
     custom_compile_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Make a function, or a block, one step: cut before it and after it. Within, ops are recorded in eager mode too.
+    """Make a function, or a block, one step: cut before and after it. Inside, ops are recorded in eager mode, too.
 
     Args:
-        full_graph: raise if the graph is cut in between.
+        full_graph: raise if the graph is cut inside.
         name, custom_compile_options: accepted.
-        max_different_graphs: raise at a graph more than so many.
+        max_different_graphs: raise if there are more graphs.
 
     Raises:
         RuntimeError: see above; the texts are torch_xla's.

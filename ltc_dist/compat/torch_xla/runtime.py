@@ -1,4 +1,4 @@
-"""`xr`: `torch_xla.runtime`. Ranks are those of the job; nothing is initialised by asking."""
+"""`xr`: `torch_xla.runtime`. Ranks are those of the job; a query initialises nothing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def set_device_type(pjrt_device: str) -> None:
     """Choose what the devices compute on, before their first use.
 
     Raises:
-        SettingsError: the devices compute on something else: they are in use, or LTC_DEVICE says so.
+        SettingsError: the devices are in use with another type, or LTC_DEVICE names another type.
     """
     settings = ltc.settings
     before = os.environ.get("PJRT_DEVICE")

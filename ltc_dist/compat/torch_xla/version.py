@@ -1,4 +1,4 @@
-"""What the old packages say of themselves: scripts choose by the version which names they use."""
+"""The version that the old packages report: scripts choose names by it."""
 
 import ltc_core
 

@@ -1,4 +1,4 @@
-"""`torch_xla._internal.pjrt`: a function in every process, or in a thread for each device, and what each gave."""
+"""`torch_xla._internal.pjrt`: call a function in every process, or in a thread for each device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["run_multiprocess", "spawn", "spawn_threads"]
 def run_multiprocess(
     fn: Callable[..., Any], *args: Any, start_method: str = "spawn", **kwargs: Any
 ) -> dict[int, Any]:
-    """Call `fn(*args, **kwargs)` in a process for each device; give what each returned, by rank.
+    """Call `fn(*args, **kwargs)` in a process for each device; returns the results by rank.
 
-    In a process of a job the function is called right here, and the result is this rank's alone.
+    In a process of a job the function is called in this process; the result has this rank only.
 
     Raises:
-        Exception: what the first process that failed raised.
+        Exception: that of the first process that failed.
     """
     if ranks().world_size > 1:
         return {ranks().rank: fn(*args, **kwargs)}

@@ -23,5 +23,5 @@ def num_local_processes() -> int:
 
 
 def version() -> int:
-    """Return the newest TPU that has two devices a chip, which decides nothing here."""
+    """The newest TPU that has two devices a chip; the value has no effect here."""
     return 4

@@ -1,8 +1,8 @@
 """`xf`: `torch_xla.core.functions`, collectives that gradients flow through.
 
-Its gradients are those of a loss that all processes compute alike and that counts once: each takes its own part of its
-own gradient, and nothing is communicated on the way back. `ltc_dist.collectives.functions` has the gradients of a loss
-that is a sum over the processes.
+The gradients are those of one loss that all processes compute alike: each process takes its part of its own gradient,
+and backward communicates nothing. `ltc_dist.collectives.functions` has the gradients of a loss that is a sum over the
+processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Te
     Args:
         w: this process's shard, [N, K / world size].
         x: [K, M].
-        split: parts of `M` that are gathered one after the other, for memory's sake.
+        split: number of parts of `M`; they are gathered one after the other, to save memory.
 
     Returns:
         [N, M].
@@ -64,7 +64,7 @@ def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Te
     Raises:
         CollectiveError: the shapes do not fit.
 
-    Cost: for each part gathers `x` and reduces what it makes of it, over all processes.
+    Cost: for each part an all-gather of `x` and a reduce-scatter of the product.
     """
     size, columns = w.size(1), x.size(1)
     if x.size(0) != size * ltd.world_size() or columns % split:
@@ -90,14 +90,14 @@ def nms(
     iou_threshold: float | torch.Tensor,
     output_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the boxes of the highest scores that do not overlap one chosen before.
+    """Non-maximum suppression: choose boxes by score that do not overlap a box chosen before.
 
     Args:
         boxes: [boxes, 4], two opposite corners each.
         scores: [boxes].
-        score_threshold: a box is chosen if its score is above.
-        iou_threshold: two boxes overlap if what they share, by what they cover together, is above.
-        output_size: indices that are given at most.
+        score_threshold: boxes with a lower score are not chosen.
+        iou_threshold: two boxes overlap if their intersection over union is above.
+        output_size: maximum number of indices returned.
 
     Returns:
         The indices of the boxes chosen, then those of the others, the highest scores first; and how many were chosen.

@@ -195,16 +195,16 @@ def master_print(
     ltd.master_print(*args, fd=sys.stdout if fd is None else fd, local=local, flush=flush)
 
 
-# States that numbers stand for, the newest of them.
+# The newest states, by their numbers.
 _states: OrderedDict[int, torch.Tensor] = OrderedDict()
 _MOST_STATES = 1000
 _numbers = itertools.count(1 << 62)
 
 
 def get_rng_state(device: DeviceLike = None) -> int:
-    """Return a number that restores a device's random state: the seed, if nothing was drawn yet.
+    """Number that restores the random state of a device: the seed, if nothing was drawn yet.
 
-    Another number holds in this process only; `ltc_core.get_rng_state` gives the state itself.
+    After draws the number is valid in this process only; `ltc_core.get_rng_state` returns the state itself.
     """
     assert random_state.streams is not None
     stream = random_state.streams.default(_number(device))
@@ -219,7 +219,7 @@ def get_rng_state(device: DeviceLike = None) -> int:
 
 
 def set_rng_state(seed: int | torch.Tensor, device: DeviceLike = None) -> None:
-    """Seed a device's random numbers, or bring them back to where `get_rng_state` found them."""
+    """Seed a device's random numbers, or restore the state of a number from `get_rng_state`."""
     ltc.set_rng_state(seed if isinstance(seed, torch.Tensor) else _states.get(seed, seed), device)
 
 
@@ -243,7 +243,7 @@ def send_cpu_data_to_device(datas: Any, device: DeviceLike, input_sharding: Any 
 
 
 def check_view_sharing(obj: Any) -> None:
-    """Refuse a structure, or an object, in which a tensor and a view of it would be saved apart.
+    """Raise if a structure or an object has a tensor and a view of it, which would be saved separately.
 
     Raises:
         CheckpointError: "Tensor ID 2 is sharing a view with tensor ID 1".
@@ -264,9 +264,9 @@ def all_reduce(
     *more: Any,
     **kwargs: Any,
 ) -> Any:
-    """Reduce over the processes: a tensor gives a new one, a list is reduced in place.
+    """Reduce over the processes: a tensor returns a new tensor, a list is reduced in place.
 
-    Takes `cctx` (up to 2.0) and `pin_layout`, which mean nothing here.
+    `cctx` (up to 2.0) and `pin_layout` are accepted and have no effect.
     """
     return ltd.all_reduce(reduce_type, inputs, scale, groups)
 
@@ -319,7 +319,7 @@ def all_to_all(
     *more: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Send part i along `split_dimension` to process i; give what came. Takes `cctx` and `pin_layout`."""
+    """Send part i along `split_dimension` to process i; returns the received parts. `cctx`, `pin_layout`: no effect."""
     return ltd.all_to_all(value, split_dimension, concat_dimension, split_count, groups)
 
 
@@ -340,23 +340,23 @@ def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> list[bytes]:
-    """Wait until every process has come to `tag`, and exchange payloads."""
+    """Wait until every process has called this with `tag`, and exchange payloads."""
     return ltd.rendezvous(tag, payload, replicas or ())
 
 
 def xla_rendezvous(
     payload: bytes = b"", ordinals: Iterable[int] | None = None, tag: str | None = None
 ) -> list[bytes]:
-    """Wait until every process has come, and exchange payloads."""
+    """Wait until every process has called this, and exchange payloads."""
     return ltd.rendezvous(tag or "", payload, ordinals or ())
 
 
 class ToXlaTensorArena:
-    """Finds values in a structure as `xu.for_each_instance` does, converts them together, and puts them back.
+    """Finds values in a structure like `xu.for_each_instance`, converts them in one call, and replaces them.
 
     Args:
-        convert_fn: is given the list of those found; gives as many.
-        select_fn: tells which.
+        convert_fn: called with the list of found values; returns as many.
+        select_fn: whether a value is converted.
     """
 
     def __init__(

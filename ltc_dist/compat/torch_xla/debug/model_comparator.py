@@ -38,7 +38,7 @@ def configure(save_dir: Directory | None) -> None:
 
 
 def save(name: str | None, tensor: Tensor, step: int | None = None) -> Tensor:
-    """Write a tensor's values to '<name>.<number>', in 'step-<step>' if there is a step; give it back.
+    """Write a tensor's values to '<name>.<number>', in 'step-<step>' if there is a step; returns the tensor.
 
     Args:
         name: of the point; by default the caller's file and line. Saved again under a name, the number goes up.
@@ -134,8 +134,7 @@ def compare_tensors(
 ) -> str:
     """Return as text how two tensors differ, '' if they do not; the largest errors come first.
 
-    Values differ that are further apart than `atol` and than `rtol` of the larger one, and those of which only one is
-    not a number.
+    Two values differ if their distance is above `atol` and above `rtol` times the larger one, or if only one is nan.
     """
     if tensor1.shape != tensor2.shape:
         sizes = f"{list(tensor1.shape)} vs. {list(tensor2.shape)}"
@@ -145,7 +144,7 @@ def compare_tensors(
     a, b = (v.to(wide) for v in values)
     error = (a - b).abs()
     allowed = (torch.maximum(a.abs(), b.abs()) * rtol).clamp(min=atol)
-    # Of an infinity, anything else would be a small part.
+    # Relative to an infinity, any distance would be small.
     is_near = (error <= allowed) & ~a.isinf() & ~b.isinf()
     differs = (a != b) & ~is_near & ~(a.isnan() & b.isnan())
     where = differs.nonzero().flatten()

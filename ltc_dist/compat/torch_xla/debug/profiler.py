@@ -30,7 +30,7 @@ _told = False
 
 
 class ProfilerServer:
-    """Stands for the server that a script starts and keeps; listens to nobody."""
+    """Placeholder for the server that a script starts and keeps; it opens no port."""
 
 
 def start_server(port: int, only_on_master: bool = True) -> ProfilerServer | None:
@@ -38,7 +38,7 @@ def start_server(port: int, only_on_master: bool = True) -> ProfilerServer | Non
 
     Args:
         port: of a server that would be asked for traces.
-        only_on_master: give None in all other processes of a host.
+        only_on_master: return None in all but the first process of a host.
     """
     global _told
     if only_on_master and not ltd.is_master_ordinal():
@@ -68,7 +68,7 @@ def trace(
     """Trace this process for a while; the other arguments are accepted.
 
     Args:
-        service_addr: 'localhost:9012', or another name of this machine; the port means nothing.
+        service_addr: 'localhost:9012', or another name of this machine; the port has no effect.
         logdir: where the file goes.
         duration_ms: how long.
         delay_ms: when to begin.

@@ -1,7 +1,7 @@
 """`dp`: `torch_xla.distributed.data_parallel`.
 
 Loops of 2019 and of the documents write `for _, (data, target) in loader`, later ones `for data, target in loader` or
-`enumerate(loader)`. A pair cannot be told from a batch of two, so the loop's own text is asked which it expects.
+`enumerate(loader)`. A pair looks like a batch of two, so the source of the loop decides what it gets.
 """
 
 from __future__ import annotations

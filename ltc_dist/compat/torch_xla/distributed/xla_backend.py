@@ -1,4 +1,4 @@
-"""`torch_xla.distributed.xla_backend`: torch.distributed's backend 'xla', and its ways to meet, xla:// and pjrt://.
+"""`torch_xla.distributed.xla_backend`: torch.distributed's backend 'xla', and its rendezvous xla:// and pjrt://.
 
 The backend is gloo, on tensors of the device and of the CPU: see `ltc_core.api.c10d`.
 """
@@ -16,7 +16,7 @@ from ltc_dist.job.ranks import ranks
 
 __all__ = ["new_xla_process_group"]
 
-dist: Any = torch.distributed  # its stubs lack what is used here
+dist: Any = torch.distributed  # the stubs of its types are incomplete
 
 _BACKEND = "xla"
 _SCHEMES = ("xla", "pjrt")

@@ -39,7 +39,7 @@ _MEGABYTES = {"B": 1e-6, "KB": 1e-3, "MB": 1, "GB": 1e3, "TB": 1e6, "PB": 1e9}
 def mp_test(func: Callable[..., Any]) -> Callable[..., int | None]:
     """Run a method of a `unittest.TestCase` in a forked process, and fail if that fails.
 
-    Of another function it gives the exit code; a test that gives something is deprecated.
+    For another function it returns the exit code; a test method that returns a value is deprecated.
     """
 
     @functools.wraps(func)
@@ -103,7 +103,7 @@ def print_test_update(
 def _print_update(kind: str, device: DeviceLike, parts: Mapping[str, Any]) -> None:
     parts = {"Device": f"{device}/{ltd.get_ordinal()}", **parts, "Time": now()}
     shown = " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
-    sys.stdout.write(f"| {kind} {shown}\n")  # at once: other processes write lines too
+    sys.stdout.write(f"| {kind} {shown}\n")  # in one call: other processes write lines, too
     sys.stdout.flush()
 
 

@@ -18,6 +18,6 @@ def checkpoint(
 
     Args:
         use_reentrant: False, which torch_xla refuses, works too.
-        kwargs: `preserve_rng_state`, and without `use_reentrant` those of the function.
+        kwargs: `preserve_rng_state`, and without `use_reentrant` the keyword arguments of the function.
     """
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)

@@ -1,4 +1,4 @@
-"""`torch_xla.utils.checkpoint_tagger`: names for checkpoints; one that has lost its last name is removed."""
+"""`torch_xla.utils.checkpoint_tagger`: names for checkpoints; a checkpoint without a name is removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CheckpointTagger:
     """Names for paths, such as 'best' and 'last'.
 
     Args:
-        remover: called with a path that no name stands for any longer.
+        remover: called with a path that has lost its last name.
 
     Attributes:
         tags: name -> path.

@@ -1,7 +1,6 @@
 """`torch_xla.utils.closures`: calls made one after the other, beside the training loop.
 
-Step closures have a thread of their own (`ltc_core.api.closures`), made once in a process; a handler here is a
-script's.
+Step closures of `mark_step` have their own thread in `ltc_core.api.closures`; handlers of this file belong to a script.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ClosureHandler(abc.ABC):
         """Call a closure, now or later."""
 
     def run_all(self, closures: Iterable[Closure]) -> None:
-        """Call each of them, in order."""
+        """Call the closures in order."""
         for closure in closures:
             self.run(closure)
 
@@ -65,7 +64,7 @@ class AsyncClosureHandler(ClosureHandler):
                 got=f"{type(error).__name__}: {error}",
                 next="look at the closure that was handed over before",
             ) from error
-        # A closure that waited for a place would wait for itself.
+        # A closure that waits for room in the queue would wait for itself.
         waits = self._places is not None and threading.current_thread() is not self._thread
         if self._places is not None and waits:
             self._places.acquire()

@@ -11,7 +11,7 @@ __all__ = ["KeydQueue", "Queue", "QueueBase"]
 
 
 class QueueBase:
-    """What both queues share.
+    """Base of both queues.
 
     Args:
         maxsize: items that may wait.
@@ -63,7 +63,7 @@ class Queue(QueueBase):
 
 
 class KeydQueue(QueueBase):
-    """Items are taken by their keys. One that somebody waits for is let in even if the queue is full."""
+    """Items are taken by their keys. An item that a `get` waits for enters even a full queue."""
 
     def __init__(self, maxsize: int = 1024) -> None:
         super().__init__(maxsize)
@@ -88,6 +88,6 @@ class KeydQueue(QueueBase):
             self._waited_for[key] += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: key in self._items or self._close_write)
-            self._waited_for -= Counter([key])  # keeps no key that nobody waits for
+            self._waited_for -= Counter([key])  # drop the key: no `get` waits for it
             self._changed.notify_all()
             return self._items.pop(key, None)

@@ -77,7 +77,7 @@ class FnDataGenerator:
     """Yields batches of random samples and a function's results for them.
 
     Args:
-        func: takes the batch; gives the labels.
+        func: called with the batch; returns the labels.
         batch_size: samples.
         gen_tensor: makes a sample batch of a size, such as `torch.randn`.
         dims: those of a sample; [1] by default.
@@ -152,7 +152,7 @@ class TmpFolder:
 
 
 def getenv_as(name: str, type: Callable[[Any], Any], defval: Any = None) -> Any:
-    """Read a variable as a type; 'bool' through a whole number."""
+    """Value of a variable, converted to a type; 'bool' is read as an integer."""
     text = os.environ.get(name)
     if text is None:
         return defval
@@ -170,7 +170,7 @@ def as_list(t: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def shape(inputs: Any) -> tuple[int, ...]:
-    """Return the sizes of nested lists, by their first items."""
+    """Sizes of nested lists, taken from their first items."""
     found = []
     while isinstance(inputs, list | tuple):
         found.append(len(inputs))
@@ -179,7 +179,7 @@ def shape(inputs: Any) -> tuple[int, ...]:
 
 
 def flatten_nested_tuple(inputs: Any) -> tuple[Any, ...]:
-    """Return what nested lists and tuples hold, in order."""
+    """Leaves of nested lists and tuples, in order."""
     if not isinstance(inputs, list | tuple):
         return (inputs,)
     return tuple(item for part in inputs for item in flatten_nested_tuple(part))
@@ -193,7 +193,7 @@ def list_copy_append(ilist: Sequence[Any], item: Any) -> list[Any]:
 def for_each_instance(
     value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]
 ) -> None:
-    """Call a function for each value chosen in a structure, once for one that is there several times.
+    """Call a function for each selected value of a structure; once for a value at several places.
 
     Values are found in lists, tuples, sets, dicts and their keys, in a `DataWrapper` and in what objects have as
     attributes.
@@ -209,9 +209,9 @@ def for_each_instance(
 def for_each_instance_rewrite(
     value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]
 ) -> Any:
-    """Return a structure with what a function gives in the place of each chosen value.
+    """A structure in which each selected value is replaced by the result of a function.
 
-    Collections and objects with a changed value are made anew. A value that is there several times is replaced by one.
+    Containers and objects with a changed value are copied. A value at several places is replaced by one result.
     """
 
     def rewrite(item: Any) -> Any:
@@ -241,7 +241,7 @@ def null_print(*args: Any, **kwargs: Any) -> None:
 
 
 def get_print_fn(debug: bool | None = None) -> Callable[..., None]:
-    """Return `eprint` if DEBUG is on, else what prints nothing."""
+    """`eprint` if DEBUG is on, else `null_print`."""
     return eprint if (check_env_flag("DEBUG") if debug is None else debug) else null_print
 
 
@@ -275,6 +275,6 @@ def get_free_tcp_ports(n: int = 1) -> list[int]:
 
 
 def parallel_work(num_workers: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Map a function over lists of arguments, in threads; give the results in order."""
+    """Map a function over lists of arguments, in threads; returns the results in order."""
     with ThreadPoolExecutor(num_workers) as pool:
         return list(pool.map(fn, *args))
