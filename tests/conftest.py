@@ -25,6 +25,8 @@ from types import ModuleType
 import psutil
 import pytest
 
+from tests import prepared
+
 # A compile takes ten seconds of both cores: only tests of compiled programs ask for it.
 os.environ.setdefault("LTC_COMPILE", "off")
 os.environ.setdefault("LTC_CHECK_GRAPHS", "1")
@@ -47,6 +49,7 @@ PROCESS_CHILDREN = (
     "multiprocessing.resource_tracker",  # Python's, one for the life of the process
     "multiprocessing.forkserver",
     "torch_shm_manager",  # torch's, started by the first tensor shared through files
+    prepared.MODULE,  # the fork server; its programs count as children of this process
 )
 PROCESS_VARIABLES = (
     "PYTEST_CURRENT_TEST",
@@ -111,15 +114,17 @@ def _children() -> dict[int, str]:
 
 def _child_pids() -> list[int]:
     """Process ids of the children; from /proc where it says so, 20 times cheaper than psutil."""
-    tasks = Path("/proc/self/task")
-    if not (tasks / str(os.getpid()) / "children").exists():
-        return [child.pid for child in psutil.Process().children()]
     pids: list[int] = []
-    for task in tasks.iterdir():
-        try:
-            pids += map(int, (task / "children").read_text().split())
-        except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+    for parent in (os.getpid(), *prepared.server_pids()):
+        tasks = Path(f"/proc/{parent}/task")
+        if not (tasks / str(parent) / "children").exists():
+            pids += [child.pid for child in psutil.Process(parent).children()]
             continue
+        for task in tasks.iterdir():
+            try:
+                pids += map(int, (task / "children").read_text().split())
+            except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+                continue
     return pids
 
 

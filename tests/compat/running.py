@@ -1,9 +1,10 @@
 """Runs a piece of code as a script for torch_xla: in a fresh interpreter, since serving the old names lasts."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from tests import prepared
 
 ROOT = Path(__file__).parents[2]
 
@@ -12,9 +13,9 @@ def run(directory: Path, code: str, *command: str, **environ: str) -> str:
     """Run a script in a fresh interpreter; give what it prints."""
     script = directory / "script.py"
     script.write_text(code)
-    places = {"PYTHONPATH": os.fspath(ROOT), "LTC_COMPILE": "off", "PYTHONWARNINGS": "error"}
-    done = subprocess.run(
-        [sys.executable, *(command or ("-m", "ltc_dist.compat")), os.fspath(script)],
+    places = {"PYTHONPATH": os.fspath(ROOT), "LTC_COMPILE": "off"}
+    done = prepared.run(
+        [sys.executable, "-W", "error", *(command or ("-m", "ltc_dist.compat")), os.fspath(script)],
         cwd=directory, env={**os.environ, **places, **environ}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests import prepared
+
 __all__ = ["run", "start"]
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +30,7 @@ def _environment(settings: dict[str, str]) -> dict[str, str]:
 
 def start(code: str, *, prelude: str = PRELUDE, **settings: str) -> subprocess.Popen[str]:
     """Start `prelude` and `code`, in which every warning is an error; `settings` are environment variables."""
-    return subprocess.Popen(
+    return prepared.start(  # type: ignore[no-any-return]
         [sys.executable, "-W", "error", "-c", prelude + textwrap.dedent(code)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ltc_core.errors import DataFormatError
+from tests import prepared
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "mnist.py"
@@ -154,7 +155,7 @@ def test_the_shipped_digits(mnist: ModuleType) -> None:
 
 
 def run_script(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return prepared.run(
         [sys.executable, "-W", "error", str(SCRIPT), *args],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

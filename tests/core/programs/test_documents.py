@@ -4,7 +4,6 @@ One class for each heading. What a document promises is asserted; counts stand w
 syncs and compiles. Document 002 is in test_tutorial.py.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import ltc_core
 import ltc_core.api.verbs as ltm
 import ltc_core.serialization as xser
 from ltc_core.serialization import plain
+from tests import prepared
 from tests.core.counting import Counting
 from tests.core.models import CNN, digits
 
@@ -212,7 +212,7 @@ class TestLazyTensorsAndBfloat16:
     """What a tensor is stored and computed as; it reports its PyTorch dtype in any case."""
 
     def run(self, code: str, **env: str) -> list[float]:
-        child = subprocess.run(
+        child = prepared.run(
             [sys.executable, "-W", "error", "-c", code],
             cwd=ROOT,
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(Path.home()), **env},

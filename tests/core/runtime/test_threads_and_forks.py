@@ -20,6 +20,7 @@ from torch import nn
 
 import ltc_core as ltc
 from ltc_core.settings import settings
+from tests import prepared
 from tests.core.beside_eager import assert_same
 
 ROOT = Path(__file__).parents[3]
@@ -54,10 +55,10 @@ def square_sum(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     prelude = "import os, sys, torch, ltc_core as ltc\nd = ltc.lazy_device()\n"
-    return subprocess.run(
+    return prepared.run(
         [sys.executable, "-W", "error", "-c", prelude + code],
         cwd=ROOT,
-        env={**os.environ, **env},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

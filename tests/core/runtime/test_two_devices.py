@@ -5,11 +5,12 @@ The number of devices is fixed at the first import, so the program is a process 
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import prepared
 
 ROOT = Path(__file__).parents[3]
 
@@ -139,10 +140,10 @@ except BaseException:
     results[{name!r}] = traceback.format_exc()
 """
     code += "print(json.dumps(results))"
-    child = subprocess.run(
+    child = prepared.run(
         [sys.executable, "-W", "error", "-c", code],
         cwd=ROOT,
-        env={**os.environ, "LTC_NUM_DEVICES": "2"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LTC_NUM_DEVICES": "2"},
         capture_output=True,
         text=True,
     )

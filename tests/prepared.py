@@ -1,0 +1,249 @@
+"""A fork server for the tests: Python programs that start with PyTorch imported, in a twentieth of the time.
+
+`start` and `run` are `subprocess.Popen` and `subprocess.run` for `[sys.executable, ...]`. The server, one for each test
+process, has imported `torch` and nothing of ours. For a program it forks, takes the program's descriptors, directory
+and environment, and runs it as `__main__`; the program ends as any interpreter does. A program whose environment
+decides what the import of `torch` does, or whose options are others than the server's `-W error`, starts from nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import runpy
+import select
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MODULE", "run", "server_pids", "start"]
+
+MODULE = "tests.prepared"  # as it stands in the server's command line
+_ROOT = Path(__file__).parents[1]
+_OPTIONS = ["-W", "error"]
+# Read by the interpreter, by the libraries of PyTorch when they are loaded, or by `import torch`.
+_READ_AT_START = (
+    "ATEN_", "GOMP_", "KMP_", "LD_", "LTC_AUTOLOAD", "LTC_COMPAT", "MALLOC_",
+    "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_",
+)  # fmt: skip
+_MESSAGE_BYTES = 1 << 17
+
+
+# --- the side of the tests ------------------------------------------------------------------------------------------
+
+
+class _Server:
+    """The process that forks; it ends when this one does."""
+
+    def __init__(self) -> None:
+        self.environ = {n: v for n, v in os.environ.items() if not n.startswith(("LTC_", "XLA_"))}
+        self.environ["PYTHONPATH"] = str(_ROOT)
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *_OPTIONS, "-m", MODULE, str(theirs.fileno())],
+                env=self.environ,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self.pid = self._process.pid
+
+    def fork(self, request: dict[str, Any], descriptors: list[int]) -> tuple[int, socket.socket]:
+        """Start a program; give its process id and the socket that its exit status comes from."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            message = json.dumps(request).encode()
+            assert len(message) < _MESSAGE_BYTES, "the program is too long for the fork server"
+            socket.send_fds(self._requests, [message], [*descriptors, theirs.fileno()])
+        return int(ours.recv(32)), ours
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def server_pids() -> list[int]:
+    """The process id of the server, if it was started."""
+    return [_server().pid] if _server.cache_info().currsize else []
+
+
+class _Prepared(subprocess.Popen[Any]):
+    """A program of the fork server: a `Popen` whose process is started and waited for by another."""
+
+    def _execute_child(  # type: ignore[override]
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any,
+        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *_: Any,
+    ) -> None:  # fmt: skip
+        request = {
+            "arguments": args[1:],
+            "directory": os.fspath(cwd or os.getcwd()),
+            "environ": env,
+        }
+        own = (0 if p2cread == -1 else p2cread, 1 if c2pwrite == -1 else c2pwrite)
+        descriptors = [*own, 2 if errwrite == -1 else errwrite]
+        try:
+            self.pid, self._status = _server().fork(request, descriptors)
+        finally:
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        self._child_created = True
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if wait_flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
+            return 0, 0
+        with self._status:
+            return self.pid, int(self._status.recv(32))
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def start(command: Sequence[str], *, env: dict[str, str] | None = None, **options: Any) -> Any:
+    """Start `[sys.executable, ...]` as `subprocess.Popen` does; options are cwd, env, text and the three streams."""
+    environ = dict(os.environ if env is None else env)
+    kind = _Prepared if _is_prepared(command, environ) else subprocess.Popen
+    return kind(list(command), env=environ, **options)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """Run `[sys.executable, ...]` to its end, as `subprocess.run` does."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start(command, **options) as program:
+        try:
+            out, err = program.communicate(timeout=timeout)
+        except BaseException:
+            program.kill()
+            raise
+        return subprocess.CompletedProcess(command, program.returncode, out, err)
+
+
+def _is_prepared(command: Sequence[str], environ: dict[str, str]) -> bool:
+    server = _server()
+    differs = {
+        n for n in environ.keys() | server.environ.keys() if environ.get(n) != server.environ.get(n)
+    }
+    begin = list(command[: 1 + len(_OPTIONS)])
+    return begin == [sys.executable, *_OPTIONS] and not any(
+        n.startswith(_READ_AT_START) for n in differs
+    )
+
+
+# --- the server -----------------------------------------------------------------------------------------------------
+
+
+class _Forker:
+    """The loop of the server."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        self._programs: dict[
+            int, tuple[int, socket.socket]
+        ] = {}  # a process descriptor: process id, who asked
+
+    def serve(self) -> dict[str, Any] | None:
+        """Fork for each request and tell each exit status; give its request in a program, and None at the end."""
+        while True:
+            for ready in select.select([self._requests, *self._programs], [], [])[0]:
+                if ready is not self._requests:
+                    self._tell_end(ready)
+                    continue
+                message, descriptors, _, _ = socket.recv_fds(self._requests, _MESSAGE_BYTES, 4)
+                if not message:
+                    return None
+                if self._fork(descriptors):
+                    return json.loads(message)  # type: ignore[no-any-return]
+
+    def _fork(self, descriptors: list[int]) -> bool:
+        *streams, asked = descriptors
+        pid = os.fork()
+        if pid == 0:
+            for target, source in enumerate(streams):
+                os.dup2(source, target)
+            for each in (*descriptors, *self._programs):
+                os.close(each)
+            for _, socket_of_another in self._programs.values():
+                socket_of_another.close()
+            return True
+        for each in streams:
+            os.close(each)
+        who = socket.socket(fileno=asked)
+        who.send(str(pid).encode())
+        self._programs[os.pidfd_open(pid)] = pid, who
+        return False
+
+    def _tell_end(self, descriptor: int) -> None:
+        pid, who = self._programs.pop(descriptor)
+        os.close(descriptor)
+        status = os.waitpid(pid, 0)[1]
+        with who, contextlib.suppress(BrokenPipeError):  # who asked has ended
+            who.send(str(status).encode())
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Run a program as the interpreter would, given its command line."""
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    arguments = request["arguments"][len(_OPTIONS) :]
+    sys.orig_argv = [sys.executable, *request["arguments"]]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    what = arguments[0]
+    if what == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = os.getcwd()
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        return
+    if what == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path[0] = ""
+        code = compile(arguments[1], "<string>", "exec")
+    else:
+        sys.argv = arguments
+        sys.path[0] = os.path.dirname(os.path.realpath(what))
+        main.__file__ = os.path.abspath(what)
+        code = compile(Path(what).read_bytes(), main.__file__, "exec")
+    exec(code, main.__dict__)
+
+
+def _main() -> None:
+    import gc
+
+    import torch  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        request = _Forker(requests).serve()
+    if request is None:
+        return
+    try:
+        _become(request)
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    _main()

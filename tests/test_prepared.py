@@ -1,0 +1,114 @@
+"""Tests of the fork server for tests: a program cannot tell it from an interpreter of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import prepared
+
+ROOT = Path(__file__).parents[1]
+SEEN = """
+import json, os, pathlib, re, sys, warnings
+import torch
+seen = {
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "name": __name__, "file": globals().get("__file__"),
+    "main": sys.modules["__main__"].__dict__ is globals(), "directory": os.getcwd(), "environ": dict(os.environ),
+    "filters": [str(each) for each in warnings.filters], "stdin": sys.stdin.read(),
+    "descriptors": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in os.listdir("/proc/self/fd")[:-1]),
+    "signals": re.findall("Sig[BCI].*", pathlib.Path("/proc/self/status").read_text()),
+}
+print(json.dumps(seen))
+"""
+
+
+def environ(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def both(arguments: list[str], **options: Any) -> list[subprocess.CompletedProcess[str]]:
+    """What a program does when the server forks it, and what it does alone."""
+    command = [sys.executable, "-W", "error", *arguments]
+    options = {
+        "env": environ(LTC_SOME="1"),
+        "capture_output": True,
+        "text": True,
+        "timeout": 60,
+        **options,
+    }
+    return [prepared.run(command, **options), subprocess.run(command, **options)]
+
+
+@pytest.mark.parametrize("how", ["code", "script", "module"])
+def test_a_program_sees_what_it_sees_alone(how: str, tmp_path: Path) -> None:
+    (tmp_path / "seeing.py").write_text(SEEN)
+    arguments = {"code": ["-c", SEEN], "script": ["seeing.py"], "module": ["-m", "seeing"]}[how]
+    done = both([*arguments, "an", "argument"], cwd=tmp_path, stdin=subprocess.DEVNULL)
+    forked, alone = (json.loads(each.stdout) for each in done)
+    assert forked == alone and forked["environ"]["LTC_SOME"] == "1"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise SystemExit(3)",
+        "def f():\n    raise ValueError('no')\nf()",
+        "import atexit; atexit.register(print, 'at exit'); print('before')",
+        "import warnings; warnings.warn('an error here')",
+        "import os; os.abort()",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import signal; signal.raise_signal(signal.SIGINT)",
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
+        "syntax error",
+    ],
+)
+def test_a_program_ends_as_it_ends_alone(code: str) -> None:
+    forked, alone = both(["-c", code])
+    assert (forked.returncode, forked.stdout) == (alone.returncode, alone.stdout)
+    assert forked.stderr.splitlines()[-1:] == alone.stderr.splitlines()[-1:]
+    if "ValueError" in code:
+        assert forked.stderr == alone.stderr
+
+
+def test_a_program_is_waited_for_killed_and_talked_to() -> None:
+    command = [sys.executable, "-W", "error", "-c", "print(input()); input()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with prepared.start(command, env=environ(), **pipes) as program:
+        assert program.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            program.wait(timeout=0.1)
+        print("hello", file=program.stdin, flush=True)
+        assert program.stdout.readline() == "hello\n" and program.pid in _children()
+        program.kill()
+        assert program.wait() == program.poll() == -signal.SIGKILL
+    assert program.pid not in _children()
+
+
+def _children() -> list[int]:
+    [server] = prepared.server_pids()
+    return [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "is_forked"),
+    [
+        (["-W", "error"], {}, True),
+        (["-W", "error"], {"LTC_NUM_DEVICES": "2", "XLA_USE_BF16": "1", "TMPDIR": "/tmp"}, True),
+        (["-W", "ignore"], {}, False),
+        ([], {}, False),
+        (["-W", "error"], {"OMP_NUM_THREADS": "3"}, False),
+        (["-W", "error"], {"LTC_AUTOLOAD": "1"}, False),
+        (["-W", "error"], {"PYTHONPATH": "/"}, False),
+    ],
+)
+def test_a_program_that_starts_otherwise_is_not_forked(
+    options: list[str], more: dict[str, str], is_forked: bool
+) -> None:
+    command = [sys.executable, *options, "-c", "import os; print(os.getppid())"]
+    done = prepared.run(command, env=environ(**more), capture_output=True, text=True)
+    assert int(done.stdout) == (prepared.server_pids()[0] if is_forked else os.getpid())
