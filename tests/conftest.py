@@ -33,6 +33,10 @@ os.environ.setdefault("LTC_CHECK_GRAPHS", "1")
 # Tests run side by side: an OpenMP thread that spins while it waits takes a core from another test. Op by op that makes
 # four of five seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A thousand processes import the runtime: they read its compiled modules, and write their lines whole.
+for _name in ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"):
+    os.environ.pop(_name, None)
+sys.dont_write_bytecode = False
 
 if os.environ.get("LTC_DEVICE") == "xla":
     # Traced ops import it; what it makes in TMPDIR goes at exit.
