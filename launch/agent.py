@@ -62,6 +62,7 @@ def run(spec: Spec) -> int:
     logging.disable(
         logging.ERROR
     )  # PyTorch's agent logs failures, too: they are reported once, below
+    child.write_lines()
     os.environ.update(variables(spec))
     is_watched = status.is_worth_it() and spec.nprocs > 1
     with _log_dir(spec) as log_dir:

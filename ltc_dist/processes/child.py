@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from ltc_dist.job.ranks import Ranks
 from ltc_dist.job.store import LOOPBACK
 
-__all__ = ["begin", "die_with_thread", "num_threads", "variables"]
+__all__ = ["begin", "die_with_thread", "num_threads", "variables", "write_lines"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
@@ -55,8 +56,14 @@ def variables(
     return found
 
 
+def write_lines() -> None:
+    """Write each line of stdout when it ends, into pipes and files, too: people watch a job while it runs."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
 def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
-    """Tie this process to its parent, and make SIGUSR1 print the stacks of all its threads to stderr.
+    """Tie this process to its parent; lines go out as they end; SIGUSR1 prints the stacks of all threads to stderr.
 
     Args:
         parent_pid: of the process that started this one. If it is gone already, this one ends.
@@ -71,6 +78,7 @@ def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
         ).start()
     if os.getppid() != parent_pid:
         os._exit(1)
+    write_lines()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 

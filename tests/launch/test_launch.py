@@ -102,7 +102,7 @@ def test_the_output_of_each_process_is_kept(tmp_path: Path) -> None:
 
 WAIT = """
 import time
-print("here", flush=True)
+print("here")  # read while the process runs, though a pipe is not a terminal
 while True:
     time.sleep(0.1)
 """
