@@ -8,6 +8,7 @@ decides what the import of `torch` does, or whose options are others than the se
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -54,6 +55,11 @@ class _Server:
                 stdout=subprocess.DEVNULL,
             )
         self.pid = self._process.pid
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._requests.close()
+        self._process.wait()
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> tuple[int, socket.socket]:
         """Start a program; give its process id and the socket that its exit status comes from."""

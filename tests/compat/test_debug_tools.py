@@ -196,4 +196,4 @@ assert same.returncode == 0 and same.stdout == "", same.stderr
 done = subprocess.run([*compare, "b", "c", "--rtol", "1e-3", "--max_diffs", "1"], capture_output=True, text=True)
 assert done.returncode == 1 and done.stderr.count("aborting after 1 differences") >= 1, done.stderr
 """
-    run(tmp_path, code, "-B")
+    run(tmp_path, code, is_served=False)

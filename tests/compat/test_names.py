@@ -356,7 +356,7 @@ print(importlib.util.find_spec("torch_xla"), ltc_dist.lazy_device())
 import torch._lazy
 assert "site-packages" in torch._lazy.__file__ or "torch" in torch._lazy.__file__
 """
-    assert run(tmp_path, code, "-W", "ignore").split() == ["None", "ltc:0"]
+    assert run(tmp_path, code, is_served=False).split() == ["None", "ltc:0"]
 
 
 def test_what_was_imported_before_is_not_replaced(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ import pytest
 with pytest.raises(ImportError, match="torch._lazy was imported before"):
     import ltc_dist.compat
 """
-    run(tmp_path, code, "-W", "ignore")
+    run(tmp_path, code, is_served=False)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ with pytest.raises(ImportError, match="the device is called ltc already"):
     {before}
     import ltc_dist.compat
 """
-    run(tmp_path, code, "-W", "ignore")
+    run(tmp_path, code, is_served=False)
 
 
 @pytest.mark.parametrize(

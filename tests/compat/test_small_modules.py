@@ -194,7 +194,7 @@ assert done.stderr == (
     "ltc: a closure raised, and nobody was told before the end: ZeroDivisionError: division by zero\\n"
 ), done.stderr
 """
-    run(tmp_path, code, "-B")
+    run(tmp_path, code, is_served=False)
 
 
 WRITER = """
