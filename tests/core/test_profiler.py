@@ -48,6 +48,7 @@ class TestTraces:
     def test_ops_are_in_it_when_recorded_and_when_run(self, tmp_path: Path) -> None:
         for _ in range(3):
             multiply()  # the first times it is also run on meta tensors
+        ltc.wait_device_ops()  # what was handed over before and runs later would be in it, too
         profiler.start_trace(tmp_path / "new" / "logs")
         multiply()
         profiler.stop_trace()
