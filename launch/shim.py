@@ -8,7 +8,6 @@ exception goes to the launcher, which prints it once. Started by `agent`; uses `
 from __future__ import annotations
 
 import ast
-import gc
 import json
 import os
 import runpy
@@ -53,7 +52,6 @@ def main(argv: list[str]) -> None:
         heartbeat.start(beats, ranks().local_rank)
     is_module = argv[0] == "-m"
     sys.argv = argv[1:] if is_module else argv
-    gc.freeze()  # else collecting PyTorch's modules takes more than half of the exit
     try:
         _run(sys.argv[0], is_module)
         host_collectives.leave()

@@ -139,10 +139,10 @@ def _check(fn: Any, nprocs: Any, start_method: str) -> None:
 
 
 class _Name(str):
-    """Name of a process that runs a script for an old package.
+    """Name of a spawned process, which unpickles it before it imports the script.
 
-    A spawned process unpickles its name first. That imports `ltc_dist`, which serves the modules that the script
-    imports.
+    That imports `ltc_dist`, which serves the modules that an old script imports, and imports PyTorch quickly (see
+    `ltc_core/__init__`).
     """
 
     def __reduce__(self) -> Any:
@@ -316,11 +316,10 @@ class SpawnContext:
                 place = _Place(of, _variables(of, port), os.getpid(), in_main_thread, start_method)
                 file = _ReportFile()
                 self._files.append(file)
-                name = f"rank {rank}"
                 process = context.Process(
                     target=_main,
                     args=(fn, args, place, file),
-                    name=_Name(name) if settings.compat else name,
+                    name=_Name(f"rank {rank}"),
                     daemon=daemon,
                 )
                 # PyTorch reads some of the variables while it is imported.
