@@ -15,6 +15,7 @@ from torch._inductor.virtualized import V
 
 from ltc_core.executors.inductor import gemm_lowering
 from ltc_core.executors.inductor.lower import lower
+from ltc_core.executors.inductor.own_memory_lowering import Lowerings
 from ltc_core.executors.inductor.request import decode
 
 __all__ = ["build"]
@@ -39,11 +40,13 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         Name of the library, and the outputs that it returns (`lower.Lowered.returned`).
     Raises:
         Refused: an op cannot be traced.
+        AliasingError: the compiled code would return other memory than the plan counts on.
         Exception: any error of the compiler.
     """
     request = decode(payload)
     torch.set_num_threads(request.num_threads)
     gemm_lowering.register()
+    lowerings = Lowerings()
     lowered = lower(request.subgraph, request.device)
     options = {**_OPTIONS, "aot_inductor.output_path": str(directory / "model.so")}
     with (
@@ -55,6 +58,8 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         compiled = compile_fx.compile_fx_inner(
             lowered.module, lowered.fakes, cpp_wrapper=True, aot_mode=True
         )
+    metas = request.subgraph.graph.metas()
+    lowerings.check([metas[value] for value in lowered.returned])
     library = Path(str(getattr(compiled, "filename", compiled))).name
     for path in directory.iterdir():
         if path.is_dir():

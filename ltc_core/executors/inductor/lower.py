@@ -2,7 +2,8 @@
 
 The nodes are called on fake tensors and the calls are traced (`compile.retrace`). In-place ops become new values. A
 value that belongs in a donated input's memory is copied there at the end, which the compiler turns into a store in
-place. Convolutions get channels-last tensors, the format in which oneDNN is fast, and the ops between them keep it.
+place; the others get memory of their own (`own_memory`). Convolutions get channels-last tensors, the format in which
+oneDNN is fast, and the ops between them keep it.
 Called by `build_artifact`, in the compiler's process only.
 """
 
@@ -24,8 +25,8 @@ from ltc_core.compile.scalar_inputs import vector_metas
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.inductor.exact import exact_decompositions
 from ltc_core.executors.inductor.gemm import use_onednn
+from ltc_core.executors.inductor.own_memory import before_writes, own
 from ltc_core.graph.ir import Graph, Node, TensorMeta
-from ltc_core.graph.op_schema import is_view_op
 from ltc_core.graph.passes import plan
 
 __all__ = ["Lowered", "lower"]
@@ -79,7 +80,7 @@ def lower(subgraph: Subgraph, device: str) -> Lowered:
     module.graph = fx_graph_cse(module.graph)
     use_onednn(module)
     _write_numbers_out(module)
-    returned = _write_back(module, subgraph.graph, memory.reuses)
+    returned = _write_back(module, subgraph.graph, memory.reuses, mode)
     return Lowered(module, fakes, returned, mode)
 
 
@@ -164,27 +165,32 @@ class _Retrace(Retrace):
         return self._packed[value]
 
 
-def _write_back(module: GraphModule, graph: Graph, reuses: dict[int, int]) -> tuple[int, ...]:
-    """Outputs that the module returns; the others are written into the memory of the donated inputs that they reuse."""
+def _write_back(
+    module: GraphModule, graph: Graph, reuses: dict[int, int], mode: FakeTensorMode
+) -> tuple[int, ...]:
+    """Outputs that the module returns; the others are written into the memory of the donated inputs that they reuse.
+
+    All that reads an input comes before the first write: returned outputs are computed, and sources that are memory of
+    written inputs are copied.
+    """
     fx = module.graph
     inputs = dict(zip(graph.inputs, (n for n in fx.nodes if n.op == "placeholder"), strict=False))
     end = next(n for n in reversed(fx.nodes) if n.op == "output")
     returned, results = [], []
-    written = []
+    targets, sources = [], []
     for value, node in zip(graph.outputs, end.args[0], strict=True):
         target = inputs.get(reuses.get(value, -1))
         if target is node:  # the input is the output
             continue
         if target is not None and target.meta["val"].shape == node.meta["val"].shape:
-            written.append((target, node))
+            targets.append(target)
+            sources.append(node)
         else:
             returned.append(value)
             results.append(node)
-    targets = {target for target, _ in written}
     with fx.inserting_before(end):
-        # A source that is a view of a target's memory is copied before any target is written.
-        sources = [_copied(fx, node) if _root(node) in targets else node for _, node in written]
-        for (target, _), source in zip(written, sources, strict=True):
+        results = own(fx, results, mode)
+        for target, source in zip(targets, before_writes(fx, sources, mode), strict=True):
             copy = fx.call_function(aten.copy_.default, (target, source))
             copy.meta["val"] = target.meta["val"]
     end.args = (tuple(results),)
@@ -193,16 +199,3 @@ def _write_back(module: GraphModule, graph: Graph, reuses: dict[int, int]) -> tu
     fx.lint()
     module.recompile()
     return tuple(returned)
-
-
-def _root(node: torch.fx.Node) -> torch.fx.Node:
-    """The tensor that a chain of views starts from."""
-    while isinstance(node.target, torch._ops.OpOverload) and is_view_op(node.target):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _copied(fx: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
-    copy = fx.call_function(aten.clone.default, (node,))
-    copy.meta["val"] = node.meta["val"]
-    return copy
