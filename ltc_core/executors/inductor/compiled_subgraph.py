@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from ltc_core import metrics
 from ltc_core.compile.scalar_inputs import SCALAR_DTYPES, kinds
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.base import SubgraphFailure
+from ltc_core.executors.inductor.first_run import shared_outputs, wrong_output
 from ltc_core.executors.inductor.index_checks import find_bounds, in_bounds
 from ltc_core.executors.inductor.launcher import Mismatch, Model
 from ltc_core.executors.partitioned_program import EagerRunner, PartitionedProgram, SubgraphRunner
@@ -63,11 +65,15 @@ class _CompiledRunner(SubgraphRunner):
         self._bounds = find_bounds(subgraph.graph)[0] if hardware.type == "cpu" else []
         self._reference: EagerRunner | None = None
         self._is_told = False
+        self._is_checked = False
+        self._is_refused = False  # its outputs are not what the plan counts on
         reuses = plan(subgraph.graph).reuses
         names = dict(zip(subgraph.graph.outputs, subgraph.outputs, strict=True))
         sources = dict(zip(subgraph.graph.inputs, subgraph.inputs, strict=True))
         self._written = [(names[o], sources[i]) for o, i in reuses.items() if o not in returned]
         self._returned = [names[o] for o in returned]
+        metas = subgraph.graph.metas()
+        self._returned_metas = [metas[o] for o in returned]
         typed = list(zip(subgraph.scalars, subgraph.scalar_types, strict=True))
         self._vectors = [
             (SCALAR_DTYPES[kind], [k for k, t in typed if t is kind])
@@ -76,7 +82,7 @@ class _CompiledRunner(SubgraphRunner):
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         tensors = [values[i] for i in self.subgraph.inputs]
-        if not in_bounds(self._bounds, tensors):
+        if self._is_refused or not in_bounds(self._bounds, tensors):
             self._run_by_reference(values, scalars)
             return
         for dtype, positions in self._vectors:
@@ -85,6 +91,8 @@ class _CompiledRunner(SubgraphRunner):
             )
         try:
             results = self._launch(tensors, values)
+            if not self._is_checked:
+                results = self._checked(results, tensors)
         except Mismatch:
             raise
         except Exception as error:
@@ -103,6 +111,38 @@ class _CompiledRunner(SubgraphRunner):
         values.update(zip(self._returned, results, strict=True))
         for output, source in self._written:
             values[output] = values[source]
+
+    def _checked(
+        self, results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Results of the first run, each in memory of its own; a library that shares memory is not run again.
+
+        Raises:
+            RuntimeError: a result has another dtype or size than planned, or an overwritten input's memory.
+        """
+        self._is_checked = True
+        problem = wrong_output(results, self._returned_metas)
+        shared = {} if problem else shared_outputs(results, tensors)
+        self._is_refused = bool(problem or shared)
+        if not self._is_refused:
+            return results
+        metrics.count("CompileRefused")
+        written = {source for _, source in self._written}
+        lost = [k for k, at in shared.items() if at is not None and self._source(at) in written]
+        if lost:
+            problem = f"output {lost[0]} is the memory of an input that was overwritten"
+        if problem:
+            raise RuntimeError(f"a compiled program is wrong: {problem}")
+        _log.warning(
+            "a compiled program returns shared memory (outputs %s); its ops run one by one; report this",
+            sorted(shared),
+        )
+        return [t.clone() if k in shared else t for k, t in enumerate(results)]
+
+    def _source(self, position: int) -> int:
+        """The value that is the input at a position; -1 for a vector of scalars."""
+        inputs = self.subgraph.inputs
+        return inputs[position] if position < len(inputs) else -1
 
     def _launch(
         self, tensors: list[torch.Tensor], values: dict[int, Any]
