@@ -118,11 +118,11 @@ def lerp(x: Tensor, end: Tensor, weight: Any) -> Any:
 
 
 def fill(x: Tensor, value: Any) -> Any:
-    return torch.zeros_like(x) + value
+    return _as_tensor(value, x).expand_as(x)  # an addition to zeros would lose the sign of -0.0
 
 
 def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Any:
-    return torch.where(mask, torch.zeros_like(x) + value, x)
+    return torch.where(mask, _as_tensor(value, x), x)
 
 
 def sqrt(x: Tensor) -> Any:

@@ -206,6 +206,15 @@ def _of_numbers(op: torch._ops.OpOverload, plain: torch._ops.OpOverload) -> Call
     return run
 
 
+def unsafe_split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+    """Parts of a tensor; they share its memory as in eager, although the schema does not say so."""
+    return list(aten.split.Tensor(x, size, dim))
+
+
+def unsafe_split_with_sizes(x: Tensor, sizes: list[int], dim: int = 0) -> list[Tensor]:
+    return list(aten.split_with_sizes.default(x, sizes, dim))
+
+
 def is_same_size(x: Tensor, other: Tensor) -> bool:
     """Whether two tensors have one shape."""
     return x.shape == other.shape
@@ -242,6 +251,8 @@ RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.randint_like.low_dtype: randint_like_low,
     aten.ctc_loss.Tensor: ctc_loss,
     aten.one_hot.default: one_hot,
+    aten.unsafe_split.Tensor: unsafe_split,
+    aten.unsafe_split_with_sizes.default: unsafe_split_with_sizes,
     aten.is_same_size.default: is_same_size,
     aten._has_same_storage_numel.default: has_same_storage_numel,
     aten.is_set_to.default: is_set_to,

@@ -25,6 +25,7 @@ _OPTIONS: dict[str, Any] = {
     # The wrapper code runs once a step. To optimise it would take most of the compile time:
     # MLP of design section 6: 10.3 s with O0, 15.5 with O1, the same 1.4 ms a step.
     "aot_inductor.compile_wrapper_opt_level": "O0",
+    "emulate_precision_casts": True,  # else x.bfloat16().float() is x
     "cpp.dynamic_threads": True,  # else a run with more threads than at compile time writes out of bounds
     "size_asserts": False,  # checked before the launch
 }

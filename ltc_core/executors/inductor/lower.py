@@ -9,6 +9,7 @@ Called by `build_artifact`, in the compiler's process only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
 
 from ltc_core.compile.decompositions import FOR_INDUCTOR
 from ltc_core.compile.retrace import Refused, Retrace
@@ -77,7 +79,7 @@ def lower(subgraph: Subgraph, device: str) -> Lowered:
         left = _writing(module)
         if left:
             raise Refused(str(left[0]), "it writes in a way that cannot be made functional")
-    module.graph = fx_graph_cse(module.graph)
+    _merge_equal_calls(module)
     use_onednn(module)
     _write_numbers_out(module)
     returned = _write_back(module, subgraph.graph, memory.reuses, mode)
@@ -97,6 +99,33 @@ def _writing(module: GraphModule) -> list[torch._ops.OpOverload]:
     """Ops of a traced graph that write. The compiler removes clones, so such a write would overwrite inputs."""
     ops = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     return [op for op in ops if op._schema.is_mutable]
+
+
+class _MinusZero(float):
+    """-0.0 in a graph whose equal calls are merged: equal to no other number, 0.0 included."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _merge_equal_calls(module: GraphModule) -> None:
+    """Merge calls with equal arguments; -0.0 is not 0.0."""
+
+    def marked(item: Any) -> Any:
+        is_minus_zero = type(item) is float and item == 0 and math.copysign(1, item) < 0
+        return _MinusZero(item) if is_minus_zero else item
+
+    def plain(item: Any) -> Any:
+        return float(item) if type(item) is _MinusZero else item
+
+    for change in (marked, plain):
+        for node in module.graph.nodes:
+            node.args = map_aggregate(node.args, change)
+            node.kwargs = map_aggregate(node.kwargs, change)
+        if change is marked:
+            module.graph = fx_graph_cse(module.graph)
 
 
 def _write_numbers_out(module: GraphModule) -> None:

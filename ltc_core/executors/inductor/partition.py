@@ -69,6 +69,7 @@ def _eager_nodes(graph: Graph, scalars: Sequence[Any], refused: frozenset[str]) 
         if at in unchecked
         or _runs_eagerly(node, metas, refused)
         or _may_divide_by_zero(node, metas, scalars)
+        or _has_negative_power(node, scalars)
     }
 
 
@@ -97,6 +98,17 @@ def _may_divide_by_zero(
     if type(divisor) is Scalar:
         divisor = scalars[divisor]
     return type(divisor) not in (int, bool) or divisor == 0
+
+
+def _has_negative_power(node: Node, scalars: Sequence[Any]) -> bool:
+    """Whether a node raises integers to a negative power: eager raises an error, compiled code gives a number."""
+    result = node.outs[0]
+    if base_name(node.op) != "pow" or len(node.args) < 2 or result is None:
+        return False
+    if result.dtype.is_floating_point or result.dtype.is_complex:
+        return False
+    exponents = [scalars[e] if type(e) is Scalar else e for e in leaves(node.args[1])]
+    return any(type(e) is int and e < 0 for e in exponents)
 
 
 def _is_plain_view(lens: Lens, meta: TensorMeta) -> bool:

@@ -314,3 +314,18 @@ def test_questions_about_metadata_need_no_values() -> None:
     with Counting() as counted:
         beside_eager(program)
     assert not counted.syncs and not counted.fallbacks
+
+
+def test_parts_of_an_unsafe_split_share_memory_as_in_eager() -> None:
+    def program(device: torch.device) -> list[torch.Tensor]:
+        x = torch.arange(6.0).to(device)
+        parts = [
+            *torch.unsafe_chunk(x, 2),
+            *torch.unsafe_split(x, 4),
+            *torch.unsafe_split_with_sizes(x, [1, 5]),
+        ]
+        parts[0].add_(1)
+        x.mul_(2)
+        return [x, *parts]
+
+    beside_eager(program)

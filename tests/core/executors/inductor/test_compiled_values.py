@@ -1,0 +1,71 @@
+"""Values that more decides than ops: default dtype, casts that round, signs of zero, errors; by the real compiler."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.core import child
+
+SCRIPT = """
+import torch.nn.functional as F
+
+
+def default_dtype(device):
+    torch.set_default_dtype(torch.float64)
+    try:
+        i, b = torch.arange(1, 9).to(device), torch.tensor([True, False]).to(device)
+        return [
+            i / 3, i.sqrt(), i.log(), i.sinh(), torch.atan2(i, i + 1), i * 0.1, i.sigmoid(), i**0.3, b / 3, i.erf(),
+            torch.where(i > 3, 0.1, 0.2), torch.full((2,), 0.1, device=device), torch.linspace(0, 1, 7, device=device),
+            torch.arange(0, 1, 0.1, device=device), i.true_divide(7), i.view(torch.float64), torch.fft.fft(i),
+        ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def roundings(device):
+    x = torch.linspace(-3, 3, 97).to(device)
+    return [x.bfloat16().float() - x, x.half().float() - x, x.double().float().half().double() - x]
+
+
+def zeros(device):
+    mask = torch.tensor([True, False, True]).to(device)
+    x, zero = torch.ones(3, device=device), torch.zeros(3, device=device)
+    plus, minus = torch.full((3,), 0.0, device=device), torch.full((3,), -0.0, device=device)
+    filled = [x.clone().fill_(-0.0), x.masked_fill(mask, -0.0), torch.where(mask, -0.0, 1.0), -zero, zero * -1.0]
+    return [1 / t for t in (plus, minus, *filled)]
+
+
+PROGRAMS = [default_dtype, roundings, zeros]
+found = [program(ltc.lazy_device()) for program in PROGRAMS]
+ltc.mark_step(wait=True)
+for program, got in zip(PROGRAMS, found):
+    for k, (a, b) in enumerate(zip(got, program("cpu"), strict=True)):
+        tolerance = 1e-13 if b.dtype in (torch.float64, torch.complex128) else 1e-6
+        if a.dtype is not b.dtype or not torch.allclose(a.cpu(), b, tolerance, tolerance, equal_nan=True):
+            print(f"{program.__name__}: result {k} is {a.cpu().tolist()}, eager's {b.tolist()}")
+
+x, fills, powers = torch.arange(1, 5).to(device), [], []
+for exponent, fill in ((2, 1.0), (2, 0.0), (-1, -0.0)):
+    y = torch.ones(2, device=device).fill_(fill)
+    ltc.mark_step()
+    fills.append((1 / y.cpu())[0].item())
+    z = x**exponent
+    try:
+        powers.append(z.tolist())
+    except RuntimeError as error:
+        powers.append("negative integer powers" in str(error))
+print(fills, powers)
+print(ltc.metrics.counter_value("CompiledProgram") > 2)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_values_are_those_of_eager(tmp_path: Path) -> None:
+    with child.start(SCRIPT, LTC_COMPILE="sync", LTC_COMPILED_CACHE_DIR=str(tmp_path)) as process:
+        try:
+            out, err = process.communicate(timeout=280)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines() == ["[1.0, inf, -inf] [[1, 4, 9, 16], [1, 4, 9, 16], True]", "True"]
