@@ -33,7 +33,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-quick test-xla test-programs test-opinfo test-random check bench clean
-.PHONY: test-storm test-sanitize test-public
+.PHONY: test-copies test-storm test-sanitize test-public
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
@@ -44,6 +44,7 @@ help:
 	@echo "make test-programs  run small programs beside eager, op by op (ARGS=\"--tier compiled\": compiled, an hour)"
 	@echo "make test-opinfo  run PyTorch's operators beside eager: op by op, lowered, compiled (over an hour)"
 	@echo "make test-random  run 10,000 random programs beside eager (ARGS=\"--seed 3 --count 500\")"
+	@echo "make test-copies  run 2,000 compiled programs that copy and write beside eager (ARGS=\"--count 100\")"
 	@echo "make test-storm  kill, stop and starve random processes of a job for a minute (ARGS=\"--seconds 60 --seed N\")"
 	@echo "make test-sanitize  run tests with the C++ parts under sanitizers (ARGS=\"--kind thread\" for races)"
 	@echo "make test-public  compare all of PyTorch's own databases of modules and optimizers with eager"
@@ -95,6 +96,9 @@ test-opinfo: $(STAMP)
 
 test-random: $(STAMP)
 	$(BIN)/python -m tests.nets.random_programs $(ARGS)
+
+test-copies: $(STAMP)
+	$(BIN)/python -m tests.nets.copies $(ARGS)
 
 # torch_xla 2.9 wants torch 2.9, whose standard build brings CUDA: 7 GB, and 1 GB for pip's cache.
 $(XLA_STAMP): setup.cfg pyproject.toml constraints.txt

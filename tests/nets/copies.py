@@ -1,0 +1,232 @@
+"""Programs that copy and write, beside eager: `python -m tests.nets.copies --count 2000` (make test-copies).
+
+A program is a list of lines: views, ops that may copy or alias, writes, optimizers, state kept by the user. What all
+its tensors hold at the end must be what they hold on the CPU: a copy that is not one shows itself by a later write.
+Programs run in lockstep, a hundred in a process: their steps are cut together, so the compiler is asked once for all.
+"""
+
+import argparse
+import copy
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import ltc_core as ltc
+from tests.nets.tiers import TIERS, tier
+from tests.seed import seed
+
+__all__ = ["failures", "generate", "main"]
+
+NUM_LINES = 12
+BATCH = 100
+HANG_S = 1500
+_CUT = "cut"
+_MOST = 1e6  # a program's values stay below, where arithmetic on whole numbers is exact
+
+Lines = list[str]
+Names = dict[str, Any]
+
+_VIEWS = (
+    "{x}", "{x}", "{x}.t()", "{x}.view(-1)", "{x}[:2]", "{x}[1:]", "{x}[1:3]", "{x}[0]", "{x}[:, 1:]", "{x}[None]",
+    "{x}.unsqueeze(0).squeeze(0)", "{x}.transpose(0, -1)", "{x}.expand(2, *{x}.shape)", "{x}.detach()", "{x}[::2]",
+    "{x}.reshape(-1)", "{x}.chunk(2)[1]", "{x}.unbind()[0]", "{x}.view({x}.dtype)", "torch.unsafe_chunk({x}, 2)[0]",
+)  # fmt: skip
+_COPIES = (
+    "{v}.clone()", "F.pad({v}, (0, 0))", "torch.cat([{v}])", "{v}.repeat(*[1] * {v}.dim())",
+    "{v}.to({v}.dtype, copy=True)", "{v}.contiguous()", "{v}.contiguous().clone()", "torch.stack([{v}])[0]",
+    "torch.empty_like({v}).copy_({v})", "torch.zeros_like({v}).copy_({v})", "{v} + 0", "{v} * 1", "{v}.abs()",
+    "{v}.clone().t().clone()", "copy.deepcopy({x})", "torch.where({v} == {v}, {v}, {v})",
+    "{v}.masked_fill({v} != {v}, 5)", "{v}.flip(0).flip(0)", "{v}.narrow_copy(0, 0, 1)", "{v}.expand_as({v}).clone()",
+    "{v}.index_select(0, torch.arange({v}.shape[0]).to({v}.device))", "-(-{v})",
+    "{v}.clone(memory_format=torch.contiguous_format)", "torch.cat([{v}, {v}])[: {v}.shape[0]]", "{v}.roll(0)",
+    "{v}.clamp(-99999, 99999)", "{v}.to(torch.float64).to({v}.dtype)", "torch.broadcast_tensors({v}, {v})[0].clone()",
+    "torch.nn.Parameter({v}.double(), requires_grad=False).data", "{v}.diagonal().clone()",
+    "{v}.view(-1).clone().view({v}.shape)",
+)  # fmt: skip
+_WRITES = (
+    "{v}.add_(100)", "{v}.mul_(2)", "{v}.zero_()", "{v}.fill_(7)", "{v}.copy_({w})", "{v}.neg_()", "{v}.ceil_()",
+    "{v}.sub_({w})", "{v}[0] = 3", "{v}[1:].add_(1)", "{v}.t_().t_()", "{v}.masked_fill_({v} > 3, 0)",
+    "{v}.lerp_({w}, 0.5)", "{v}.clamp_(max=5)", "{v}.copy_({v}.flip(0))", "{v}.copy_({v}.clone())",
+    "{v}[:].copy_({v}.clone())", "{v}.index_fill_(0, torch.tensor([0]).to({v}.device), 4)",
+    "torch._foreach_add_([{x}, {y}], 1)", "torch._foreach_copy_([{x}], [{y}])",
+    "torch._foreach_mul_([{x}, {y}], [2, 3])", "{x}.data = {y}.clone()", "{x}.set_({y}.clone())",
+    "torch.add({v}, 1, out={y})", "{v}[{v} > 2] = 0", "{x}.swapaxes_(0, -1)",
+    "{v}.scatter_(0, torch.zeros_like({v}, dtype=torch.int64), 2)", "{v}.bernoulli_(1.0)",
+)  # fmt: skip
+_TRAINING = (
+
+    "p = torch.nn.Parameter(({x}).detach().double().clone()); o = torch.optim.SGD([p], 0.5, momentum=0.5, fused=True)",
+    "p = torch.nn.Parameter(({x}).detach().double().clone()); o = torch.optim.Adam([p], 0.5, fused=True)",
+    "p = torch.nn.Parameter(({x}).detach().double().clone()); o = torch.optim.AdamW([p], 0.5)",
+    "p = torch.nn.Parameter(({x}).detach().double().clone()); o = torch.optim.Adagrad([p], 0.5, fused=True)",
+    "p = torch.nn.Parameter(({x}).detach().double().clone()); o = torch.optim.Adagrad([p], 0.5, foreach=True)",
+    "(p * p).sum().backward(); kept.append(p.grad.clone()); o.step()", "o.zero_grad(set_to_none=False)",
+    "(p * p).sum().backward()", "o.step()", "kept.append(p.detach().clone())",
+    "kept.extend(t for s in copy.deepcopy(o.state_dict())['state'].values() for t in s.values() if torch.is_tensor(t))",
+    "slow = p.detach().clone(); kept.append(slow)", "slow.lerp_(p.detach(), 0.5); p.data.copy_(slow)",
+    "torch._foreach_copy_([p.data], [slow])", "best = copy.deepcopy(p.data); kept.append(best)",
+    "p.grad.sub_(p.grad.mean())",
+)  # fmt: skip
+
+
+def _start(number: int, device: Any) -> Names:
+    generator = torch.Generator().manual_seed(number)
+    floats = torch.randint(-4, 5, (3, 4), generator=generator).float()
+    square = torch.randint(-4, 5, (4, 4), generator=generator).float()
+    whole = torch.randint(-4, 5, (3, 4), generator=generator)
+    here = [t.to(device) for t in (floats, square, whole)]
+    names = {f"t{k}": t for k, t in enumerate(here)}
+    return {**names, "kept": [], "torch": torch, "F": F, "copy": copy}
+
+
+def _held(names: Names) -> list[torch.Tensor]:
+    held = [v for k, v in sorted(names.items()) if isinstance(v, torch.Tensor) and k != "_"]
+    return [*held, *names["kept"]]
+
+
+def _line(draw: random.Random, names: Names, count: int) -> str:
+    tensors = [k for k in names if k[0] == "t" and k[1:].isdigit()]
+    x, y = draw.choice(tensors), draw.choice(tensors)
+    view = draw.choice(_VIEWS).format(x=x)
+    if draw.random() < 0.3:
+        view = draw.choice(_VIEWS).format(x=f"({view})")
+    other = draw.choice(_VIEWS).format(x=y)
+    kind = draw.random()
+    if kind < 0.45:
+        return f"t{count} = " + draw.choice(_COPIES).format(v=f"({view})", x=x)
+    if kind < 0.75:
+        return draw.choice(_WRITES).format(v=f"({view})", w=f"({other})", x=x, y=y)
+    if kind < 0.9:
+        return draw.choice(_TRAINING).format(x=x)
+    if kind < 0.95:
+        return f"del {draw.choice(tensors)}" if len(tensors) > 2 else _CUT
+    return _CUT
+
+
+def generate(number: int) -> Lines:
+    """The program with a number: lines that run on the CPU, about a third of them after a cut."""
+    draw = random.Random(number)
+    names = _start(number, "cpu")
+    lines: Lines = []
+    count = len(names)
+    while len(lines) < NUM_LINES:
+        line = _line(draw, names, count)
+        count += 1
+        before = copy.deepcopy({k: v for k, v in names.items() if k not in ("torch", "F", "copy")})
+        try:
+            exec(line if line != _CUT else "", names)
+            if any(
+                not torch.isfinite(t).all() or t.abs().max() > _MOST
+                for t in _held(names)
+                if t.numel()
+            ):
+                raise ArithmeticError
+        except Exception:  # eager refuses the line
+            names = _replayed(number, lines)
+            continue
+        del before
+        lines.append(line)
+        if draw.random() < 0.2:
+            lines.append(_CUT)
+    return lines
+
+
+def _is_large(t: torch.Tensor) -> bool:
+    return not torch.isfinite(t).all() or bool(t.abs().max() > _MOST)
+
+
+def _replayed(number: int, lines: Lines) -> Names:
+    names = _start(number, "cpu")
+    for line in lines:
+        if line != _CUT:
+            exec(line, names)
+    return names
+
+
+def _steps(number: int, lines: Lines, device: Any) -> Iterator[list[torch.Tensor] | None]:
+    names = _start(number, device)
+    yield None
+    for line in lines:
+        if line == _CUT:
+            yield None
+        else:
+            exec(line, names)
+    yield None
+    yield _held(names)
+
+
+def _outcomes(programs: dict[int, Lines], device: Any) -> dict[int, Any]:
+    running = {number: _steps(number, lines, device) for number, lines in programs.items()}
+    found: dict[int, Any] = {}
+    while running:
+        for number, steps in list(running.items()):
+            try:
+                result = next(steps)
+            except Exception as error:
+                result = error  # type: ignore[assignment]
+            if result is not None:
+                found[number] = result
+                del running[number]
+        ltc.mark_step(wait=True)
+    return found
+
+
+def failures(numbers: Sequence[int], name: str) -> dict[int, str]:
+    """What differs from eager in a tier: number of the program -> what, in words."""
+    programs = {number: generate(number) for number in numbers}
+    expected = _outcomes(programs, "cpu")
+    with tier(name):
+        got = _outcomes(programs, ltc.lazy_device())
+        return {n: what for n in numbers if (what := _difference(got[n], expected[n]))}
+
+
+def _difference(got: Any, expected: Any) -> str:
+    if isinstance(got, Exception) or isinstance(expected, Exception):
+        return "" if type(got) is type(expected) else f"{got!r}, eager {expected!r}"[:400]
+    for k, (found, wanted) in enumerate(zip(got, expected, strict=True)):
+        here, right = found.detach().cpu(), wanted.detach()
+        if here.dtype is not right.dtype or here.shape != right.shape:
+            return f"tensor {k} is {here.dtype}{[*here.shape]}, not {right.dtype}{[*right.shape]}"
+        if not torch.allclose(here, right, 1e-5, 1e-6):
+            return f"tensor {k} is {here.tolist()}, eager's {right.tolist()}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=seed())
+    parser.add_argument("--tier", choices=TIERS, default="compiled")
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument(
+        "--first", type=int, help="run one batch in this process, from this program on"
+    )
+    options = parser.parse_args()
+    if options.first is not None:
+        found = failures(range(options.first, options.first + options.count), options.tier)
+        for number, what in found.items():
+            print(f"program {number}: {what}", *generate(number), sep="\n  ", flush=True)
+        return bool(found)
+    start = options.seed * 1_000_000
+    print(f"{options.count} programs, seed {options.seed}, {options.tier}", flush=True)
+    failed = 0
+    for first in range(start, start + options.count, options.batch):
+        count = min(options.batch, start + options.count - first)
+        command = [sys.executable, "-m", "tests.nets.copies", "--first", str(first)]
+        command += ["--count", str(count), "--tier", options.tier]
+        try:
+            failed += subprocess.run(command, timeout=HANG_S).returncode != 0
+        except subprocess.TimeoutExpired:
+            failed += 1
+            print(f"programs from {first} on hang", flush=True)
+    print(f"{failed} batches with differences", flush=True)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

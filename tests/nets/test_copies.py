@@ -1,0 +1,43 @@
+"""Programs that copy and write, beside eager; two thousand of them, compiled: make test-copies."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.nets import copies
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("tier", "count"), [("ops", "100"), ("lowered", "100"), ("compiled", "20")]
+)
+def test_copies_and_writes(tier: str, count: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.nets.copies", "--tier", tier, "--count", count],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_number_is_always_the_same_program() -> None:
+    assert copies.generate(7) == copies.generate(7) != copies.generate(8)
+
+
+def test_a_copy_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["t9 = t0.clone()", "cut", "t9.add_(1)"]
+    monkeypatch.setattr(copies, "generate", lambda number: lines)
+    assert copies.failures([1], "ops") == {}
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(
+        torch.Tensor, "clone", lambda t: clone(t) if t.device.type == "cpu" else t.view(t.shape)
+    )
+    assert "tensor 0 is" in copies.failures([1], "ops")[1]
