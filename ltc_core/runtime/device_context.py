@@ -125,6 +125,9 @@ class DeviceContext:
         """Run a program on the values of a cut: in this thread, or in the worker."""
         num_threads = torch.get_num_threads()
         placement = self._placement(compiled, num_threads)
+        if placement is not Placement.HERE and not self.worker.start():
+            metrics.count("WorkerNotStarted")  # slower, but no value is lost
+            placement = Placement.HERE
         if placement is Placement.SPARING:
             num_threads -= 1
         inputs = [cut.inputs[k][2] for k in compiled.input_slots]
@@ -152,11 +155,20 @@ class DeviceContext:
         self._worker_has_team = True
         try:
             self.worker.submit(launch)
-        except BaseException as error:  # an interrupt: no thread will run it
-            launch.resolve(
-                errors.op_error(error, what=f"a program was not handed over on {self.device}")
+        except BaseException as error:  # an interrupt, or no thread: nobody will run it
+            no_thread = isinstance(error, Exception)
+            failed = errors.op_error(
+                error,
+                what=f"a program was not handed over on {self.device}",
+                got=f"{threading.active_count()} Python threads in this process"
+                if no_thread
+                else "",
+                next="end other threads or raise their limit (ulimit -u)" if no_thread else "",
             )
+            launch.resolve(failed)
             launch.cancel()
+            if no_thread:
+                raise errors.to_raise(failed) from error
             raise
         return launch
 
@@ -201,7 +213,8 @@ class DeviceContext:
 
     def _take_the_cores(self) -> None:
         """Wait until the worker is idle, so that the cores are free."""
-        if self._worker_has_team:
+        # A worker that cannot start has no team either: it was stopped, or is the parent's.
+        if self._worker_has_team and self.worker.start():
             self.worker.submit(Job(release_team))
             self._worker_has_team = False
         self.worker.drain()

@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 __all__ = ["Job", "Worker"]
 
+_CANNOT_START = (RuntimeError, MemoryError)  # what `Thread.start` raises if there is no new thread
+
 
 class Job:
     """One call for a worker. `run` must not raise; it stores errors where they are raised later.
@@ -96,16 +98,42 @@ class Worker:
         self._places.acquire()
         self._places.release()
 
+    def start(self) -> bool:
+        """Start the thread if it does not run; False if the system gives no more threads."""
+        with self._lock:
+            try:
+                self._start_thread()
+            except _CANNOT_START:
+                return False
+            return True
+
     def submit(self, job: Job) -> None:
-        """Queue a job."""
+        """Queue a job, and start the thread if it does not run.
+
+        Raises:
+            RuntimeError, MemoryError: the thread could not be started; the job was not queued, and the next one
+                tries again.
+        """
         self._places.acquire()
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
+            try:
+                self._start_thread()
+            except BaseException:
+                self._places.release()
+                raise
             self._last = job
             self._unfinished.append(job)
             self._queue.put(job)
+
+    def _start_thread(self) -> None:
+        if self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+        try:
+            self._thread.start()
+        except _CANNOT_START:  # after any other exception, an interrupt, the thread does run
+            self._thread = None
+            raise
 
     def _loop(self) -> None:
         jobs, places, unfinished = self._queue, self._places, self._unfinished

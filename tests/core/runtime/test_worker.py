@@ -1,4 +1,7 @@
-"""The worker: jobs in order, in one thread, at most so many waiting; it outlives what its jobs raise."""
+"""The worker: jobs in order, in one thread, at most so many waiting; it outlives what its jobs raise.
+
+If its thread cannot start, steps run in the thread that cuts, and the next step tries again.
+"""
 
 import threading
 import weakref
@@ -6,8 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
+import ltc_core as ltc
+from ltc_core import errors
+from ltc_core.runtime.devices import context
 from ltc_core.runtime.worker import Job, Worker
+from tests.core.counting import Counting
 
 NAME = "worker-under-test"
 
@@ -210,3 +218,81 @@ def test_after_a_fork_it_is_as_new(worker: Worker) -> None:
     assert worker.stop(10)
     old.join(10)
     assert not old.is_alive()
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[str]:
+    """Refuse the next `times` starts of threads of this name; gives the refusals as they come."""
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == name and len(refused) < times:
+            refused.append(name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    return refused
+
+
+def test_a_thread_that_cannot_start_is_started_by_a_later_job(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads(monkeypatch, NAME, 3)
+    ran: list[int] = []
+    lost = Job(lambda: ran.append(-1))
+    for _ in range(2):  # as many as there are places
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            worker.submit(lost)
+    assert not worker.start()
+    assert worker.is_idle and worker.drain(0) and worker.stop(0)
+    jobs = [Job(lambda i=i: ran.append(i)) for i in range(3)]  # type: ignore[misc]
+    for job in jobs:
+        worker.submit(job)
+        assert job.wait(5)
+    assert ran == [0, 1, 2] and not lost.is_done
+
+
+@pytest.fixture
+def stopped() -> Worker:
+    """The worker of the device, whose thread is not running."""
+    ltc.wait_device_ops()
+    found = context(ltc.lazy_device().index).worker
+    assert found.stop(10)
+    return found
+
+
+def test_a_step_without_a_worker_thread_runs_where_it_is_cut(
+    stopped: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = torch.ones(37, 3).to(ltc.lazy_device())
+    refused = refuse_threads(monkeypatch, stopped._name, 2)
+    with Counting() as counting:
+        for _ in range(4):  # the third step gets a thread
+            w.mul_(2).add_(1)
+            ltc.mark_step()
+        ltc.wait_device_ops()
+    assert torch.equal(w.cpu(), torch.full((37, 3), 31.0))
+    assert len(refused) == 2  # one may be the release of the worker's OpenMP team
+    assert counting.so_far()["WorkerNotStarted"] >= 1
+
+
+def test_a_step_that_no_thread_can_run_is_lost_and_says_so(
+    stopped: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that blocks on other processes, of which only the worker can run the rest."""
+    w, other = (torch.ones(41, 3).to(ltc.lazy_device()) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(stopped, "start", lambda: True)
+        refuse_threads(patch, stopped._name, 1)
+        w.mul_(2)
+        with pytest.raises(
+            errors.LtcError, match="not handed over on .*can't start new thread"
+        ) as e:
+            ltc.mark_step()
+    assert isinstance(e.value, RuntimeError)
+    assert "Python threads in this process" in str(e.value) and "ulimit -u" in str(e.value)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        w.cpu()
+    ltc.mark_step(wait=True)
+    assert torch.equal((other + 1).cpu(), torch.full((41, 3), 2.0))
