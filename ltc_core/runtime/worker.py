@@ -100,6 +100,8 @@ class Worker:
 
     def start(self) -> bool:
         """Start the thread if it does not run; False if the system gives no more threads."""
+        if self._thread is not None:  # each cut asks
+            return True
         with self._lock:
             try:
                 self._start_thread()

@@ -41,12 +41,17 @@ def start(code: str, *, prelude: str = PRELUDE, **settings: str) -> subprocess.P
 
 
 def run(
-    code: str, *, prelude: str = PRELUDE, returncode: int = 0, **settings: str
+    code: str,
+    *,
+    prelude: str = PRELUDE,
+    returncode: int = 0,
+    timeout_s: float = TIMEOUT_S,
+    **settings: str,
 ) -> tuple[str, str]:
     """Run a program to its end, with the return code that is expected; give what it wrote: (stdout, stderr)."""
     with start(code, prelude=prelude, **settings) as child:
         try:
-            out, err = child.communicate(timeout=TIMEOUT_S)
+            out, err = child.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             child.kill()
             out, err = child.communicate()

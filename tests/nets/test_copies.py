@@ -1,31 +1,21 @@
 """Programs that copy and write, beside eager; two thousand of them, compiled: make test-copies."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.nets import copies
-
-ROOT = Path(__file__).parents[2]
+from tests.nets.command import expect_success
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("tier", "count"), [("ops", "100"), ("lowered", "100"), ("compiled", "20")]
 )
-def test_copies_and_writes(tier: str, count: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.nets.copies", "--tier", tier, "--count", count],
-        cwd=ROOT,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_copies_and_writes(tier: str, count: str, tmp_path: Path) -> None:
+    arguments = ["--tier", tier, "--count", count]
+    expect_success("tests.nets.copies", *arguments, LTC_COMPILED_CACHE_DIR=str(tmp_path))
 
 
 def test_a_number_is_always_the_same_program() -> None:

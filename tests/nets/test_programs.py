@@ -3,19 +3,16 @@
 All of them: make test-programs, with the tier in ARGS.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.nets.command import expect_success
 from tests.nets.programs import find
 from tests.nets.run_programs import check
 from tests.nets.tiers import tier
 from tests.seed import rotating
 
-ROOT = Path(__file__).parents[2]
 NAMES = list(find())
 
 
@@ -37,21 +34,8 @@ def test_lowered_they_are_as_eager() -> None:
 
 @pytest.mark.timeout(400)
 def test_compiled_they_are_as_eager(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.nets.run_programs",
-            *rotating(NAMES, 200),
-            "--tier",
-            "compiled",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "LTC_COMPILED_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = [*rotating(NAMES, 200), "--tier", "compiled"]
+    expect_success("tests.nets.run_programs", *arguments, LTC_COMPILED_CACHE_DIR=str(tmp_path))
 
 
 def report(found: dict[str, str]) -> str:

@@ -3,32 +3,19 @@
 That a program which fails is found, shrunk and named is tested on devices that are made to fail.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.nets import random_programs
 from tests.nets.beside import Raised, attempt, difference
+from tests.nets.command import expect_success
 from tests.nets.random_programs import generate, outcome, shrunk
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("tier", "count"), [("ops", "40"), ("lowered", "12")])
 def test_random_programs(tier: str, count: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.nets.random_programs", "--tier", tier, "--count", count],
-        cwd=ROOT,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    expect_success("tests.nets.random_programs", "--tier", tier, "--count", count)
 
 
 def test_a_number_is_always_the_same_program() -> None:

@@ -19,21 +19,18 @@ from torch.fx import Graph, Node
 __all__ = ["BEFORE_WRITES", "OWN", "before_writes", "own"]
 
 _library = torch.library.Library("ltc", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _copy(x: torch.Tensor, output: int) -> torch.Tensor:
+    return x.clone()
+
+
 # `output` is the position of the output: no two calls are equal, so none is merged with another.
 for _name in ("own", "before_writes"):
     _library.define(f"{_name}(Tensor x, int output) -> Tensor")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _copy, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 OWN = torch.ops.ltc.own.default
 BEFORE_WRITES = torch.ops.ltc.before_writes.default
-
-
-@torch.library.impl(_library, "own", "CompositeExplicitAutograd")
-def _own(x: torch.Tensor, output: int) -> torch.Tensor:
-    return x.clone()
-
-
-@torch.library.impl(_library, "before_writes", "CompositeExplicitAutograd")
-def _before_writes(x: torch.Tensor, output: int) -> torch.Tensor:
-    return x.clone()
 
 
 def own(graph: Graph, results: Sequence[Node], mode: FakeTensorMode) -> list[Node]:

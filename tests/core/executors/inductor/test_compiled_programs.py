@@ -91,12 +91,9 @@ print(json.dumps(wrong))
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cache: Path = tmp_path_factory.mktemp("compiled")
-    with child.start(SCRIPT, LTC_COMPILE="sync", LTC_COMPILED_CACHE_DIR=str(cache)) as process:
-        try:
-            out, err = process.communicate(timeout=280)
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (0, "")
+    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": str(cache)}
+    out, err = child.run(SCRIPT, timeout_s=280, **settings)
+    assert err == ""
     return json.loads(out)  # type: ignore[no-any-return]
 
 

@@ -62,10 +62,7 @@ print(ltc.metrics.counter_value("CompiledProgram") > 2)
 
 @pytest.mark.timeout(300)
 def test_values_are_those_of_eager(tmp_path: Path) -> None:
-    with child.start(SCRIPT, LTC_COMPILE="sync", LTC_COMPILED_CACHE_DIR=str(tmp_path)) as process:
-        try:
-            out, err = process.communicate(timeout=280)
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (0, "")
+    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": str(tmp_path)}
+    out, err = child.run(SCRIPT, timeout_s=280, **settings)
+    assert err == ""
     assert out.splitlines() == ["[1.0, inf, -inf] [[1, 4, 9, 16], [1, 4, 9, 16], True]", "True"]

@@ -199,12 +199,9 @@ print(len(found), "programs,", ltc.metrics.counter_value("CompiledProgram"), "co
 
 @pytest.mark.timeout(300)
 def test_copies_stay_copies(tmp_path: Path) -> None:
-    with child.start(SCRIPT, LTC_COMPILE="sync", LTC_COMPILED_CACHE_DIR=str(tmp_path)) as process:
-        try:
-            out, err = process.communicate(timeout=280)
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (0, "")
+    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": str(tmp_path)}
+    out, err = child.run(SCRIPT, timeout_s=280, **settings)
+    assert err == ""
     *wrong, last = out.splitlines()
     assert not wrong, "\n".join(wrong)
     count, _, compiled, _ = last.split()
