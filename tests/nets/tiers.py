@@ -22,6 +22,7 @@ from ltc_core.executors import Executor, Program
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.inductor.lower import Lowered, lower
+from ltc_core.executors.inductor.numeric_flags import NumericFlags
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.request import Request, decode, encode
 from ltc_core.executors.inductor.tiers import TieredProgram
@@ -43,7 +44,7 @@ _tracing = threading.Lock()
 class _LoweredProgram(TieredProgram):
     """A graph whose parts are traced as the compiler's process traces them, and run as ATen."""
 
-    def _start(self, scalars: Sequence[Any]) -> None:
+    def _start(self, scalars: Sequence[Any], flags: NumericFlags) -> None:
         refused: frozenset[str] = frozenset()
         while True:
             parts = partition(self.graph, scalars, frozenset(self._varied), refused)
@@ -58,13 +59,14 @@ class _LoweredProgram(TieredProgram):
                 assert error.op not in refused
                 refused |= {error.op}
                 continue
-            self._programs.append(compiled_program(self.graph, parts, models, self.hardware))
+            program = compiled_program(self.graph, parts, models, self.hardware)
+            self._programs.append((flags, program))
             return
 
 
 def _lowered(part: Subgraph) -> Lowered:
     """Lower a part in a thread of its own, which has none of the modes of the thread that asks."""
-    request = decode(encode(Request(part, "cpu", torch.get_num_threads())))
+    request = decode(encode(Request(part, "cpu", torch.get_num_threads(), NumericFlags.now())))
     results: list[Lowered] = []
     errors: list[BaseException] = []
 

@@ -46,6 +46,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
     """
     request = decode(payload)
     torch.set_num_threads(request.num_threads)
+    request.flags.apply()
     gemm_lowering.register()
     lowerings = Lowerings()
     lowered = lower(request.subgraph, request.device)

@@ -46,7 +46,7 @@ def _linear_meta(
 
 def use_onednn(module: GraphModule) -> None:
     """Replace the matrix products of a traced graph that are faster in oneDNN by calls of it."""
-    if not _is_quicker():
+    if not (torch.backends.mkldnn.enabled and _is_quicker()):
         return
     graph = module.graph
     for node in list(graph.nodes):

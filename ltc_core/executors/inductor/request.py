@@ -1,8 +1,8 @@
 """A request to the compiler's process, and the key of its artifact.
 
-A `Request` is a subgraph, a device and a number of threads. Its key is a digest of these, of the machine, of PyTorch
-and of the sources that lower the subgraph: equal keys mean equal programs, in any process and run. Made by `tiers`,
-sent by `service`, and decoded in the compiler's process by `build_artifact`.
+A `Request` is a subgraph, a device, a number of threads and the numeric flags. Its key is a digest of these, of the
+machine, of PyTorch and of the sources that lower the subgraph: equal keys mean equal programs, in any process and run.
+Made by `tiers`, sent by `service`, and decoded in the compiler's process by `build_artifact`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from ltc_core.compile.retrace import Refused
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.executors.inductor.compiler_variables import compiler_variables
+from ltc_core.executors.inductor.numeric_flags import NumericFlags
 from ltc_core.graph.ir import TensorMeta
 
 __all__ = ["Request", "decode", "encode", "key"]
@@ -36,11 +37,12 @@ _FOLDERS = ("graph/*.py", "compile/*.py", "executors/**/*.py")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A subgraph to be compiled for a device, tuned for a number of threads."""
+    """A subgraph to be compiled for a device, tuned for a number of threads, under numeric flags."""
 
     subgraph: Subgraph
     device: str
     num_threads: int
+    flags: NumericFlags
 
 
 class _Pickler(pickle.Pickler):
@@ -87,6 +89,7 @@ def key(request: Request) -> str:
     """Key of a request, 64 hexadecimal digits. Cost: about 5 us a node."""
     digest = hashlib.sha256(_environment().encode())
     digest.update(f"{request.device} {_gpu(request.device)} {request.num_threads}\n".encode())
+    digest.update(f"{request.flags}\n".encode())
     digest.update(request.subgraph.text().encode())
     return digest.hexdigest()
 

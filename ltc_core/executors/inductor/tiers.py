@@ -27,6 +27,7 @@ from ltc_core.errors import listed
 from ltc_core.executors.base import Program, Salvaged, run_to_end
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.launcher import Model, load
+from ltc_core.executors.inductor.numeric_flags import NumericFlags
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.request import Request, encode, key
 from ltc_core.executors.inductor.service import CompileService, Outcome, service
@@ -37,7 +38,7 @@ from ltc_core.settings import settings
 
 __all__ = ["TieredProgram", "say_once"]
 
-# A graph is compiled for this many sets of constants at most; runs with other constants are op by op.
+# A graph is compiled for this many sets of constants and numeric flags at most; runs with others are op by op.
 _MAX_PROGRAMS = 4
 
 _said: set[str] = set()
@@ -66,7 +67,7 @@ class TieredProgram(Program):
         self.peak_bytes = reference.peak_bytes
         self.hardware = hardware
         self._reference = reference
-        self._programs: list[PartitionedProgram] = []
+        self._programs: list[tuple[NumericFlags, PartitionedProgram]] = []
         self._build: _Build | None = None
         self._runs = 0
         self._numbers: list[Any] | None = None
@@ -83,10 +84,11 @@ class TieredProgram(Program):
     def run_in_steps(
         self, inputs: Sequence[Any], scalars: Sequence[Any]
     ) -> Generator[None, None, list[Any]]:
-        compiled = next((compiled for compiled in self._programs if compiled.fits(scalars)), None)
+        flags = NumericFlags.now()
+        compiled = self._that_fits(scalars, flags)
         if compiled is None and settings.compile != "off" and not self._given_up:
             self._note_numbers(scalars)
-            compiled = self._compiled(scalars)
+            compiled = self._compiled(scalars, flags)
         if compiled is None:
             return self._reference.run(inputs, scalars)
         return (yield from compiled.run_in_steps(inputs, scalars))
@@ -102,22 +104,28 @@ class TieredProgram(Program):
         pairs = zip(self._numbers, scalars, strict=True)
         self._varied.update(k for k, (a, b) in enumerate(pairs) if not same_scalar(a, b))
 
-    def _compiled(self, scalars: Sequence[Any]) -> PartitionedProgram | None:
-        """Compiled program for these scalars; None if it is not built yet, and then it may be requested."""
+    def _that_fits(self, scalars: Sequence[Any], flags: NumericFlags) -> PartitionedProgram | None:
+        fits = (
+            p for compiled_for, p in self._programs if compiled_for == flags and p.fits(scalars)
+        )
+        return next(fits, None)
+
+    def _compiled(self, scalars: Sequence[Any], flags: NumericFlags) -> PartitionedProgram | None:
+        """Compiled program for a run; None if it is not built yet, and then it may be requested."""
         self._runs += 1
         build = self._build  # the service's thread resets it when the build is done
         if build is not None and build.is_orphan:
             build = self._build = None
         if build is None and self._is_wanted():
-            build = self._start(scalars)
+            build = self._start(scalars, flags)
         if settings.compile == "sync" and build is not None:
             build.done.wait()
-        return next((compiled for compiled in self._programs if compiled.fits(scalars)), None)
+        return self._that_fits(scalars, flags)
 
     def _is_wanted(self) -> bool:
         return self._runs == 1 or self._runs >= settings.compile_after or settings.compile == "sync"
 
-    def _start(self, scalars: Sequence[Any]) -> _Build | None:
+    def _start(self, scalars: Sequence[Any], flags: NumericFlags) -> _Build | None:
         """Request the compiled program; None if nothing is to be compiled now."""
         compiler = service()
         why = compiler.available()
@@ -126,7 +134,7 @@ class TieredProgram(Program):
             return None
         varied, refused = frozenset(self._varied), frozenset(_refused_ops)
         subgraphs = partition(self.graph, scalars, varied, refused)
-        build = _Build(self, subgraphs, compiler, refused)
+        build = _Build(self, subgraphs, compiler, refused, flags)
         if not build.requests:
             self._given_up = True
             return None
@@ -137,11 +145,11 @@ class TieredProgram(Program):
         build.submit()
         return build
 
-    def install(self, compiled: PartitionedProgram, seconds: float) -> None:
-        """Use a compiled program from the next run on; its build took `seconds`."""
+    def install(self, compiled: PartitionedProgram, flags: NumericFlags, seconds: float) -> None:
+        """Use a program compiled for some flags from the next run on; its build took `seconds`."""
         self._build = None
         self._runs = 0
-        self._programs.append(compiled)
+        self._programs.append((flags, compiled))
         metrics.count("CompiledProgram")
         if settings.explain:
             size = len(self.graph.nodes)
@@ -153,7 +161,8 @@ class TieredProgram(Program):
         if len(self._programs) == _MAX_PROGRAMS:
             self.give_up(
                 f"a graph of {len(self.graph.nodes)} ops was compiled for {_MAX_PROGRAMS} values of numbers that are "
-                f"constants of compiled programs; with other values it runs op by op{self._where()}"
+                "constants of compiled programs, or of PyTorch's numeric flags; with other values it runs op by op"
+                f"{self._where()}"
             )
 
     def retry(self) -> None:
@@ -197,8 +206,10 @@ class _Build:
         subgraphs: list[Subgraph],
         compiler: CompileService,
         refused: frozenset[str],
+        flags: NumericFlags,
     ) -> None:
         self._refused = refused
+        self._flags = flags
         self._program = weakref.ref(program)
         self._graph = program.graph
         self._hardware = program.hardware
@@ -212,7 +223,7 @@ class _Build:
         self._started = time.monotonic()
         self.done = threading.Event()
         self.requests = {
-            k: Request(subgraph, program.hardware.type, num_threads)
+            k: Request(subgraph, program.hardware.type, num_threads, flags)
             for k, subgraph in enumerate(subgraphs)
             if subgraph.compiled
         }
@@ -252,7 +263,7 @@ class _Build:
                     compiled = compiled_program(
                         self._graph, self._subgraphs, self._models, self._hardware
                     )
-                    program.install(compiled, time.monotonic() - self._started)
+                    program.install(compiled, self._flags, time.monotonic() - self._started)
                 self.done.set()
 
     def _fail(self, outcome: Outcome) -> None:

@@ -89,6 +89,7 @@ import torch
 from ltc_core.executors.inductor import gemm
 from ltc_core.executors.inductor.build_artifact import build
 from ltc_core.executors.inductor.launcher import load
+from ltc_core.executors.inductor.numeric_flags import NumericFlags
 from ltc_core.executors.inductor.request import Request, encode
 from tests.core.executors.inductor.test_gemm import goes_to_onednn, matrix, product, turned
 
@@ -102,7 +103,7 @@ calls = [
 assert all(goes_to_onednn(*call) for call in calls)
 part = product(*calls)
 directory = Path(sys.argv[1])
-facts = build(encode(Request(part, "cpu", torch.get_num_threads())), directory)
+facts = build(encode(Request(part, "cpu", torch.get_num_threads(), NumericFlags.now())), directory)
 library = directory / facts["library"]
 assert b"aoti_torch_cpu__linear_pointwise" in library.read_bytes()
 tensors = [t for call in calls for t in call]

@@ -16,6 +16,7 @@ from ltc_core.executors.inductor import request as module
 from ltc_core.executors.inductor.compiler_process import CompilerProcess
 from ltc_core.executors.inductor.compiler_variables import compiler_variables, is_decisive
 from ltc_core.executors.inductor.lower import lower
+from ltc_core.executors.inductor.numeric_flags import NumericFlags
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.request import (
     Request,
@@ -52,11 +53,18 @@ def make_graph(
     return Graph(nodes, {0: meta, 1: meta}, (first + 1, first + 2, *more_outputs), donated)
 
 
+FLAGS = NumericFlags.now()
+
+
 def make_request(
-    factor: Any = 2.0, device: str = "cpu", num_threads: int = 2, **of_graph: Any
+    factor: Any = 2.0,
+    device: str = "cpu",
+    num_threads: int = 2,
+    flags: NumericFlags = FLAGS,
+    **of_graph: Any,
 ) -> Request:
     [part] = partition(make_graph(**of_graph), [factor], frozenset(), frozenset())
-    return Request(part, device, num_threads)
+    return Request(part, device, num_threads, flags)
 
 
 def same(a: Subgraph, b: Subgraph) -> bool:
@@ -75,7 +83,7 @@ def test_what_is_decoded_is_what_was_encoded() -> None:
     for seed in range(10):
         found = random_graph(seed)
         for part in partition(found.graph, found.scalars, frozenset(), frozenset()):
-            request = Request(part, "cpu", 3)
+            request = Request(part, "cpu", 3, FLAGS)
             again = decode(encode(request))
             assert same(again.subgraph, part) and again.subgraph.scalars == part.scalars
             assert (again.device, again.num_threads, key(again)) == ("cpu", 3, key(request))
@@ -100,6 +108,9 @@ def test_an_op_that_the_other_process_does_not_have() -> None:
 OTHERS: dict[str, Callable[[], Request]] = {
     "threads": lambda: make_request(num_threads=3),
     "device": lambda: make_request(device="cuda"),
+    "deterministic algorithms": lambda: make_request(flags=FLAGS._replace(deterministic=True)),
+    "no oneDNN": lambda: make_request(flags=FLAGS._replace(onednn=not FLAGS.onednn)),
+    "precision": lambda: make_request(flags=FLAGS._replace(precisions=("tf32",) * 9)),
     "op": lambda: make_request(op=aten.sub.Tensor),
     "size": lambda: make_request(meta=TensorMeta.packed((3, 2), torch.float32)),
     "strides": lambda: make_request(meta=TensorMeta.of((2, 3), (1, 2), 0, torch.float32)),
