@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ltc_core import errors, source
+from ltc_core.garbage import without_collection
 from ltc_core.graph.op_schema import Arg, OpSchema
 from ltc_core.record import random_state
 from ltc_core.record.make_node import OrderMatters, grow
@@ -92,26 +93,31 @@ def _record_on(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]
     with trace.lock:
         if trace.count >= trace.limit:
             trace.on_limit()  # type: ignore[misc]
-        try:
-            before = trace.count
-            scalars: list[Any] = []
-            bases: dict[int, Cell] = {}
-            key = _signature(schema, trace, args, kwargs, scalars, bases)
-            cells = list(bases.values())
-            step = trace.advance(
-                key, lambda: grow(schema, trace, args, kwargs, cells), before, len(scalars)
-            )
-            trace.scalars += scalars
-            return _results(trace, step, cells, schema, args, kwargs)
-        except Stale:
-            trace.rewind()
-            make_operands(args, kwargs)
-            if schema.draws:
-                make_operand(random_state.stream(trace, kwargs.get("generator")))
-            return _record_on(trace, schema, args, kwargs)
-        except BaseException:
-            trace.rewind()
-            raise
+        return _record_step(trace, schema, args, kwargs)
+
+
+@without_collection
+def _record_step(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
+    try:
+        before = trace.count
+        scalars: list[Any] = []
+        bases: dict[int, Cell] = {}
+        key = _signature(schema, trace, args, kwargs, scalars, bases)
+        cells = list(bases.values())
+        step = trace.advance(
+            key, lambda: grow(schema, trace, args, kwargs, cells), before, len(scalars)
+        )
+        trace.scalars += scalars
+        return _results(trace, step, cells, schema, args, kwargs)
+    except Stale:
+        trace.rewind()
+        make_operands(args, kwargs)
+        if schema.draws:
+            make_operand(random_state.stream(trace, kwargs.get("generator")))
+        return _record_step(trace, schema, args, kwargs)
+    except BaseException:
+        trace.rewind()
+        raise
 
 
 def _with_named_generator(schema: OpSchema, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ltc_core import source
+from ltc_core.garbage import without_collection
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, TensorMeta, ViewStep
 from ltc_core.graph.op_schema import OpSchema
@@ -49,23 +50,28 @@ def _record_view_on(trace: Trace, schema: OpSchema, handle: Handle, static: tupl
     with trace.lock:
         if trace.count >= trace.limit:
             trace.on_limit()  # type: ignore[misc]
+        return _record_step(trace, schema, handle, static)
+
+
+@without_collection
+def _record_step(trace: Trace, schema: OpSchema, handle: Handle, static: tuple[Any, ...]) -> Any:
+    try:
+        before = trace.count
         try:
+            key = (schema, operand(trace, handle), *static)
+        except Stale:
+            make_operand(handle)
             before = trace.count
-            try:
-                key = (schema, operand(trace, handle), *static)
-            except Stale:
-                make_operand(handle)
-                before = trace.count
-                key = (schema, operand(trace, handle), *static)
-            step = trace.advance(
-                key,
-                lambda: grow_view(schema, trace, Ref(handle.value.index), handle.meta, static),
-                before,
-            )
-            return _wrap_views(trace, step, base_of(handle), lens_of(handle))
-        except BaseException:
-            trace.rewind()
-            raise
+            key = (schema, operand(trace, handle), *static)
+        step = trace.advance(
+            key,
+            lambda: grow_view(schema, trace, Ref(handle.value.index), handle.meta, static),
+            before,
+        )
+        return _wrap_views(trace, step, base_of(handle), lens_of(handle))
+    except BaseException:
+        trace.rewind()
+        raise
 
 
 def _wrap_views(trace: Trace, step: Step, base: Cell, lens: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from ltc_core import debug, errors, metrics
 from ltc_core.executors import make
 from ltc_core.executors.openmp import release_team
+from ltc_core.garbage import without_collection
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
 from ltc_core.record import fast_path
@@ -71,11 +72,14 @@ class DeviceContext:
 
         Cost: compiles a graph that is new; blocks if `settings.max_pending_steps` jobs are waiting.
         """
+        if not self.trace:
+            return None
+        # Here Ctrl-C loses nothing yet. The lock is not held: a finalizer in the worker's thread may record ops.
+        self.worker.wait_for_slot()
         with self.trace.lock:
             if not self.trace:
                 return None
             fast_path.install()
-            self.worker.wait_for_slot()  # here Ctrl-C loses nothing yet
             started = time.perf_counter_ns()
             with DeferredInterrupts():
                 compiled, job = self._hand_over(reason)
@@ -87,6 +91,7 @@ class DeviceContext:
         debug.on_cut(self.device, reason, compiled, time.perf_counter_ns() - started)
         return job
 
+    @without_collection  # a finalizer's ops would read values that no job computes yet
     def _hand_over(self, reason: str) -> tuple[CompiledGraph | None, Job | None]:
         """Take the trace apart and launch its program; (None, None) if nothing of it is alive."""
         cut = self.trace.cut()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -26,6 +25,7 @@ from ltc_core.device import register
 from ltc_core.graph.ir import TensorMeta, contiguous_stride
 from ltc_core.settings import settings
 from ltc_core.tensor import pickling
+from ltc_core.tensor.alive import alive
 from ltc_core.tensor.handles import Cell, Handle, Value, View, base_of, lens_of
 
 __all__ = [
@@ -248,8 +248,8 @@ class LazyTensor(torch.Tensor):
         """
         super().detach_()
         if self._version and self._use_count() > 1:  # type: ignore[attr-defined]
-            for view in gc.get_objects():
-                if type(view) is LazyTensor and view._is_view() and view._base is self:
+            for view in alive(LazyTensor):
+                if view._is_view() and view._base is self:
                     try:
                         _ = view.grad_fn
                     except RuntimeError:

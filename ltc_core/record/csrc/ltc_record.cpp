@@ -20,16 +20,20 @@ namespace {
 
 // ---- kernels at the dispatcher's key for Python --------------------------------------------------------------------
 
-// Holds the trace's lock; `is_taken` is false, with an error set, if that failed.
+// Holds the trace's lock; `is_taken` is false, with an error set, if that failed. No garbage is collected meanwhile: a
+// finalizer may record ops itself.
 class Locked {
  public:
   explicit Locked(PyObject* trace) : lock(Py_NewRef(trace_of.lock.of(trace))) {
     const Object taken(PyObject_CallMethodNoArgs(lock.get(), name_acquire)); // may wait, without the GIL
     is_taken = static_cast<bool>(taken);
+    collects = is_taken && PyGC_Disable();
   }
   ~Locked() {
     if (!is_taken)
       return;
+    if (collects)
+      PyGC_Enable();
     const ErrorAside aside;
     const Object released(PyObject_CallMethodNoArgs(lock.get(), name_release));
     if (!released)
@@ -38,6 +42,7 @@ class Locked {
   bool is_taken;
 
  private:
+  bool collects;
   const Object lock;
 };
 

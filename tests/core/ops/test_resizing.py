@@ -1,6 +1,8 @@
 """Tensors that are resized where they lie, by `resize_` or `out=`: what shares their memory follows as in eager."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 
 import ltc_core as ltc
 from ltc_core.errors import UnsupportedOpError
+from ltc_core.ops import special
 from tests.core.beside_eager import beside_eager
 
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -116,3 +119,32 @@ def test_in_inference_mode() -> None:
         out = torch.empty(0, dtype=torch.int64, device=ltc.lazy_device())
         torch.nonzero(some(out.device), out=out)
         assert out.tolist() == [[0], [2], [3], [4]]
+
+
+@pytest.fixture
+def frozen() -> Iterator[Callable[[], None]]:
+    """`gc.freeze`, undone at the end of the test."""
+    yield gc.freeze
+    gc.unfreeze()
+
+
+def test_shared_memory_that_is_frozen_does_not_grow(frozen: Callable[[], None]) -> None:
+    """`gc.freeze()` hides its tensors from the collector."""
+    memory = torch.zeros(4, device=ltc.lazy_device())
+    part, alias = memory[2:], memory.detach()
+    frozen()
+    num_frozen = gc.get_freeze_count()
+    for t in (memory, part, alias):
+        with pytest.raises(UnsupportedOpError, match="memory that other tensors share"):
+            t.resize_(6)
+    assert gc.get_freeze_count() >= num_frozen
+    del part, alias, t
+    assert memory.resize_(5)[:4].tolist() == [0] * 4
+
+
+def test_what_is_alone_grows_without_a_look_at_all_objects(monkeypatch: Any) -> None:
+    monkeypatch.setattr(special, "alive", None)
+    t = torch.zeros(4, device=ltc.lazy_device())
+    t.resize_(6)
+    part = torch.zeros(4, device=ltc.lazy_device())[2:].data
+    assert part.resize_(6)[:2].tolist() == [0, 0]
