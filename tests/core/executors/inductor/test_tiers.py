@@ -295,3 +295,37 @@ def test_explain_says_when_native_code_takes_over(
         program = InductorExecutor().compile(graph)
         program.run([torch.ones(4)], [])
     assert "compiled a graph of 1 ops in " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["fresh", "kept"])
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_no_library_is_used_unless_its_first_run_is_right(
+    service: Service, monkeypatch: pytest.MonkeyPatch, mode: str, is_kept: bool
+) -> None:
+    """Wherever a library comes from: two outputs that share memory are parted, and it does not run again."""
+    runs = []
+
+    class Sharing(Interpreted):
+        def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            runs.append(1)
+            return super().run(tensors)[:1] * 2
+
+    monkeypatch.setattr(tiers, "load", Sharing)
+    nodes = [Node(aten.neg.default, (Ref(0),), {}, k, (META,), result=0) for k in (1, 2)]
+    graph = Graph(tuple(nodes), {0: META}, (1, 2))
+    if is_kept:  # by a process before this one
+        with settings.override(compile="async", compile_after=1):
+            program = TieredProgram(
+                graph, ReferenceExecutor().interpret(graph), torch.device("cpu")
+            )
+            program.run([torch.ones(4)], [])
+        service.cached.update(service.requests)
+        service.requests.clear()
+    service.answers_at_once = True
+    with settings.override(compile=mode):
+        program = TieredProgram(graph, ReferenceExecutor().interpret(graph), torch.device("cpu"))
+        for _ in range(6):
+            first, second = program.run([torch.ones(4)], [])
+            second.add_(100)
+            assert torch.equal(first, -torch.ones(4))
+    assert is_compiled(program) and len(runs) == 1
