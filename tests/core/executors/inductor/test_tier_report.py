@@ -17,10 +17,13 @@ from ltc_core.executors.inductor import tier_report, tiers
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.inductor.service import Outcome
 from ltc_core.executors.inductor.tier_report import refuse
+from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
 from ltc_core.settings import settings
 from tests.core.executors.inductor import fake_service
 from tests.core.executors.inductor.fake_service import Interpreted, Service
 from tests.nets.tiers import tier
+
+META = TensorMeta.packed((4,), torch.float32)
 
 
 @pytest.fixture
@@ -217,11 +220,13 @@ def test_a_number_with_too_many_values(service: Service) -> None:
 
 
 def test_stored_as_bfloat16(service: Service) -> None:
+    graph = Graph(
+        (Node(torch.ops.aten.neg.default, (Ref(0),), {}, 1, (META,), result=0),), {0: META}, (1,)
+    )
     with settings.override(use_bf16=True):
-        InductorExecutor()
-    refuse("no graph is compiled", "use torch.autocast")
+        InductorExecutor().compile(graph)
     metrics.count("ExecuteComputation")
-    assert "Not compiled: no graph is compiled. Next: use torch.autocast." in metrics.summary()
+    assert "torch.autocast gives compiled bfloat16. Next: use torch.autocast instead" in summary()
 
 
 def test_a_compile_that_the_end_of_the_process_drops(service: Service) -> None:
