@@ -243,6 +243,14 @@ def register_gauge(name: str, read: Callable[[], int]) -> None:
     _gauges[name] = read
 
 
+_sentences: list[Callable[[Mapping[str, int]], list[str]]] = []
+
+
+def register_sentences(read: Callable[[Mapping[str, int]], list[str]]) -> None:
+    """Register a function that returns sentences for `summary`, from the counters that are not zero."""
+    _sentences.append(read)
+
+
 # --- clearing -----------------------------------------------------------------------------------
 
 
@@ -299,10 +307,12 @@ def short_metrics_report(
 
 
 def summary() -> str:
-    """Return what happened, in sentences: steps, programs, seconds, bytes, cuts, fallbacks."""
+    """Return what happened, in sentences: steps, programs, tiers, seconds, bytes, cuts, fallbacks."""
     read_peak = _gauges.get("PeakMemory")
     peak_bytes = read_peak() if read_peak is not None else None
-    return summary_text(_counters(), _metrics(), settings.device_name, peak_bytes)
+    counters = _counters()
+    tiers = [sentence for read in _sentences for sentence in read(counters)]
+    return summary_text(counters, _metrics(), settings.device_name, peak_bytes, tiers)
 
 
 _appended: set[str] = set()

@@ -99,11 +99,17 @@ def summary_text(
     metrics: Mapping[str, Metric],
     device_name: str,
     peak_bytes: int | None,
+    tiers: Iterable[str] = (),
 ) -> str:
-    """Sentences on what was recorded, built, run, moved and cut, and on what ran on the CPU instead."""
+    """Sentences on what was recorded, built, run, moved and cut, and on what ran on the CPU instead.
+
+    Args:
+        tiers: sentences on how the programs ran; they follow the number of runs.
+    """
     sentences = [
         *_steps(counters, device_name),
         *_programs(counters),
+        *tiers,
         *_causes(counters),
         *_times(metrics),
         *_sizes(metrics, peak_bytes),
@@ -140,11 +146,11 @@ def _causes(counters: Mapping[str, int]) -> Iterable[str]:
     causes = {kind.replace("_", " "): n for kind, n in _named(counters, _CAUSE_PREFIX).items()}
     if causes:
         ranked = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
-        compiles = _counted(sum(causes.values()), "compile")
+        compiles = _counted(sum(causes.values()), "new program")
         steps = counters.get("MarkStep", 0)
         each = "; ".join(f"{kind}, {n}" for kind, n in ranked)
         when = f" in {_counted(steps, 'step')}" if steps else ""
-        yield f"{compiles}{when}: {each}."
+        yield f"{compiles}{when}, because of: {each}."
 
 
 def _times(metrics: Mapping[str, Metric]) -> Iterable[str]:
@@ -153,6 +159,9 @@ def _times(metrics: Mapping[str, Metric]) -> Iterable[str]:
         found = [metrics[name].accumulator for name in names if name in metrics]
         if found:
             parts.append(f"{sum(found) / 1e9:.3g} s {words}")
+        if found and "ExecuteTime" in names and "CompilerWait" in metrics:  # LTC_COMPILE=sync
+            waited_s = metrics["CompilerWait"].accumulator / 1e9
+            parts[-1] += f" ({waited_s:.3g} s of it waiting for the compiler)"
     if parts:
         yield f"Time went into: {', '.join(parts)}."
 
@@ -160,7 +169,7 @@ def _times(metrics: Mapping[str, Metric]) -> Iterable[str]:
 # DeviceLockWait is the peers' name for the time that a caller waits for in-flight work.
 _TIME_WORDS = (
     ("recording", ("LazyTracing",)),
-    ("compiling", ("CompileTime",)),
+    ("building programs", ("CompileTime",)),
     ("executing", ("ExecuteTime",)),
     ("waiting", ("DeviceLockWait",)),
     ("moving data", ("TransferToDeviceTime", "TransferFromDeviceTime")),

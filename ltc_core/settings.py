@@ -251,7 +251,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("emit_steplog", "LTC_EMIT_STEPLOG", ("XLA_EMIT_STEPLOG",), bool, False,
             "Write the hash of each graph that is run to stderr."),
     Setting("explain", "LTC_EXPLAIN", (), bool, False,
-            "Say why each graph is built: what differs from the nearest known one, and where."),
+            "Say why each graph is built: what differs from the nearest known one; at exit how each graph ran."),
     Setting("sync_wait", "LTC_SYNC_WAIT", ("XLA_SYNC_WAIT",), bool, False,
             "Each sync waits until the device is done."),
     Setting("eager", "LTC_EAGER", ("XLA_USE_EAGER_DEBUG_MODE",), bool, False,

@@ -11,10 +11,10 @@ import os
 
 from ltc_core import metrics, native_extension, profiler
 from ltc_core.api import c10d, closures
-from ltc_core.debug import frequent
+from ltc_core.debug import explain, frequent
 from ltc_core.device import module, register
 from ltc_core.executors import host_memory, openmp
-from ltc_core.executors.inductor import artifacts, service
+from ltc_core.executors.inductor import artifacts, service, tier_report
 from ltc_core.ops import (
     attention,
     autocast,
@@ -37,6 +37,7 @@ def set_up() -> None:
     """Register the device with PyTorch, and what runs at a fork and at the end of the process."""
     warn_unknown(os.environ)  # first: the calls below may fail because of a misspelt setting
     _register_device()
+    metrics.register_sentences(tier_report.sentences)
     _register_fork_handlers()
     _register_exit_handlers()
 
@@ -93,5 +94,6 @@ def _register_exit_handlers() -> None:
     atexit.register(closures.at_exit)
     atexit.register(frequent.at_exit)  # its counts include what the devices finish at exit
     atexit.register(service.at_exit)
+    atexit.register(explain.at_exit)  # before the service drops what it still compiles
     atexit.register(devices.at_exit)
     atexit.register(profiler.at_exit)  # runs first: it drains the workers into a running trace

@@ -20,6 +20,7 @@ import torch
 from ltc_core import metrics, source
 from ltc_core.debug.difference import Change, Difference, compare
 from ltc_core.debug.nearest import Known, KnownGraphs
+from ltc_core.executors.inductor import tier_report
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write, references
 from ltc_core.metrics_report import cause_counter
 from ltc_core.settings import settings
@@ -119,6 +120,13 @@ def on_compile(cause: Cause) -> None:
     """Print the cause of a compile if LTC_EXPLAIN asks for it."""
     if settings.explain:
         print(f"[ltc] compile {cause.number}: {cause.sentence}", file=sys.stderr)
+
+
+def at_exit() -> None:
+    """Print how each graph ran, and how it runs at the end, if LTC_EXPLAIN asks for it."""
+    if settings.explain:
+        for line in tier_report.graph_lines():
+            print(f"[ltc] {line}", file=sys.stderr)
 
 
 def _cause(new: Known, known: KnownGraphs) -> Cause:

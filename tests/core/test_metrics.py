@@ -337,8 +337,8 @@ def test_summary_in_sentences():
     assert summary_text(counters, metrics, "dev", 3 * 2**20).split("\n") == [
         "5 steps ran, 42 ops were recorded, 8.4 a step.",
         "1 program built, 4 times one was found in the cache, 6 runs on the device.",
-        "3 compiles in 5 steps: shapes of the batch, 2; first graph, 1.",
-        "Time went into: 0.5 s compiling, 1.25 s moving data.",
+        "3 new programs in 5 steps, because of: shapes of the batch, 2; first graph, 1.",
+        "Time went into: 0.5 s building programs, 1.25 s moving data.",
         "Data moved: 1.00MB to the device.",
         "A graph had 15 nodes on average, 20 at most of the recent ones.",
         "The device held 3.00MB at its peak.",
@@ -351,7 +351,7 @@ def test_summary_in_sentences():
 def test_causes_are_counters_that_a_reports_readers_take():
     met.count(cause_counter("shapes of the batch"), 3)
     assert parse_report(met.metrics_report())[1] == {"CompileCause.shapes_of_the_batch": "3"}
-    assert met.summary().splitlines()[0] == "3 compiles: shapes of the batch, 3."
+    assert met.summary().splitlines()[0] == "3 new programs, because of: shapes of the batch, 3."
 
 
 def test_summary_without_steps_or_fallbacks():

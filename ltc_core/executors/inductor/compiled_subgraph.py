@@ -15,10 +15,12 @@ import torch
 from ltc_core import metrics
 from ltc_core.compile.scalar_inputs import SCALAR_DTYPES, kinds
 from ltc_core.compile.subgraph import Subgraph
+from ltc_core.errors import listed
 from ltc_core.executors.base import SubgraphFailure
 from ltc_core.executors.inductor.first_run import shared_outputs, wrong_output
 from ltc_core.executors.inductor.index_checks import find_bounds, in_bounds
 from ltc_core.executors.inductor.launcher import Mismatch, Model
+from ltc_core.executors.inductor.tier_report import refuse
 from ltc_core.executors.partitioned_program import EagerRunner, PartitionedProgram, SubgraphRunner
 from ltc_core.graph.ir import Graph
 from ltc_core.graph.passes import plan
@@ -26,6 +28,7 @@ from ltc_core.graph.passes import plan
 __all__ = ["compiled_program"]
 
 _log = logging.getLogger("ltc")
+_REPORT_IT = "report this; until it is mended the step is slower, as these ops run op by op"
 
 
 def compiled_program(
@@ -54,6 +57,8 @@ def compiled_program(
 class _CompiledRunner(SubgraphRunner):
     """Runs a subgraph as a library."""
 
+    is_native = True
+
     def __init__(
         self, subgraph: Subgraph, hardware: torch.device, model: Model, returned: Sequence[int]
     ) -> None:
@@ -66,7 +71,6 @@ class _CompiledRunner(SubgraphRunner):
         self._reference: EagerRunner | None = None
         self._is_told = False
         self._is_checked = False
-        self._is_refused = False  # its outputs are not what the plan counts on
         reuses = plan(subgraph.graph).reuses
         names = dict(zip(subgraph.graph.outputs, subgraph.outputs, strict=True))
         sources = dict(zip(subgraph.graph.inputs, subgraph.inputs, strict=True))
@@ -82,7 +86,7 @@ class _CompiledRunner(SubgraphRunner):
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         tensors = [values[i] for i in self.subgraph.inputs]
-        if self._is_refused or not in_bounds(self._bounds, tensors):
+        if not self.is_native or not in_bounds(self._bounds, tensors):
             self._run_by_reference(values, scalars)
             return
         for dtype, positions in self._vectors:
@@ -104,6 +108,11 @@ class _CompiledRunner(SubgraphRunner):
             self._run_by_reference(values, scalars)  # shows which op fails, and computes the others
             if not self._is_told:
                 self._is_told = True
+                refuse(
+                    f"{self._name()} fails when it runs, and its ops run one by one: {error!r}",
+                    _REPORT_IT,
+                    is_printed=False,
+                )
                 _log.warning(
                     "a compiled program failed, and its ops ran one by one: %r; report this", error
                 )
@@ -123,14 +132,20 @@ class _CompiledRunner(SubgraphRunner):
         self._is_checked = True
         problem = wrong_output(results, self._returned_metas)
         shared = {} if problem else shared_outputs(results, tensors)
-        self._is_refused = bool(problem or shared)
-        if not self._is_refused:
+        if not problem and not shared:
             return results
+        self.is_native = False  # its outputs are not what the plan counts on
         metrics.count("CompileRefused")
         written = {source for _, source in self._written}
         lost = [k for k, at in shared.items() if at is not None and self._source(at) in written]
         if lost:
             problem = f"output {lost[0]} is the memory of an input that was overwritten"
+        why = problem or f"it returns shared memory (outputs {sorted(shared)})"
+        refuse(
+            f"{self._name()} did not pass the check of its first run, and its ops run one by one: {why}",
+            _REPORT_IT,
+            is_printed=False,
+        )
         if problem:
             raise RuntimeError(f"a compiled program is wrong: {problem}")
         _log.warning(
@@ -138,6 +153,11 @@ class _CompiledRunner(SubgraphRunner):
             sorted(shared),
         )
         return [t.clone() if k in shared else t for k, t in enumerate(results)]
+
+    def _name(self) -> str:
+        lines = dict.fromkeys(node.line for node in self.subgraph.nodes if node.line)
+        where = f" (recorded at {listed(lines, 1)})" if lines else ""
+        return f"the library of a subgraph of {len(self.subgraph.nodes)} ops{where}"
 
     def _source(self, position: int) -> int:
         """The value that is the input at a position; -1 for a vector of scalars."""

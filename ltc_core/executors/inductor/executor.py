@@ -10,7 +10,8 @@ import torch
 
 from ltc_core.executors.base import CPU, Program
 from ltc_core.executors.host_memory import keep_memory, release_kept
-from ltc_core.executors.inductor.tiers import TieredProgram, say_once
+from ltc_core.executors.inductor.tier_report import refuse
+from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.executors.reference import ReferenceExecutor
 from ltc_core.graph.ir import Graph
 
@@ -31,9 +32,10 @@ class InductorExecutor(ReferenceExecutor):
         program = self.interpret(graph)
         if self.stores_narrow:
             # Ops without a kernel for the narrow dtype run in float32; compiled code cannot do that.
-            say_once(
+            refuse(
                 "no graph is compiled, all run op by op: LTC_USE_BF16 and LTC_DOWNCAST_BF16 change what is stored; "
-                "torch.autocast gives compiled bfloat16"
+                "torch.autocast gives compiled bfloat16",
+                "use torch.autocast instead of these settings",
             )
             return program
         return TieredProgram(graph, program, self.hardware)

@@ -24,7 +24,7 @@ from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Lens, Node, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import open_lens
 
-__all__ = ["partition"]
+__all__ = ["eager_nodes", "partition"]
 
 aten = torch.ops.aten
 # Base names of divisions whose result is an integer for integers.
@@ -54,35 +54,47 @@ def partition(
     """
     graph = overlap_reductions(graph)
     graph = without_operands(graph)
-    stage_of = schedule(graph, _eager_nodes(graph, scalars, refused))
+    stage_of = schedule(graph, set(eager_nodes(graph, scalars, refused)))
     graph = keep_channels_last(graph, stage_of)
     return subgraphs_of(graph, stage_of, scalars, varied)
 
 
-def _eager_nodes(graph: Graph, scalars: Sequence[Any], refused: frozenset[str]) -> set[int]:
-    """Positions of the nodes that are not compiled."""
+def eager_nodes(graph: Graph, scalars: Sequence[Any], refused: frozenset[str]) -> dict[int, str]:
+    """Positions of the nodes that are not compiled, each with the reason in words."""
     metas = graph.metas()
     _, unchecked = find_bounds(graph)
-    return {
-        at
-        for at, node in enumerate(graph.nodes)
-        if at in unchecked
-        or _runs_eagerly(node, metas, refused)
-        or _may_divide_by_zero(node, metas, scalars)
-        or _has_negative_power(node, scalars)
-    }
+    found = {}
+    for at, node in enumerate(graph.nodes):
+        why = "compiled code cannot check its indices" if at in unchecked else ""
+        why = why or _why_eager(node, metas, scalars, refused)
+        if why:
+            found[at] = why
+    return found
 
 
-def _runs_eagerly(node: Node, metas: Mapping[int, TensorMeta], refused: frozenset[str]) -> bool:
-    if str(node.op) in refused or "generator" in node.kwargs or node.op in collective.OPS:
-        return True
+def _why_eager(
+    node: Node, metas: Mapping[int, TensorMeta], scalars: Sequence[Any], refused: frozenset[str]
+) -> str:
+    """Why a node is not compiled; "" if it is."""
+    if str(node.op) in refused:
+        return "the compiler refused it"
+    if "generator" in node.kwargs:
+        return "its random numbers must be those of eager"
+    if node.op in collective.OPS:
+        return "it exchanges data with other processes"
     if node.op._opname.rstrip("_") in _CHECKED:
-        return True
-    return any(
+        return "it checks the values of its operands, which compiled code does not"
+    if any(
         not _is_plain_view(item.lens, metas[node.writes[item.base]])
         for item in leaves(node.args, *node.kwargs.values())
         if type(item) is Write
-    )
+    ):
+        return "it writes through a view that compiled code cannot write through"
+    if _may_divide_by_zero(node, metas, scalars):
+        return "it divides integers: by zero, compiled code would end the process"
+    if _has_negative_power(node, scalars):
+        return "it raises integers to a negative power, an error that compiled code does not see"
+    return ""
 
 
 def _may_divide_by_zero(

@@ -3,12 +3,13 @@
 `TieredProgram` counts the runs of one graph. With LTC_COMPILE=async, a graph that has run often enough is submitted to
 the compile service and runs op by op until its libraries are built; libraries that an earlier process left are used at
 the first run. With LTC_COMPILE=sync the first run waits for the libraries. A graph or an op that cannot be compiled
-stays on the reference executor, and the reason is printed once. Made by `executor`; calls `partition`, `service` and
-`compiled_subgraph`.
+stays on the reference executor, and `tier_report` prints and keeps the reason. Made by `executor`; calls `partition`,
+`service` and `compiled_subgraph`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -28,31 +29,40 @@ from ltc_core.executors.base import Program, Salvaged, run_to_end
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.launcher import Model, load
 from ltc_core.executors.inductor.numeric_flags import NumericFlags
-from ltc_core.executors.inductor.partition import partition
+from ltc_core.executors.inductor.partition import eager_nodes, partition
 from ltc_core.executors.inductor.request import Request, encode, key
 from ltc_core.executors.inductor.service import CompileService, Outcome, service
+from ltc_core.executors.inductor.tier_report import (
+    COMPILED_RUNS,
+    OP_BY_OP_RUNS,
+    Reported,
+    State,
+    refuse,
+)
 from ltc_core.executors.partitioned_program import PartitionedProgram
 from ltc_core.executors.reference import ReferenceProgram
 from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.settings import settings
 
-__all__ = ["TieredProgram", "say_once"]
+__all__ = ["TieredProgram"]
 
 # A graph is compiled for this many sets of constants and numeric flags at most; runs with others are op by op.
 _MAX_PROGRAMS = 4
 
-_said: set[str] = set()
+# A word of the problem -> what the user can do about a graph that is refused for it; the last row fits all others.
+_NEXT = {
+    "AliasingError": "report this; the check has kept a wrong program from being used",
+    "memory ran out": "free some memory, and start the script again",
+    "LTC_COMPILE_TIMEOUT_S": "raise that limit, or cut the graph by more calls of mark_step",
+    "cannot be kept": "make room, or let LTC_CACHE_DIR name a directory that can be written",
+    "": "LTC_DEBUG=2 keeps what the compiler printed; report this, with the graph of LTC_SAVE_TENSORS_FILE",
+}
+
 _refused_ops: set[str] = set()
+_launches = itertools.count(1)
 
 
-def say_once(sentence: str) -> None:
-    """Print why something is not compiled; each sentence once."""
-    if sentence not in _said:
-        _said.add(sentence)
-        print(f"[ltc] {sentence}", file=sys.stderr, flush=True)
-
-
-class TieredProgram(Program):
+class TieredProgram(Program, Reported):
     """A graph that runs op by op until it is compiled.
 
     Args:
@@ -62,6 +72,7 @@ class TieredProgram(Program):
     """
 
     def __init__(self, graph: Graph, reference: ReferenceProgram, hardware: torch.device) -> None:
+        Reported.__init__(self)
         self.graph = graph
         self.reuses = reference.reuses
         self.peak_bytes = reference.peak_bytes
@@ -73,6 +84,11 @@ class TieredProgram(Program):
         self._numbers: list[Any] | None = None
         self._varied: set[int] = set()
         self._given_up = False
+        self._is_dropped = False
+        self._fits_none = (
+            False  # in the last run: the scalars have other values than those that were compiled
+        )
+        self._has_none = False  # there is no op that can be compiled
 
     @property
     def holds_lock(self) -> bool:  # type: ignore[override]
@@ -89,6 +105,15 @@ class TieredProgram(Program):
         if compiled is None and settings.compile != "off" and not self._given_up:
             self._note_numbers(scalars)
             compiled = self._compiled(scalars, flags)
+        # For the reports: 0.5 us a launch (two busy cores; `timeit` of these lines).
+        self.last_run = next(_launches)
+        if compiled is None or not compiled.is_native:
+            self.op_by_op_runs += 1
+            metrics.count(OP_BY_OP_RUNS)
+        else:
+            self.compiled_runs += 1
+            metrics.count(COMPILED_RUNS)
+        self._fits_none = compiled is None and len(self._programs) > 0
         if compiled is None:
             return self._reference.run(inputs, scalars)
         return (yield from compiled.run_in_steps(inputs, scalars))
@@ -119,7 +144,8 @@ class TieredProgram(Program):
         if build is None and self._is_wanted():
             build = self._start(scalars, flags)
         if settings.compile == "sync" and build is not None:
-            build.done.wait()
+            with metrics.timer("CompilerWait"):
+                build.done.wait()
         return self._that_fits(scalars, flags)
 
     def _is_wanted(self) -> bool:
@@ -130,31 +156,48 @@ class TieredProgram(Program):
         compiler = service()
         why = compiler.available()
         if why:
-            self.give_up(f"no graph is compiled, all run op by op: {why}")
+            self.give_up(
+                f"no graph is compiled, all run op by op: {why}",
+                "install g++, or let CXX name a C++ compiler" if "C++" in why else _next(why),
+            )
             return None
         varied, refused = frozenset(self._varied), frozenset(_refused_ops)
         subgraphs = partition(self.graph, scalars, varied, refused)
         build = _Build(self, subgraphs, compiler, refused, flags)
         if not build.requests:
-            self._given_up = True
+            self._note_kept(scalars, refused)
+            self._given_up = self._has_none = True
             return None
         only_cached = settings.compile == "async" and self._runs < settings.compile_after
         if only_cached and not build.is_cached():
             return None
         self._build = build
+        self._note_kept(scalars, refused)
         build.submit()
         return build
+
+    def _note_kept(self, scalars: Sequence[Any], refused: frozenset[str]) -> None:
+        """Note for the reports which ops are not compiled; those that the compiler refused have their own sentence."""
+        kept = {}
+        for at, why in eager_nodes(self.graph, scalars, refused).items():
+            node = self.graph.nodes[at]
+            if str(node.op) not in refused:
+                name = node.op._schema.name
+                kept[f"{name} at {node.line}" if node.line else name] = why
+        self.kept = kept
 
     def install(self, compiled: PartitionedProgram, flags: NumericFlags, seconds: float) -> None:
         """Use a program compiled for some flags from the next run on; its build took `seconds`."""
         self._build = None
+        self._fits_none = False
         self._runs = 0
         self._programs.append((flags, compiled))
         metrics.count("CompiledProgram")
         if settings.explain:
             size = len(self.graph.nodes)
             print(
-                f"[ltc] compiled a graph of {size} ops in {seconds:.1f} s{self._where()}: it runs as native code now",
+                f"[ltc] compiled a graph of {size} ops in {seconds:.1f} s{self._where()}: it runs as native code now"
+                f"{_all_but(compiled)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -162,19 +205,25 @@ class TieredProgram(Program):
             self.give_up(
                 f"a graph of {len(self.graph.nodes)} ops was compiled for {_MAX_PROGRAMS} values of numbers that are "
                 "constants of compiled programs, or of PyTorch's numeric flags; with other values it runs op by op"
-                f"{self._where()}"
+                f"{self._where()}",
+                "let numbers that change be tensors on the device, or give them few values",
             )
 
     def retry(self) -> None:
         """Partition and compile again at a later run: the compiler refused another op."""
         self._build = None
 
-    def give_up(self, sentence: str) -> None:
-        """Stop compiling this graph: scalars that no compiled program fits run on the reference executor."""
+    def give_up(self, sentence: str, next: str) -> None:
+        """Stop compiling this graph: scalars that no compiled program fits run on the reference executor.
+
+        Args:
+            sentence: why.
+            next: what the user can do about it.
+        """
         self._given_up = True
         self._build = None
         metrics.count("CompileRefused")
-        say_once(sentence)
+        refuse(sentence, next)
 
     def refuse(self, outcome: Outcome, refused: frozenset[str]) -> None:
         """Handle a subgraph that could not be compiled: retry without the refused op, or give up.
@@ -182,19 +231,67 @@ class TieredProgram(Program):
         `refused` are the ops that the build left out; another graph may have refused more of them meanwhile.
         """
         if outcome.is_dropped:  # the process ends
-            self._given_up = True
+            self._given_up = self._is_dropped = True
+            self._build = None
             return
         if outcome.op and outcome.op not in refused:
             _refused_ops.add(outcome.op)
-            say_once(f"{outcome.op} runs op by op between compiled parts: {outcome.problem}")
+            refuse(
+                f"{outcome.op} runs op by op between compiled parts: {outcome.problem}",
+                "nothing if it is a small part of the step, else use another op",
+            )
             self.retry()
             return
         size = len(self.graph.nodes)
-        self.give_up(f"a graph of {size} ops stays op by op: {outcome.problem}{self._where()}")
+        self.give_up(
+            f"a graph of {size} ops stays op by op: {outcome.problem}{self._where()}",
+            _next(outcome.problem),
+        )
+
+    # -- for the reports -----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        if self._build is not None:
+            return State.BUILDING
+        if self._programs and not self._fits_none:
+            is_native = any(program.is_native for _, program in self._programs)
+            return State.COMPILED if is_native else State.REFUSED
+        if settings.compile == "off":
+            return State.OFF
+        if self._programs:
+            return State.OTHER_VALUES
+        if self._is_dropped:
+            return State.DROPPED
+        if self._has_none:
+            return State.NOTHING
+        return State.REFUSED if self._given_up else State.NEW
+
+    @property
+    def title(self) -> str:
+        return f"a graph of {len(self.graph.nodes)} ops{self._where()}"
+
+    @property
+    def progress(self) -> str:
+        build = self._build
+        if build is not None:
+            return f", for {build.seconds:.0f} s so far"
+        if self.state is not State.COMPILED:
+            return ""
+        return _all_but(self._programs[-1][1])
 
     def _where(self) -> str:
         lines = dict.fromkeys(node.line for node in self.graph.nodes if node.line)
         return f" (recorded at {listed(lines, 1)})" if lines else ""
+
+
+def _next(problem: str) -> str:
+    return next(advice for word, advice in _NEXT.items() if word in problem)
+
+
+def _all_but(compiled: PartitionedProgram) -> str:
+    """How many ops of a program do not run in compiled code: ', all but 2 of its ops'."""
+    return f", all but {compiled.num_eager} of its ops" if compiled.num_eager else ""
 
 
 class _Build:
@@ -234,6 +331,11 @@ class _Build:
         """Whether this process is a forked child of the process that requested the build."""
         return self._process != os.getpid()
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the build was requested."""
+        return time.monotonic() - self._started
+
     def is_cached(self) -> bool:
         return all(self._compiler.is_cached(k) for k in self._keys.values())
 
@@ -253,18 +355,18 @@ class _Build:
             try:
                 metas = _input_metas(self._subgraphs[k])
                 model = load(outcome.path / outcome.facts["library"], metas, str(self._hardware))
-            except (OSError, RuntimeError) as error:
+                self._models[k] = (model, outcome.facts["returned"])
+                if len(self._models) == len(self.requests):
+                    self._install()
+            except Exception as error:  # whatever it is, a run may wait for the outcome
                 self._fail(Outcome.failed(f"its library cannot be loaded ({error})"))
-                return
-            self._models[k] = (model, outcome.facts["returned"])
-            if len(self._models) == len(self.requests):
-                program = self._program()
-                if program is not None:
-                    compiled = compiled_program(
-                        self._graph, self._subgraphs, self._models, self._hardware
-                    )
-                    program.install(compiled, self._flags, time.monotonic() - self._started)
-                self.done.set()
+
+    def _install(self) -> None:
+        program = self._program()
+        if program is not None:
+            compiled = compiled_program(self._graph, self._subgraphs, self._models, self._hardware)
+            program.install(compiled, self._flags, self.seconds)
+        self.done.set()
 
     def _fail(self, outcome: Outcome) -> None:
         self._failed = True

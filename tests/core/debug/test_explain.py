@@ -218,7 +218,7 @@ def test_causes_are_counted_and_summed_up(causes: list[Cause]) -> None:
     assert metrics.counter_value("CompileCause.new_optimizer_state") == 1
     assert metrics.counter_value("UncachedCompile") == len(causes) == 4
     assert (
-        "4 compiles in 6 steps: shapes of the batch, 2; first graph, 1; new optimizer state, 1."
+        "4 new programs in 6 steps, because of: shapes of the batch, 2; first graph, 1; new optimizer state, 1."
         in metrics.summary().splitlines()
     )
 

@@ -73,14 +73,14 @@ def test_a_training_script(tmp_path: Path) -> None:
         f"at {line('first read')} in forward (and 1 more input)",
     ]
     assert (
-        "3 compiles in 8 steps: first graph, 1; new optimizer state, 1; shapes of the batch, 1."
+        "3 new programs in 8 steps, because of: first graph, 1; new optimizer state, 1; shapes of the batch, 1."
         in out.splitlines()
     )
 
 
 def test_nothing_is_printed_unless_asked(tmp_path: Path) -> None:
     out, err = run(tmp_path, TRAIN)
-    assert err == [] and "3 compiles in 8 steps" in out
+    assert err == [] and "3 new programs in 8 steps" in out
 
 
 def test_beside_the_reports(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 What is built here runs the lowered FX graph as it is, so each test takes milliseconds.
 """
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,73 +12,22 @@ import torch
 from ltc_core import metrics
 from ltc_core.executors.inductor import tiers
 from ltc_core.executors.inductor.executor import InductorExecutor
-from ltc_core.executors.inductor.lower import lower
-from ltc_core.executors.inductor.request import decode
 from ltc_core.executors.inductor.service import Outcome
 from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.executors.reference import ReferenceExecutor, ReferenceProgram
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta
 from ltc_core.settings import settings
+from tests.core.executors.inductor import fake_service
+from tests.core.executors.inductor.fake_service import Interpreted, Service
 
 aten = torch.ops.aten
 META = TensorMeta.packed((4,), torch.float32)
 
 
-class Service:
-    """Takes requests and answers when told to."""
-
-    def __init__(self) -> None:
-        self.requests: dict[str, tuple[bytes, Callable[[Outcome], None]]] = {}
-        self.asked = 0
-        self.cached: set[str] = set()
-        self.problem = ""
-        self.answers_at_once = False
-
-    def available(self) -> str:
-        return self.problem
-
-    def is_cached(self, key: str) -> bool:
-        return key in self.cached
-
-    def submit(
-        self, key: str, payload: bytes, done: Callable[[Outcome], None], urgent: bool
-    ) -> None:
-        self.asked += 1
-        self.requests[key] = (payload, done)
-        if self.answers_at_once:
-            self.answer()
-
-    def answer(self, outcome: Outcome | None = None) -> None:
-        requests, self.requests = self.requests, {}
-        for key, (payload, done) in requests.items():
-            built = Outcome(Path(key), facts={"library": "model.so", "returned": []})
-            MODELS[key] = lower(decode(payload).subgraph, "cpu")
-            built.facts["returned"] = list(MODELS[key].returned)
-            done(outcome or built)
-
-
-MODELS: dict[str, Any] = {}
-
-
-class Interpreted:
-    def __init__(self, path: Path, metas: Any, device: str) -> None:
-        self.module = MODELS[path.parent.name].module
-
-    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return list(self.module(*tensors))
-
-
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    made = Service()
-    monkeypatch.setattr(tiers, "service", lambda: made)
-    monkeypatch.setattr(tiers, "load", Interpreted)
-    monkeypatch.setattr(tiers, "_said", set())
-    monkeypatch.setattr(tiers, "_refused_ops", set())
-    metrics.clear_all()
-    with settings.override(compile="async", compile_after=3):
+    with fake_service.use(monkeypatch) as made:
         yield made
-    MODELS.clear()
 
 
 def one_node(op: Any, *args: Any) -> TieredProgram:
@@ -295,3 +243,37 @@ def test_explain_says_when_native_code_takes_over(
         program = InductorExecutor().compile(graph)
         program.run([torch.ones(4)], [])
     assert "compiled a graph of 1 ops in " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["fresh", "kept"])
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_no_library_is_used_unless_its_first_run_is_right(
+    service: Service, monkeypatch: pytest.MonkeyPatch, mode: str, is_kept: bool
+) -> None:
+    """Wherever a library comes from: two outputs that share memory are parted, and it does not run again."""
+    runs = []
+
+    class Sharing(Interpreted):
+        def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            runs.append(1)
+            return super().run(tensors)[:1] * 2
+
+    monkeypatch.setattr(tiers, "load", Sharing)
+    nodes = [Node(aten.neg.default, (Ref(0),), {}, k, (META,), result=0) for k in (1, 2)]
+    graph = Graph(tuple(nodes), {0: META}, (1, 2))
+    if is_kept:  # by a process before this one
+        with settings.override(compile="async", compile_after=1):
+            program = TieredProgram(
+                graph, ReferenceExecutor().interpret(graph), torch.device("cpu")
+            )
+            program.run([torch.ones(4)], [])
+        service.cached.update(service.requests)
+        service.requests.clear()
+    service.answers_at_once = True
+    with settings.override(compile=mode):
+        program = TieredProgram(graph, ReferenceExecutor().interpret(graph), torch.device("cpu"))
+        for _ in range(6):
+            first, second = program.run([torch.ones(4)], [])
+            second.add_(100)
+            assert torch.equal(first, -torch.ones(4))
+    assert is_compiled(program) and len(runs) == 1
