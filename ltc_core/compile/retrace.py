@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.compile.default_dtype import in_recorded_dtype
 from ltc_core.compile.scalar_inputs import WHOLE_RULES, base_name, kinds, rule_for
 from ltc_core.compile.subgraph import Subgraph
 from ltc_core.graph.arguments import leaves, map_leaves, place_results
@@ -172,7 +173,7 @@ class Retrace:
         if self._device != "cpu" and any(a.name == "device" for a in node.op._schema.arguments):
             kwargs["device"] = self._device
         if node.uses_default_dtype:
-            args, kwargs = _in_default_dtype(node, args, kwargs)
+            args, kwargs = in_recorded_dtype(node, args, kwargs, torch.float32)
         result = self.call(node, real_view(node.op), args, kwargs)
         if node.uses_default_dtype:
             assert node.outs[0] is not None
@@ -204,34 +205,6 @@ def _unpack(types: Sequence[type], vectors: Sequence[Tensor]) -> list[Tensor]:
     """The scalars as 0-dim tensors, in order, unpacked from their vectors."""
     rest = {kind: iter(v.unbind(0)) for kind, v in zip(kinds(types), vectors, strict=True)}
     return [next(rest[kind]) for kind in types]
-
-
-def _in_default_dtype(
-    node: Node, args: list[Any], kwargs: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments with which a node computes in the default dtype that it was recorded with, unless that is float32.
-
-    The compiler's process has PyTorch's own default dtype, float32. So an op that has an argument `dtype` gets it, and
-    the integers and booleans of any other op are converted before it.
-    """
-    assert node.outs[0] is not None
-    dtype = node.outs[0].dtype
-    real = dtype.to_real() if dtype.is_complex else dtype
-    if real is torch.float32:
-        return args, kwargs
-    names = [argument.name for argument in node.op._schema.arguments]
-    if "dtype" in names:
-        is_given = names.index("dtype") < len(args) or kwargs.get("dtype") is not None
-        return args, kwargs if is_given else {**kwargs, "dtype": dtype}
-    is_selection = base_name(node.op) == "where"
-
-    def converted(item: Any) -> Any:
-        if not isinstance(item, Tensor) or (is_selection and item.dtype is torch.bool):
-            return item
-        return item.to(real)
-
-    named = {name: map_leaves(converted, a) for name, a in kwargs.items()}
-    return [map_leaves(converted, a) for a in args], named
 
 
 def _numbers_in(node: Node) -> bool:

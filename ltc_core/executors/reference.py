@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.compile.default_dtype import in_recorded_dtype
 from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Salvaged, SubgraphFailure
 from ltc_core.executors.narrow_dtypes import StorageTypes
 from ltc_core.executors.salvage import salvage
@@ -153,9 +154,10 @@ def on_cpu(call: Callable[..., Any], hardware: torch.device) -> Callable[..., An
 
 
 def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` with its result converted to the recorded dtype: the default dtype may have changed since."""
+    """`call` in the recorded dtype: the default dtype may have changed since."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = in_recorded_dtype(node, args, kwargs, torch.get_default_dtype())
         result = call(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             assert node.outs[0] is not None
