@@ -59,7 +59,12 @@ class Lowerings:
         return x
 
     def _before_writes(self, x: Any, output: int) -> Any:
-        return ir.ExternKernel.copy_input(x) if _input_of(x) in _written() else x
+        origin = _origin(x)
+        if isinstance(origin, ir.InputBuffer) and origin.get_name() in _written():
+            return ir.ExternKernel.copy_input(x)
+        if not isinstance(x.data, ir.StorageBox):
+            _realize(x)
+        return x
 
 
 def check_outputs(
@@ -102,11 +107,22 @@ def _memory_of_its_own(x: Any) -> str | None:
     return buffer.get_name()
 
 
-def _input_of(x: Any) -> str | None:
-    """Name of the input whose memory this value is or views; None if the value is computed."""
+def _origin(x: Any) -> Any:
+    """What this value is, or is a view of: a buffer, or a computation that has none yet."""
     while isinstance(x, ir.MutableBox | ir.BaseView):
         x = x.data
-    return x.get_name() if isinstance(x, ir.InputBuffer) else None
+    return x
+
+
+def _realize(view: Any) -> None:
+    """Give a buffer to the computation that `view` is a view of.
+
+    Else the compiler writes a view element by element, as it computes what is viewed: `x.view(-1).flip(0)` written into
+    `x` would read elements that it has overwritten.
+    """
+    while not isinstance(view, ir.StorageBox):
+        view = view.data
+    view.realize()
 
 
 def _written() -> set[str]:

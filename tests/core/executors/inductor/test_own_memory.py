@@ -94,6 +94,20 @@ def swapped(device):
     yield b, c
 
 
+def moved(device):
+    """Elements that change their places in one tensor, through views of it."""
+    tensors = [torch.arange(16.0).view(4, 4).to(device) for _ in range(5)]
+    a, b, c, d, e = tensors
+    yield
+    a.view(-1).copy_(a.view(-1).flip(0))
+    b.t().copy_(b.t().flip(0))
+    c.reshape(-1).copy_(c.reshape(-1).roll(1))
+    d.view(-1)[1:].copy_(d.view(-1)[:-1] + 1)
+    e[None].copy_((e[None] * 2).flip(1).transpose(1, 2))
+    yield
+    yield tensors
+
+
 def trained(make, **options):
     def program(device):
         p = torch.nn.Parameter(base(device))
@@ -165,6 +179,7 @@ PROGRAMS = {
     "whole numbers": whole_numbers,
     "flipped": flipped,
     "swapped": swapped,
+    "moved": moved,
     "sgd": trained(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adam": trained(torch.optim.Adam),
     "adamw": trained(torch.optim.AdamW),
