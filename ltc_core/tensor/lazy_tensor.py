@@ -212,9 +212,6 @@ class LazyTensor(torch.Tensor):
         strides = contiguous_stride(self.shape)
         return strides if dim is None else strides[dim]
 
-    def storage_offset(self) -> int:
-        return self._h.meta.offset
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return _represent(self)
 
