@@ -364,6 +364,8 @@ class TestRefused:
         x = values(device, 3, 4).t()
         with pytest.raises(RuntimeError, match="mismatch in length of strides and shape"):
             x.as_strided((3,), (1, 1))
+        with pytest.raises(RuntimeError, match="expected src to have a size equal"):
+            x.as_strided_scatter(torch.zeros(2, device=device), (3,), (1,))
         with pytest.raises(RuntimeError, match="Negative strides are not supported"):
             x.as_strided((3,), (-1,))
         with pytest.raises(TypeError):
@@ -436,6 +438,10 @@ def program(device):
         (down, right), rows = x.stride(), x.size(0)
         found.append(x.as_strided((rows - 1, 2, 2), (down, down, right), x.storage_offset()) + 1)
         x.as_strided((2, 2), (right, down), x.storage_offset() + right).add_(1)
+    turned = (base * 2).t()
+    found.append(torch.as_strided_copy(turned, (6, 5), turned.stride()))
+    rows, ones = (base * 2)[1:], torch.ones(3).to(device)
+    found += [torch.as_strided_copy(rows, (3,), (2,)), torch.as_strided_scatter(rows, ones, (3,), (2,), 8)]
     y = (leaf * 3).t()
     w = y.as_strided((5, 2, 5), (y.stride(0), y.stride(0), y.stride(1)))
     (w * torch.arange(50.0).view(5, 2, 5).to(device)).sum().backward()
