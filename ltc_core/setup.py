@@ -16,6 +16,7 @@ from ltc_core.device import module, register
 from ltc_core.executors import host_memory, openmp
 from ltc_core.executors.inductor import artifacts, service, tier_report
 from ltc_core.ops import (
+    as_strided,
     attention,
     autocast,
     backward,
@@ -56,6 +57,8 @@ def _register_device() -> None:
     # PyTorch decides by the type of a tensor which methods and which foreach implementations it uses.
     lazy_tensor.name_methods()
     lazy_tensor.join_foreach()
+    # And it has no hook for a function of one name.
+    as_strided.register_as_strided()
     backward.use_calling_thread()
     sgd_momentum.register_first_momentum()
     c10d.register()

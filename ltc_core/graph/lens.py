@@ -23,6 +23,7 @@ __all__ = [
     "open_lens",
     "real_view",
     "shares_memory",
+    "steps_to_memory",
 ]
 
 aten = torch.ops.aten
@@ -109,6 +110,23 @@ def apply_lens(t: torch.Tensor, lens: Lens) -> torch.Tensor:
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def steps_to_memory(t: torch.Tensor, lens: Lens) -> Lens:
+    """The steps of `lens` up to the last one that copies: the strides after it refer to that copy.
+
+    Args:
+        t: the whole tensor, on the device `meta`.
+    """
+    if not any(step.op in _ON_REAL for step in lens):
+        return ()
+    last = 0
+    for number, step in enumerate(lens, 1):
+        part = apply_view(t, step)
+        if not shares_memory(part, t):
+            last = number
+        t = part
+    return lens[:last]
 
 
 def open_lens(t: torch.Tensor, lens: Lens) -> tuple[torch.Tensor, list[Pending]]:

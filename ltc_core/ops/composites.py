@@ -6,6 +6,7 @@ that the same seed gives the same numbers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from ltc_core.ops.packed_sequence import (
     pack_padded_sequence_backward,
     pad_packed_sequence,
 )
-from ltc_core.tensor.handles import base_of
+from ltc_core.tensor.handles import Cell, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
 __all__ = ["RULES", "RULE_MAKERS"]
@@ -215,6 +216,31 @@ def unsafe_split_with_sizes(x: Tensor, sizes: list[int], dim: int = 0) -> list[T
     return list(aten.split_with_sizes.default(x, sizes, dim))
 
 
+def as_strided_copy(x: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+    """A copy of the view, whose memory is known: that of an operand in compiled code may lie otherwise."""
+    view = aten.as_strided.default(x, size, stride, storage_offset)
+    return aten.clone.default(view, memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
+
+
+def as_strided_scatter(
+    x: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> Tensor:
+    """Write through the view, in a copy of the whole memory."""
+    if src.shape != tuple(size):  # eager's error
+        like = torch.empty(x.shape, device="meta"), torch.empty(src.shape, device="meta")
+        return aten.as_strided_scatter.default(*like, size, (0,) * len(size), 0)  # type: ignore[no-any-return]
+    written = copy.copy(x.detach())
+    aten.as_strided.default(written, size, stride, storage_offset).copy_(src)
+    return written if type(written._h) is Cell else aten.clone.default(written)  # type: ignore[attr-defined]
+
+
+def as_strided_copy_out(x: Tensor, *geometry: Any, out: Tensor, **named: Any) -> Tensor:
+    made = as_strided_copy(x, *geometry, **named)
+    if out.shape != made.shape:
+        aten.resize_.default(out, made.shape)
+    return out.copy_(made)
+
+
 def is_same_size(x: Tensor, other: Tensor) -> bool:
     """Whether two tensors have one shape."""
     return x.shape == other.shape
@@ -253,6 +279,9 @@ RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.one_hot.default: one_hot,
     aten.unsafe_split.Tensor: unsafe_split,
     aten.unsafe_split_with_sizes.default: unsafe_split_with_sizes,
+    aten.as_strided_copy.default: as_strided_copy,
+    aten.as_strided_copy.out: as_strided_copy_out,
+    aten.as_strided_scatter.default: as_strided_scatter,
     aten.is_same_size.default: is_same_size,
     aten._has_same_storage_numel.default: has_same_storage_numel,
     aten.is_set_to.default: is_set_to,

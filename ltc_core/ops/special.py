@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from ltc_core import errors, metrics, source
 from ltc_core.garbage import without_collection
 from ltc_core.graph.ir import TensorMeta, ViewStep, contiguous_stride
+from ltc_core.graph.lens import Lens, steps_to_memory
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.ops.backward import note_crossing
 from ltc_core.ops.set_data import set_data
@@ -29,7 +30,7 @@ from ltc_core.runtime.devices import checked, context, fetch, real, upload
 from ltc_core.settings import settings
 from ltc_core.shapes.shape_inference import infer
 from ltc_core.tensor.alive import alive
-from ltc_core.tensor.handles import Cell, View, base_of
+from ltc_core.tensor.handles import Cell, Value, View, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, set_handle, wrap
 from ltc_core.thread_state import in_own_state
 
@@ -237,30 +238,79 @@ def _huber_loss(args: Any, kwargs: Any) -> Any:
 
 @without_collection
 def _strided_view(t: LazyTensor, size: Any, stride: Any, offset: int | None) -> View:
-    """View the memory of `t` with other strides: relative to the whole memory, in stored order."""
+    """View the memory of `t` with other strides: relative to the whole memory, in stored order.
+
+    The memory of a conjugate, and of a view for which eager makes a copy, is that copy.
+    """
     handle = t._h
     trace, base = handle.trace, base_of(handle)
-    meta = base.meta
-    order = sorted(range(len(meta.size)), key=lambda d: (-meta.stride[d], -meta.size[d]))
-    lens: tuple[ViewStep, ...] = ()
-    if order != list(range(len(order))):
-        lens += (ViewStep(aten.permute.default, (tuple(order),)),)
-    if len(order) != 1:
-        lens += (ViewStep(aten.view.default, ((-1,),)),)
-    if handle.meta.dtype is not meta.dtype:
-        lens += (ViewStep(aten.view.dtype, (handle.meta.dtype,)),)
-    where = handle.meta.offset if offset is None else offset
-    lens += (ViewStep(aten.as_strided.default, (tuple(size), tuple(stride), where)),)
+    whole = lens_of(handle)
+    before = steps_to_memory(base.meta.meta_tensor(), whole) if whole else ()
     with trace.lock:
         try:
             make_operand(base)
-            value, value_meta = base.value, base.meta
-            for step in lens:
-                value, value_meta = record_view_step(trace, value, value_meta, step)
-            return View(base, lens, value_meta, value)
+            lens, value, meta = before, *_record_lens(base, before)
+            if before and not meta.dense:
+                # A conjugate of a part with gaps; `t` itself may be a packed part of it.
+                lens, value, meta = whole, *_record_lens(base, whole)
+            where = handle.meta.offset if offset is None else offset
+            if lens:
+                where -= _first_element(handle, lens, meta)
+                _check_inside(handle, meta, size, stride, where)
+            steps = (*_flattening(meta, handle.meta.dtype), _as_strided_step(size, stride, where))
+            for step in steps:
+                value, meta = record_view_step(trace, value, meta, step)
+            return View(base, lens + steps, meta, value)
         except BaseException:
             trace.rewind()
             raise
+
+
+def _record_lens(base: Cell, lens: Lens) -> tuple[Value, TensorMeta]:
+    value, meta = base.value, base.meta
+    for step in lens:
+        value, meta = record_view_step(base.trace, value, meta, step)
+    return value, meta
+
+
+def _as_strided_step(size: Any, stride: Any, where: int) -> ViewStep:
+    return ViewStep(aten.as_strided.default, (tuple(size), tuple(stride), where))
+
+
+def _flattening(meta: TensorMeta, dtype: torch.dtype) -> tuple[ViewStep, ...]:
+    """Steps from dense memory to its elements in stored order, as elements of `dtype`."""
+    order = sorted(range(len(meta.size)), key=lambda d: (-meta.stride[d], -meta.size[d]))
+    steps: tuple[ViewStep, ...] = ()
+    if order != list(range(len(order))):
+        steps += (ViewStep(aten.permute.default, (tuple(order),)),)
+    if len(order) != 1:
+        steps += (ViewStep(aten.view.default, ((-1,),)),)
+    if dtype is not meta.dtype:
+        steps += (ViewStep(aten.view.dtype, (dtype,)),)
+    return steps
+
+
+def _first_element(handle: Cell | View, lens: Lens, meta: TensorMeta) -> int:
+    """Offset that a tensor says of the first element of its memory `lens`: `as_strided` counts from 0."""
+    if any(step.op is aten.as_strided.default for step in lens_of(handle)[len(lens) :]):
+        return 0
+    return meta.offset * meta.dtype.itemsize // handle.meta.dtype.itemsize
+
+
+def _check_inside(
+    handle: Cell | View, meta: TensorMeta, size: Any, stride: Any, where: int
+) -> None:
+    """Check that a geometry stays in memory that is a copy: there is nothing beside it."""
+    steps = [(n - 1) * s for n, s in zip(size, stride, strict=False)]
+    held = meta.nbytes // handle.meta.dtype.itemsize
+    if meta.dense and (0 in size or 0 <= where < held - sum(steps)):
+        return
+    raise errors.UnsupportedOpError(
+        "as_strided leaves the elements of a conjugate, or of a view that is a copy in eager",
+        got=f"{meta}; size {list(size)}, stride {list(stride)}, {where} elements from its first one on",
+        where=source.user_line(),
+        next="call it on a copy: x.clone(memory_format=torch.contiguous_format)",
+    )
 
 
 def _as_strided(args: Any, kwargs: Any) -> Any:
@@ -357,7 +407,7 @@ def _set_tensor(args: Any, kwargs: Any) -> Any:
 def _set_strided(args: Any, kwargs: Any) -> Any:
     t, origin, offset, size, *stride = args
     strides = stride[0] if stride and stride[0] else contiguous_stride(size)
-    set_handle(t, _strided_view(origin, size, strides, offset))
+    set_handle(t, _strided_view(origin, size, strides, origin._h.meta.offset + offset))
     return t
 
 

@@ -126,8 +126,8 @@ def is_called_from(name: str, depth: int) -> bool:
 class LazyTensor(torch.Tensor):
     """A tensor whose values are computed when they are needed.
 
-    `stride()` returns contiguous strides, for views too, as the peers' guides promise; autograd and ATen see the
-    strides of eager PyTorch.
+    `stride()` returns contiguous strides, for views too, as the peers' guides promise; `as_strided` reads them so
+    (`ops.as_strided`). Autograd and ATen see the strides of eager PyTorch.
     """
 
     _h: Handle
@@ -211,9 +211,6 @@ class LazyTensor(torch.Tensor):
     def stride(self, dim: int | None = None) -> Any:
         strides = contiguous_stride(self.shape)
         return strides if dim is None else strides[dim]
-
-    def storage_offset(self) -> int:
-        return 0
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return _represent(self)

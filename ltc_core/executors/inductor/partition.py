@@ -124,7 +124,13 @@ def _has_negative_power(node: Node, scalars: Sequence[Any]) -> bool:
 
 
 def _is_plain_view(lens: Lens, meta: TensorMeta) -> bool:
-    """Whether a lens is a view of the memory as in eager: without copies, and without `as_strided` of another view."""
+    """Whether a lens is a view of the memory as in eager, without copies, and PyTorch can make a write functional.
+
+    It cannot for `as_strided` of another view. For `unfold` it would set the elements between the windows to zero: its
+    inverse there is the backward formula.
+    """
     if len(lens) > 1 and any(step.op is aten.as_strided.default for step in lens):
-        return False  # PyTorch cannot make such a write functional
+        return False
+    if any(step.op is aten.unfold.default for step in lens):
+        return False
     return not lens or not open_lens(meta.meta_tensor(), lens)[1]

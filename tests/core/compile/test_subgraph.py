@@ -140,8 +140,9 @@ class TestWhatIsCompiled:
             ((), True),
             ((ViewStep(aten.slice.Tensor, (0, 1, 3)),), True),
             ((ViewStep(aten.slice.Tensor, (0, 1, 3)), ViewStep(aten.as_strided.default, ([1], [1], 1))), False),
+            ((ViewStep(aten.unfold.default, (0, 2, 3)),), False),
         ],
-        ids=["whole", "a slice", "strides of a slice"],
+        ids=["whole", "a slice", "strides of a slice", "windows"],
     )  # fmt: skip
     def test_writes_through_views(self, lens: Any, compiled: bool) -> None:
         graph = Graph(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ltc_core as ltc
-from ltc_core.errors import LtcError
+from ltc_core.errors import LtcError, UnsupportedOpError
 from ltc_core.settings import settings
 from ltc_core.tensor.handles import base_of
 from tests.core.beside_eager import assert_same, beside_eager
@@ -399,5 +399,59 @@ class TestOutOfAnotherSize:
                 with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
                     call(y)
             return x
+
+        beside_eager(program)
+
+
+class TestAsStridedOfATen:
+    """Strides below Python are those of eager's views, and refer to the memory that such a view has."""
+
+    def test_of_conjugates(self) -> None:
+        def program(device: torch.device) -> Any:
+            numbers = torch.arange(12.0, device=device).view(3, 4)
+            z = torch.complex(numbers, numbers + 1)
+            views = (
+                z.conj(),
+                z[1:].conj(),
+                z.t().conj(),
+                z[:, 1:].conj()[2],
+                z.conj()[1:].as_strided((2, 2), (2, 1)),
+            )
+            return [torch.ops.aten.as_strided(x, (2,), (1,)).resolve_conj() for x in views]
+
+        beside_eager(program)
+
+    def test_of_a_view_that_eager_refuses(self, device: torch.device) -> None:
+        """`stft` cuts its windows with `as_strided`."""
+        x = torch.arange(12.0).view(3, 4)
+        lazy, packed = x.to(device).t().view(-1)[2:], x.t().reshape(-1)[2:]
+        assert (
+            torch.ops.aten.as_strided(lazy, (3,), (2,), 1).tolist()
+            == packed.as_strided((3,), (2,), 1).tolist()
+        )
+        window = torch.ones(4)
+        found = torch.stft(lazy, 4, window=window.to(device), center=False, return_complex=True)
+        wanted = torch.stft(packed, 4, window=window, center=False, return_complex=True)
+        assert torch.equal(found.cpu(), wanted)
+
+    def test_beside_a_conjugate_of_a_part(self, device: torch.device) -> None:
+        x = torch.zeros(4, 4, dtype=torch.complex64, device=device)[1:].conj()
+        with pytest.raises(UnsupportedOpError) as raised:
+            torch.ops.aten.as_strided(x, (2,), (1,), 0)
+        lines = str(raised.value).splitlines()
+        assert "as_strided leaves the elements of a conjugate" in lines[0]
+        assert "test_special.py" in lines[0]
+        assert (
+            "complex64[3, 4]; size [2], stride [1], -4 elements from its first one on" in lines[1]
+        )
+        assert "Next: call it on a copy" in lines[2]
+
+    def test_set_counts_from_the_first_element_of_the_source(self) -> None:
+        def program(device: torch.device) -> Any:
+            x = torch.arange(12.0, device=device)[4:]
+            y = torch.zeros(1, device=device)
+            y.set_(x, 1, (2, 2), (3, 1))
+            y.mul_(2)
+            return x, y, torch.zeros(1, device=device).set_(x, 2, (3,))
 
         beside_eager(program)

@@ -252,7 +252,8 @@ class TestMemoryLayout:
         ):
             packed = torch.empty(view.shape)
             assert view.is_contiguous() and view.stride() == packed.stride()
-            assert view.storage_offset() == 0
+            assert view.as_strided(view.size(), view.stride()).tolist() == view.tolist()
+            assert view.storage_offset() == (view.data_ptr() - t.data_ptr()) // t.itemsize
         assert torch.ones(2, 3, device=device).t_().is_contiguous()
         assert torch.arange(6, device=device).view(2, 3).t().view(-1).tolist() == [0, 3, 1, 4, 2, 5]
 

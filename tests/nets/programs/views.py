@@ -253,3 +253,13 @@ def strides_over_memory_seen_as_another_dtype(device: Device) -> Any:
     short = torch.arange(8, dtype=torch.int16, device=device)
     short[4:].view(torch.int32).resize_(1).fill_(7)
     return doubles, floats, parts, short
+
+
+def strides_that_views_say(device: Device) -> Any:
+    x = numbers(device, 4, 6).requires_grad_() * 1
+    for v in (x[1:], x.t(), x[:, 1::2], x[1:, 2:].t()):
+        (down, right), first = v.stride(), v.storage_offset()
+        v.as_strided(v.size(), v.stride(), first).mul_(2)
+        v.as_strided((2, 2), (right, down), first + right).add_(1)
+        x = x + torch.as_strided(v, (2, 2, 2), (down, down, right)).sum()
+    return x, torch.as_strided_copy(x.t(), (6, 4), x.t().stride())

@@ -36,7 +36,14 @@ def zeros(device):
     return [1 / t for t in (plus, minus, *filled)]
 
 
-PROGRAMS = [default_dtype, roundings, zeros]
+def writes_to_windows(device):
+    x, y = torch.arange(12.0).to(device), torch.arange(20.0).view(4, 5).to(device)
+    x.unfold(0, 2, 3).add_(100)
+    y[:, 1:].unfold(1, 2, 3).mul_(2)
+    return [x, y]
+
+
+PROGRAMS = [default_dtype, roundings, zeros, writes_to_windows]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
 for program, got in zip(PROGRAMS, found):
