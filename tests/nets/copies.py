@@ -6,10 +6,12 @@ Programs run in lockstep, a hundred in a process: their steps are cut together, 
 """
 
 import argparse
+import contextlib
 import copy
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ __all__ = ["failures", "generate", "main"]
 NUM_LINES = 12
 BATCH = 100
 HANG_S = 1500
+_MAX_SHRUNK = 3  # of one batch: each line that is left out is compiled again
 _CUT = "cut"
 _MOST = 1e6  # a program's values stay below, where arithmetic on whole numbers is exact
 
@@ -114,38 +117,45 @@ def generate(number: int) -> Lines:
     names = _start(number, "cpu")
     lines: Lines = []
     count = len(names)
-    while len(lines) < NUM_LINES:
-        line = _line(draw, names, count)
-        count += 1
-        before = copy.deepcopy({k: v for k, v in names.items() if k not in ("torch", "F", "copy")})
-        try:
-            exec(line if line != _CUT else "", names)
-            if any(
-                not torch.isfinite(t).all() or t.abs().max() > _MOST
-                for t in _held(names)
-                if t.numel()
-            ):
-                raise ArithmeticError
-        except Exception:  # eager refuses the line
-            names = _replayed(number, lines)
-            continue
-        del before
-        lines.append(line)
-        if draw.random() < 0.2:
-            lines.append(_CUT)
+    with _refusing():
+        while len(lines) < NUM_LINES:
+            line = _line(draw, names, count)
+            count += 1
+            try:
+                _run(line, names)
+                if any(_is_large(t) for t in _held(names)):
+                    raise ArithmeticError
+            except Exception:  # eager refuses the line
+                names = _start(number, "cpu")
+                for earlier in lines:
+                    _run(earlier, names)
+                continue
+            lines.append(line)
+            if draw.random() < 0.2:
+                lines.append(_CUT)
     return lines
 
 
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise what PyTorch warns of: out= that resizes, a deprecated use whose layout in memory is eager's own."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "An output with one or more elements was resized")
+            yield
+    finally:
+        torch.set_warn_always(always)
+
+
 def _is_large(t: torch.Tensor) -> bool:
-    return not torch.isfinite(t).all() or bool(t.abs().max() > _MOST)
+    return t.numel() > 0 and not bool((t.abs() <= _MOST).all())
 
 
-def _replayed(number: int, lines: Lines) -> Names:
-    names = _start(number, "cpu")
-    for line in lines:
-        if line != _CUT:
-            exec(line, names)
-    return names
+def _run(line: str, names: Names) -> None:
+    if line != _CUT:
+        exec(line, names)
 
 
 def _steps(number: int, lines: Lines, device: Any) -> Iterator[list[torch.Tensor] | None]:
@@ -154,8 +164,7 @@ def _steps(number: int, lines: Lines, device: Any) -> Iterator[list[torch.Tensor
     for line in lines:
         if line == _CUT:
             yield None
-        else:
-            exec(line, names)
+        _run(line, names)
     yield None
     yield _held(names)
 
@@ -178,11 +187,31 @@ def _outcomes(programs: dict[int, Lines], device: Any) -> dict[int, Any]:
 
 def failures(numbers: Sequence[int], name: str) -> dict[int, str]:
     """What differs from eager in a tier: number of the program -> what, in words."""
-    programs = {number: generate(number) for number in numbers}
+    return _compare({number: generate(number) for number in numbers}, name)
+
+
+def _compare(programs: dict[int, Lines], name: str) -> dict[int, str]:
     expected = _outcomes(programs, "cpu")
     with tier(name):
         got = _outcomes(programs, ltc.lazy_device())
-        return {n: what for n in numbers if (what := _difference(got[n], expected[n]))}
+        return {n: what for n in programs if (what := _difference(got[n], expected[n]))}
+
+
+def _shrunk(number: int, name: str) -> Lines:
+    """The program without the lines that it differs without; unchanged if it does not differ by itself."""
+    kept = generate(number)
+
+    def differs(lines: Lines) -> bool:
+        try:
+            return bool(_compare({number: lines}, name))
+        except Exception:  # the CPU refuses it
+            return False
+
+    for line in reversed(range(len(kept))):
+        rest = kept[:line] + kept[line + 1 :]
+        if differs(rest):
+            kept = rest
+    return kept
 
 
 def _difference(got: Any, expected: Any) -> str:
@@ -209,8 +238,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.first is not None:
         found = failures(range(options.first, options.first + options.count), options.tier)
-        for number, what in found.items():
-            print(f"program {number}: {what}", *generate(number), sep="\n  ", flush=True)
+        for k, (number, what) in enumerate(found.items()):
+            lines = _shrunk(number, options.tier) if k < _MAX_SHRUNK else generate(number)
+            print(f"program {number}: {what}", *lines, sep="\n  ", flush=True)
         return bool(found)
     start = options.seed * 1_000_000
     print(f"{options.count} programs, seed {options.seed}, {options.tier}", flush=True)
