@@ -1,7 +1,7 @@
 """What a test run chooses among more tests than it has time for.
 
-Names rotate with the number of commits: another share each time, and the same one in every clone of a commit, so that a
-failure is repeated where it is mended. Random programs have one seed. TEST_SEED chooses both.
+Names and programs that copy rotate with the number of commits: others each time, and the same ones in every clone of a
+commit, so that a failure is repeated where it is mended. Other random programs have one seed. TEST_SEED chooses all.
 """
 
 import functools
@@ -9,7 +9,7 @@ import os
 import subprocess
 from pathlib import Path
 
-__all__ = ["rotating", "seed"]
+__all__ = ["rotating", "rotating_seed", "seed"]
 
 _SEED = 3
 
@@ -26,7 +26,12 @@ def _num_commits() -> int:
     return int(done.stdout) if done.returncode == 0 else _SEED  # an archive without its history
 
 
+def rotating_seed() -> int:
+    """TEST_SEED, or the number of commits."""
+    return seed() if os.environ.get("TEST_SEED") else _num_commits()
+
+
 def rotating(names: list[str], share: int) -> list[str]:
     """One `share`-th of the names: all of them in as many commits."""
-    first = seed() if os.environ.get("TEST_SEED") else _num_commits()
+    first = rotating_seed()
     return [name for k, name in enumerate(sorted(names)) if (k - first) % share == 0]

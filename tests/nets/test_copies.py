@@ -7,14 +7,15 @@ import torch
 
 from tests.nets import copies
 from tests.nets.command import expect_success
+from tests.nets.tiers import TIERS
+from tests.seed import rotating_seed
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("tier", "count"), [("ops", "100"), ("lowered", "100"), ("compiled", "20")]
-)
-def test_copies_and_writes(tier: str, count: str, tmp_path: Path) -> None:
-    arguments = ["--tier", tier, "--count", count]
+@pytest.mark.parametrize("tier", TIERS)
+def test_copies_and_writes(tier: str, tmp_path: Path) -> None:
+    """A hundred, others in each commit."""
+    arguments = ["--tier", tier, "--count", "100", "--seed", str(rotating_seed())]
     expect_success("tests.nets.copies", *arguments, LTC_COMPILED_CACHE_DIR=str(tmp_path))
 
 
