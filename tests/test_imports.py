@@ -16,7 +16,8 @@ FOLDERS = {"ltc_core": "ltc_core", "ltc_dist": "ltc_dist", "ltc_launch": "launch
 
 ORDER = {
     "ltc_core": """
-        errors tpu_chips settings source thread_state garbage private_directory native_extension metrics_report metrics
+        errors tpu_chips settings source thread_state uninterrupted private_directory native_extension
+        metrics_report metrics
         graph/ device/ tensor/ shapes/ record/ compile/ executors/ debug/ runtime/ ops/ serialization/ api/
         profiler setup build __init__
     """,

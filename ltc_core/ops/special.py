@@ -15,7 +15,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ltc_core import errors, metrics, source
-from ltc_core.garbage import without_collection
 from ltc_core.graph.ir import TensorMeta, ViewStep, contiguous_stride
 from ltc_core.graph.lens import Lens, steps_to_memory
 from ltc_core.graph.op_schema import OpSchema
@@ -33,6 +32,7 @@ from ltc_core.tensor.alive import alive
 from ltc_core.tensor.handles import Cell, Value, View, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, set_handle, wrap
 from ltc_core.thread_state import in_own_state
+from ltc_core.uninterrupted import uninterrupted
 
 __all__ = ["SPECIAL", "on_other_device", "share"]
 
@@ -236,7 +236,7 @@ def _huber_loss(args: Any, kwargs: Any) -> Any:
 # -- changing what a tensor is -------------------------------------------------------------------
 
 
-@without_collection
+@uninterrupted
 def _strided_view(t: LazyTensor, size: Any, stride: Any, offset: int | None) -> View:
     """View the memory of `t` with other strides: relative to the whole memory, in stored order.
 

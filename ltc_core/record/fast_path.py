@@ -30,7 +30,7 @@ __all__ = ["extension", "add_op", "install", "num_fast_calls", "enable"]
 extension = Extension("_ltc_record", Path(__file__).parent / "csrc" / "ltc_record.cpp", "-O2")
 
 _native: Any = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may use an op while this thread adds one
 # The ops that C++ records, by name and overload. Ops added before the C++ part is loaded wait here.
 _ops: dict[tuple[str, str], tuple[Any, ...]] = {}
 _is_on: bool | None = None  # None: LTC_EAGER decides, which cuts after each op
@@ -39,7 +39,7 @@ _is_on: bool | None = None  # None: LTC_EAGER decides, which cuts after each op
 def after_fork_in_child() -> None:
     """Renew the lock: its owner may be a thread that the child does not have."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 def install() -> bool:

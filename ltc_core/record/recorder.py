@@ -15,7 +15,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ltc_core import errors, source
-from ltc_core.garbage import without_collection
 from ltc_core.graph.op_schema import Arg, OpSchema
 from ltc_core.record import random_state
 from ltc_core.record.make_node import OrderMatters, grow
@@ -34,6 +33,7 @@ from ltc_core.record.view_recorder import make_operand, make_operands, record_vi
 from ltc_core.shapes.shape_inference import infer
 from ltc_core.tensor.handles import Cell
 from ltc_core.tensor.lazy_tensor import LazyTensor, sizes_of, wrap
+from ltc_core.uninterrupted import uninterrupted
 
 __all__ = ["record_factory", "recorder"]
 
@@ -96,7 +96,7 @@ def _record_on(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]
         return _record_step(trace, schema, args, kwargs)
 
 
-@without_collection
+@uninterrupted
 def _record_step(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         before = trace.count

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ltc_core import source
-from ltc_core.garbage import without_collection
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, TensorMeta, ViewStep
 from ltc_core.graph.op_schema import OpSchema
@@ -21,6 +20,7 @@ from ltc_core.record.signature import NotRecordable, Stale, operand
 from ltc_core.record.trace import Step, Trace, is_stale
 from ltc_core.tensor.handles import Cell, Handle, Value, View, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
+from ltc_core.uninterrupted import uninterrupted
 
 __all__ = ["make_operand", "make_operands", "record_view", "record_view_step"]
 
@@ -53,7 +53,7 @@ def _record_view_on(trace: Trace, schema: OpSchema, handle: Handle, static: tupl
         return _record_step(trace, schema, handle, static)
 
 
-@without_collection
+@uninterrupted
 def _record_step(trace: Trace, schema: OpSchema, handle: Handle, static: tuple[Any, ...]) -> Any:
     try:
         before = trace.count

@@ -18,7 +18,6 @@ import torch
 from ltc_core import debug, errors, metrics
 from ltc_core.executors import make
 from ltc_core.executors.openmp import release_team
-from ltc_core.garbage import without_collection
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
 from ltc_core.record import fast_path
@@ -26,13 +25,13 @@ from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
-from ltc_core.runtime.sigint import DeferredInterrupts
 from ltc_core.runtime.unbounded_loop import LoopWatch
 from ltc_core.runtime.worker import Job, Worker
 from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer, MemoryCounter
 from ltc_core.tensor.handles import Cell, Value
 from ltc_core.thread_state import in_own_state
+from ltc_core.uninterrupted import uninterrupted
 
 __all__ = ["DeviceContext", "forget_jobs"]
 
@@ -81,8 +80,7 @@ class DeviceContext:
                 return None
             fast_path.install()
             started = time.perf_counter_ns()
-            with DeferredInterrupts():
-                compiled, job = self._hand_over(reason)
+            compiled, job = self._hand_over(reason)
             if compiled is None:
                 return None
         metrics.count("ExecuteComputation")
@@ -91,7 +89,7 @@ class DeviceContext:
         debug.on_cut(self.device, reason, compiled, time.perf_counter_ns() - started)
         return job
 
-    @without_collection  # a finalizer's ops would read values that no job computes yet
+    @uninterrupted  # until the job is handed over, nothing computes the values of the cut
     def _hand_over(self, reason: str) -> tuple[CompiledGraph | None, Job | None]:
         """Take the trace apart and launch its program; (None, None) if nothing of it is alive."""
         cut = self.trace.cut()

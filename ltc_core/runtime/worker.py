@@ -2,6 +2,9 @@
 
 `Job.wait` blocks until a job is done. The thread starts with the first job; after a fork the child starts its
 own. Nothing here knows what a job does.
+
+Where the main thread waits, a signal handler may run that waits too. So it waits in C, for a lock or a queue, and holds
+nothing meanwhile; an event or a semaphore of `threading` holds a lock of its own, which the handler would wait for.
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 __all__ = ["Job", "Worker"]
 
+# A wait looks this often whether its job is done: the waiter that was to pass the lock on may have been interrupted.
+_LOOK_S = 1.0
 _CANNOT_START = (RuntimeError, MemoryError)  # what `Thread.start` raises if there is no new thread
 
 
@@ -25,32 +31,46 @@ class Job:
     `drop` is called instead in a forked child, if the job was not done at the fork.
     """
 
-    __slots__ = ("_done", "_drop", "_run")
+    __slots__ = ("_done", "_drop", "_is_done", "_run")
 
     def __init__(self, run: Callable[[], None], drop: Callable[[], None] | None = None) -> None:
         self._run: Callable[[], None] | None = run
         self._drop = drop
-        self._done = threading.Event()
+        self._is_done = False
+        self._done = threading.Lock()  # free once the job is done
+        self._done.acquire()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        return self._done.wait(timeout_s)
+        """Wait until the job is done; False if that took longer than the time given. Raises what a handler raises."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._is_done:
+            rest = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
+            if rest <= 0:
+                return False
+            if self._done.acquire(timeout=rest):
+                self._done.release()
+        return True
 
     @property
     def is_done(self) -> bool:
-        return self._done.is_set()
+        return self._is_done
+
+    def _mark_done(self) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._done.release()
 
     def drop(self) -> None:
         """Fail the waiting jobs in a forked child, where the worker's thread is gone."""
         drop, self._run, self._drop = self._drop, None, None
         if drop is not None:
             drop()
-        self._done = threading.Event()
-        self._done.set()
+        self._mark_done()
 
     def cancel(self) -> None:
         """Mark the job as done without running it; the caller has resolved its outputs."""
         self._run = self._drop = None
-        self._done.set()
+        self._mark_done()
 
     def execute(self) -> None:
         run, self._run = self._run, None
@@ -59,7 +79,7 @@ class Job:
                 run()
         finally:
             self._drop = None  # there may be a fork while it runs
-            self._done.set()
+            self._mark_done()
 
 
 class Worker:
@@ -83,7 +103,9 @@ class Worker:
             job.drop()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._places = threading.Semaphore(self._limit)
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(self._limit):
+            self._places.put(None)
         self._last: Job | None = None
         self._thread: threading.Thread | None = None
         self._stopping: threading.Thread | None = None
@@ -95,8 +117,8 @@ class Worker:
 
     def wait_for_slot(self) -> None:
         """Block while the queue is full. Only one thread at a time submits to a worker."""
-        self._places.acquire()
-        self._places.release()
+        self._places.get()
+        self._places.put(None)
 
     def start(self) -> bool:
         """Start the thread if it does not run; False if the system gives no more threads."""
@@ -116,12 +138,12 @@ class Worker:
             RuntimeError, MemoryError: the thread could not be started; the job was not queued, and the next one
                 tries again.
         """
-        self._places.acquire()
+        self._places.get()
         with self._lock:
             try:
                 self._start_thread()
             except BaseException:
-                self._places.release()
+                self._places.put(None)
                 raise
             self._last = job
             self._unfinished.append(job)
@@ -153,7 +175,7 @@ class Worker:
                 )
             finally:
                 unfinished.popleft()
-                places.release()
+                places.put(None)
             del job
 
     def park(self) -> None:

@@ -24,7 +24,8 @@ class NextStep : Operands {
       if (!is_as_expected(args[i], op.writes[i]))
         return false;
     }
-    return (!op.draws || stream_is_next()) && shares_as_expected();
+    const bool is_same = (!op.draws || stream_is_next()) && shares_as_expected();
+    return is_same && trace_of.cursor.of(trace) == cursor; // a signal handler may have recorded ops meanwhile
   }
 
   // Records the call as the next step. Returns what the op returns, or nothing after an error.

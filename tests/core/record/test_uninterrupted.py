@@ -1,4 +1,4 @@
-"""Finalizers that record ops: Python may collect garbage while an op is recorded, and they run there."""
+"""Finalizers and signal handlers that record ops and read values: Python runs them anywhere, within an op too."""
 
 import gc
 from collections.abc import Iterator
@@ -91,3 +91,63 @@ print([r.tolist() for r in results][0])
 def test_one_in_the_workers_thread_does_not_wait_for_a_cut_that_waits_for_the_worker() -> None:
     out, err = child.run(IN_THE_WORKER, timeout_s=60, LTC_COMPILE="off", LTC_MAX_PENDING_STEPS="1")
     assert (out.strip(), err) == ("[4.0, 4.0, 4.0, 4.0]", "")
+
+
+HANDLER = """
+import random, signal, sys
+from ltc_core.record import fast_path
+
+fast_path.enable(sys.argv[1:] == ["c++"])
+weight, calls = torch.eye(4).to(device) + 0, []
+
+def handler(number, frame):  # as one that saves a checkpoint when the job is to end
+    calls.append((weight * 2).sum().item())
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.002, 0.01))
+
+def steps(x, weight):
+    found = []
+    for step in range(40):
+        for k in range(20):
+            x = torch.tanh(x @ weight) + k
+            part = x.view(-1)[1:5]
+            part.mul_(0.5)
+            found.append(x.sum() + part.sum())
+        ltc.mark_step()
+    return torch.stack(found).cpu()
+
+wanted = steps(torch.ones(4, 4), torch.eye(4))
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.003)
+equal = [torch.allclose(steps(torch.ones(4, 4, device=device), weight), wanted) for _ in range(4)]
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(equal, set(calls), len(calls) > 20, signal.getsignal(signal.SIGALRM) is handler)
+"""
+
+
+@pytest.mark.parametrize("recorder", ["c++", "python"])
+def test_a_signal_handler_reads_values(recorder: str) -> None:
+    script = HANDLER.replace("sys.argv[1:]", repr([recorder]))
+    out, err = child.run(script, timeout_s=100, LTC_COMPILE="off")
+    assert (out.strip(), err) == ("[True, True, True, True] {8.0} True True", "")
+
+
+def test_a_handler_that_raises_raises_after_the_op() -> None:
+    script = """
+import os, signal
+from ltc_core.uninterrupted import uninterrupted
+
+done = []
+
+@uninterrupted
+def change():
+    os.kill(os.getpid(), signal.SIGINT)
+    sum(range(1000))
+    done.append(True)
+
+try:
+    change()
+except KeyboardInterrupt:
+    print("interrupted", done, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+    out, err = child.run(script)
+    assert (out.strip(), err) == ("interrupted [True] True", "")

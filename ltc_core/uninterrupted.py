@@ -1,0 +1,89 @@
+"""Changes of a trace that no other code may come between: neither a finalizer nor a signal handler.
+
+To record an op changes several fields of a trace and of cells, and between a cut and the handing over of its job there
+are values that no job computes. A finalizer or a handler that records ops, or reads a value, would do so in the middle
+of that. `uninterrupted` wraps such functions: no garbage is collected, and handlers wait. In the C++ part
+(`record/csrc/ltc_record.cpp`) only garbage collection can run Python code.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["uninterrupted"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# The signals for which programs set handlers.
+_NAMES = ("INT", "TERM", "HUP", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "CHLD", "QUIT", "XCPU")
+_SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES)
+
+
+def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap `function`: garbage is not collected, and signal handlers of the main thread run after it.
+
+    Cost: 0.3 us in another thread, 3 us in the main one, where Ctrl-C has a handler, and 1 us for each other handler.
+    If another thread that leaves such a function turns collection on, it is on in this one, too.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        collects = gc.isenabled()
+        handlers = _Handlers()
+        try:
+            gc.disable()
+            handlers.defer()
+            return function(*args, **kwargs)
+        finally:
+            if collects:
+                gc.enable()
+            handlers.deliver()
+
+    return run
+
+
+class _Handlers:
+    """The main thread's signal handlers, which are replaced for a while: what they miss, they get at the end."""
+
+    __slots__ = ("_noted", "_replaced")
+
+    is_active = False  # only the outermost call replaces them
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[int, Any]] = []
+        self._noted: list[tuple[int, FrameType | None]] = []
+
+    def defer(self) -> None:
+        if _Handlers.is_active or threading.current_thread() is not threading.main_thread():
+            return
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._replaced.append((number, handler))
+                _Handlers.is_active = True
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted.append((number, frame))
+
+    def deliver(self) -> None:
+        """Set the handlers again, and call those that have missed a signal.
+
+        Raises:
+            BaseException: what a handler raises, such as KeyboardInterrupt.
+        """
+        if not self._replaced:
+            return
+        for number, handler in self._replaced:
+            signal.signal(number, handler)
+        _Handlers.is_active = False
+        handlers = dict(self._replaced)
+        for number, frame in self._noted:
+            handlers[number](number, frame)
