@@ -13,7 +13,7 @@ import torch._inductor.lowering  # decompositions look it up there
 from torch._guards import TracingContext, tracing
 from torch._inductor.virtualized import V
 
-from ltc_core.executors.inductor import gemm_lowering
+from ltc_core.executors.inductor import fusion_repair, gemm_lowering
 from ltc_core.executors.inductor.lower import lower
 from ltc_core.executors.inductor.own_memory_lowering import Lowerings
 from ltc_core.executors.inductor.request import decode
@@ -56,6 +56,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         V.set_fake_mode(lowered.mode),
         V.set_aot_compilation(True),
         inductor_config.patch(options),
+        fusion_repair.repaired(),
     ):
         compiled = compile_fx.compile_fx_inner(
             lowered.module, lowered.fakes, cpp_wrapper=True, aot_mode=True
