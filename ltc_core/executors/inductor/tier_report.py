@@ -45,7 +45,9 @@ class State(enum.Enum):
     NEW = "op by op, to be compiled if it comes back (after {after} runs, LTC_COMPILE_AFTER)"
     OFF = "op by op, because of LTC_COMPILE=off"
     NOTHING = "op by op, none of its ops can be compiled"
-    OTHER_VALUES = "op by op, it is compiled for other values of its numbers"
+    OTHER_VALUES = (
+        "op by op, it is compiled for other values of its numbers or of PyTorch's numeric flags"
+    )
     REFUSED = "op by op, it was refused (the reason is below)"
     DROPPED = "op by op, the process ended before it was compiled"
 
