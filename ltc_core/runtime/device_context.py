@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ltc_core import debug, errors, metrics
+from ltc_core import debug, errors, metrics, source
 from ltc_core.executors import make
 from ltc_core.executors.openmp import release_team
 from ltc_core.graph.ir import TensorMeta
@@ -69,9 +69,11 @@ class DeviceContext:
     def cut(self, reason: str) -> Job | None:
         """Hand everything recorded so far to the worker. Return the job, or None if there was nothing to run.
 
+        In the worker's thread, where a finalizer may run, nothing is cut: it would wait for itself.
+
         Cost: compiles a graph that is new; blocks if `settings.max_pending_steps` jobs are waiting.
         """
-        if not self.trace:
+        if not self.trace or self.worker.is_this_thread:
             return None
         # Here Ctrl-C loses nothing yet. The lock is not held: a finalizer in the worker's thread may record ops.
         self.worker.wait_for_slot()
@@ -271,20 +273,36 @@ class DeviceContext:
         self.raise_failure()
 
     def value_data(self, cell: Cell, reason: str) -> Any:
-        """Current data of a cell, not to be written by the caller. Cost: cuts and waits if pending."""
+        """Current data of a cell, not to be written by the caller. Cost: cuts and waits if pending.
+
+        Raises:
+            DeviceError: a finalizer reads a value that is not computed yet, in the thread that computes it.
+            LtcError: the op that computes the value failed.
+        """
         with self.trace.lock:
             value = cell.value
             if value.buffer is None:
                 if value.epoch != self.trace.epoch:
                     return self._zeros(cell.meta)
+                self._check_thread()
                 self.cut(reason)
         assert value.buffer is not None
         if value.buffer.is_pending:
+            self._check_thread()
             with metrics.timer("DeviceLockWait"):
                 value.buffer.wait_done()
         if self.failures and value.buffer.error is None:
             self.raise_failure(all_of_them=False)
         return value.buffer.take()
+
+    def _check_thread(self) -> None:
+        if self.worker.is_this_thread:
+            raise errors.DeviceError(
+                "a value is read in the thread that computes it, and would be waited for for ever",
+                got=f"a finalizer or a hook that runs in {threading.current_thread().name}",
+                where=source.user_line(),
+                next="read the value in the training loop; a finalizer may record ops, and keep their results",
+            )
 
     @in_own_state
     def _zeros(self, meta: TensorMeta) -> Any:

@@ -111,6 +111,11 @@ class Worker:
         self._stopping: threading.Thread | None = None
 
     @property
+    def is_this_thread(self) -> bool:
+        """Whether the caller runs in the worker's thread: it must not wait for the worker."""
+        return threading.current_thread() is self._thread
+
+    @property
     def is_idle(self) -> bool:
         last = self._last
         return last is None or last.is_done
@@ -197,7 +202,7 @@ class Worker:
 
         A job does not wait for itself.
         """
-        if threading.current_thread() is self._thread:
+        if self.is_this_thread:
             return True
         last = self._last
         return last is None or last.wait(timeout_s)

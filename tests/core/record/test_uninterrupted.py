@@ -151,3 +151,28 @@ except KeyboardInterrupt:
 """
     out, err = child.run(script)
     assert (out.strip(), err) == ("interrupted [True] True", "")
+
+
+def test_a_read_in_the_workers_thread_is_an_error() -> None:
+    script = """
+from ltc_core.runtime.devices import context
+from ltc_core.runtime.worker import Job
+
+t, errors = torch.ones(4, device=device) + 1, []
+
+def job():
+    try:
+        print((t * 2).tolist())
+    except ltc.errors.DeviceError as error:
+        errors.append(error)
+
+done = Job(job)
+context(0).worker.submit(done)
+print(done.wait(20), errors[0])
+print(t.tolist())
+"""
+    out, err = child.run(script, timeout_s=60)
+    first, *rest, last = out.splitlines()
+    assert first.startswith("True a value is read in the thread that computes it")
+    assert "ltc-worker-0" in rest[0] and "Next: read the value in the training loop" in rest[1]
+    assert (last, err) == ("[2.0, 2.0, 2.0, 2.0]", "")
