@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 
-from ltc_core import metrics, native_extension, profiler
+from ltc_core import metrics, native_extension, profiler, uninterrupted
 from ltc_core.api import c10d, closures
 from ltc_core.debug import explain, frequent
 from ltc_core.device import module, register
@@ -73,6 +73,7 @@ def _register_fork_handlers() -> None:
     """
     # Locks first: the later handlers take them.
     for renew in (
+        uninterrupted.after_fork_in_child,
         native_extension.after_fork_in_child,
         module.renew_lock,
         metrics.renew_lock,

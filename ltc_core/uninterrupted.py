@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["uninterrupted"]
+__all__ = ["after_fork_in_child", "uninterrupted"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,18 +37,34 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        global _is_paused
         collects = gc.isenabled()
         handlers = _Handlers()
         try:
+            _is_paused |= collects
             gc.disable()
             handlers.defer()
             return function(*args, **kwargs)
         finally:
             if collects:
+                _is_paused = False
                 gc.enable()
             handlers.deliver()
 
     return run
+
+
+_is_paused = False  # whether such a function has turned collection off
+
+
+def after_fork_in_child() -> None:
+    """Undo what a function in another thread of the parent had begun: that thread is not in this process."""
+    global _is_paused
+    if _is_paused:
+        _is_paused = False
+        gc.enable()
+    if _Handlers.active is not None:
+        _Handlers.active.restore()
 
 
 class _Handlers:
@@ -56,20 +72,23 @@ class _Handlers:
 
     __slots__ = ("_noted", "_replaced")
 
-    is_active = False  # only the outermost call replaces them
+    active: _Handlers | None = None  # only the outermost call replaces them
 
     def __init__(self) -> None:
         self._replaced: list[tuple[int, Any]] = []
         self._noted: list[tuple[int, FrameType | None]] = []
 
     def defer(self) -> None:
-        if _Handlers.is_active or threading.current_thread() is not threading.main_thread():
+        if (
+            _Handlers.active is not None
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return
         for number in _SIGNALS:
             handler = _signal.getsignal(number)
             if callable(handler):
                 self._replaced.append((number, handler))
-                _Handlers.is_active = True
+                _Handlers.active = self
                 _signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -81,11 +100,16 @@ class _Handlers:
         Raises:
             BaseException: what a handler raises, such as KeyboardInterrupt.
         """
-        if not self._replaced:
-            return
-        for number, handler in self._replaced:
-            _signal.signal(number, handler)
-        _Handlers.is_active = False
+        if self._replaced:
+            handlers = self.restore()
+            for number, frame in self._noted:
+                handlers[number](number, frame)
+
+    def restore(self) -> dict[int, Any]:
+        """Set the handlers again; return them."""
         handlers = dict(self._replaced)
-        for number, frame in self._noted:
-            handlers[number](number, frame)
+        for number, handler in handlers.items():
+            _signal.signal(number, handler)
+        _Handlers.active = None
+        self._replaced = []
+        return handlers

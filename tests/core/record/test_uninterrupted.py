@@ -176,3 +176,34 @@ print(t.tolist())
     assert first.startswith("True a value is read in the thread that computes it")
     assert "ltc-worker-0" in rest[0] and "Next: read the value in the training loop" in rest[1]
     assert (last, err) == ("[2.0, 2.0, 2.0, 2.0]", "")
+
+
+def test_a_fork_by_another_thread_has_the_handlers_and_collects() -> None:
+    script = """
+import gc, os, signal, threading
+from ltc_core.uninterrupted import uninterrupted
+
+begun, over = threading.Event(), threading.Event()
+
+def fork():
+    begun.wait()
+    pid = os.fork()
+    if not pid:
+        is_right = gc.isenabled() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        os._exit(0 if is_right else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    over.set()
+
+thread = threading.Thread(target=fork)
+thread.start()
+
+@uninterrupted
+def change():
+    begun.set()
+    over.wait()
+
+change()
+print(gc.isenabled(), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+    out, err = child.run(script, timeout_s=60)
+    assert (out.split(), err) == (["0", "True", "True"], "")
