@@ -103,9 +103,6 @@ class Worker:
             job.drop()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(self._limit):
-            self._places.put(None)
         self._last: Job | None = None
         self._thread: threading.Thread | None = None
         self._stopping: threading.Thread | None = None
@@ -121,9 +118,13 @@ class Worker:
         return last is None or last.is_done
 
     def wait_for_slot(self) -> None:
-        """Block while the queue is full. Only one thread at a time submits to a worker."""
-        self._places.get()
-        self._places.put(None)
+        """Block while the queue is full. Only one thread at a time submits to a worker.
+
+        It waits for a job and takes nothing: an interrupt at any point leaves the queue as it is.
+        """
+        jobs = list(self._unfinished)
+        if len(jobs) >= self._limit:
+            jobs[-self._limit].wait()
 
     def start(self) -> bool:
         """Start the thread if it does not run; False if the system gives no more threads."""
@@ -143,13 +144,9 @@ class Worker:
             RuntimeError, MemoryError: the thread could not be started; the job was not queued, and the next one
                 tries again.
         """
-        self._places.get()
+        self.wait_for_slot()
         with self._lock:
-            try:
-                self._start_thread()
-            except BaseException:
-                self._places.put(None)
-                raise
+            self._start_thread()
             self._last = job
             self._unfinished.append(job)
             self._queue.put(job)
@@ -165,7 +162,7 @@ class Worker:
             raise
 
     def _loop(self) -> None:
-        jobs, places, unfinished = self._queue, self._places, self._unfinished
+        jobs, unfinished = self._queue, self._unfinished
         while True:
             job = jobs.get()
             if job is None:
@@ -180,7 +177,6 @@ class Worker:
                 )
             finally:
                 unfinished.popleft()
-                places.put(None)
             del job
 
     def park(self) -> None:
