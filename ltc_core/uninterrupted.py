@@ -101,15 +101,20 @@ class _Handlers:
             BaseException: what a handler raises, such as KeyboardInterrupt.
         """
         if self._replaced:
-            handlers = self.restore()
-            for number, frame in self._noted:
-                handlers[number](number, frame)
+            handlers = dict(self._replaced)
+            try:
+                self.restore()
+            finally:
+                for number, frame in self._noted:
+                    handlers[number](number, frame)
 
-    def restore(self) -> dict[int, Any]:
-        """Set the handlers again; return them."""
-        handlers = dict(self._replaced)
-        for number, handler in handlers.items():
-            _signal.signal(number, handler)
+    def restore(self) -> None:
+        """Set the handlers again: all of them, also if one that is set again runs and raises."""
         _Handlers.active = None
-        self._replaced = []
-        return handlers
+        try:
+            while self._replaced:
+                _signal.signal(*self._replaced[-1])
+                self._replaced.pop()
+        finally:
+            if self._replaced:
+                self.restore()

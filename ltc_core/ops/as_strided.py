@@ -102,7 +102,7 @@ def as_strided_scatter(
 
 
 def set_(self: LazyTensor, source: Any = None, *geometry: Any, **named: Any) -> Tensor:
-    """Give `self` the memory of `source`, with a geometry that refers to what `source` says.
+    """Give `self` the memory of `source`; the geometry uses the strides that `source.stride()` returns.
 
     The offset counts from the first element of `source`, as in eager.
     """

@@ -15,12 +15,11 @@ import torch
 from ltc_core import metrics
 from ltc_core.compile.scalar_inputs import SCALAR_DTYPES, kinds
 from ltc_core.compile.subgraph import Subgraph
-from ltc_core.errors import listed
 from ltc_core.executors.base import SubgraphFailure
 from ltc_core.executors.inductor.first_run import shared_outputs, wrong_output
 from ltc_core.executors.inductor.index_checks import find_bounds, in_bounds
 from ltc_core.executors.inductor.launcher import Mismatch, Model
-from ltc_core.executors.inductor.tier_report import refuse
+from ltc_core.executors.inductor.tier_report import recorded_at, refuse
 from ltc_core.executors.partitioned_program import EagerRunner, PartitionedProgram, SubgraphRunner
 from ltc_core.graph.ir import Graph
 from ltc_core.graph.passes import plan
@@ -155,9 +154,8 @@ class _CompiledRunner(SubgraphRunner):
         return [t.clone() if k in shared else t for k, t in enumerate(results)]
 
     def _name(self) -> str:
-        lines = dict.fromkeys(node.line for node in self.subgraph.nodes if node.line)
-        where = f" (recorded at {listed(lines, 1)})" if lines else ""
-        return f"the library of a subgraph of {len(self.subgraph.nodes)} ops{where}"
+        nodes = self.subgraph.nodes
+        return f"the library of a subgraph of {len(nodes)} ops{recorded_at(nodes)}"
 
     def _source(self, position: int) -> int:
         """The value that is the input at a position; -1 for a vector of scalars."""

@@ -115,7 +115,7 @@ def _origin(x: Any) -> Any:
 
 
 def _realize(view: Any) -> None:
-    """Give a buffer to the computation that `view` is a view of.
+    """Compute what `view` views into a buffer.
 
     Else the compiler writes a view element by element, as it computes what is viewed: `x.view(-1).flip(0)` written into
     `x` would read elements that it has overwritten.

@@ -13,9 +13,10 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ltc_core.errors import listed
+from ltc_core.graph.ir import Node
 from ltc_core.settings import settings
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Reported",
     "State",
     "graph_lines",
+    "recorded_at",
     "refuse",
     "sentences",
 ]
@@ -107,6 +109,12 @@ _programs: weakref.WeakValueDictionary[int, Reported] = weakref.WeakValueDiction
 _reasons: dict[str, _Reason] = {}
 
 
+def recorded_at(nodes: Sequence[Node]) -> str:
+    """The user's lines of some nodes, in brackets: ' (recorded at train.py:12 and 4 more)'; "" if none is known."""
+    lines = dict.fromkeys(node.line for node in nodes if node.line)
+    return f" (recorded at {listed(lines, 1)})" if lines else ""
+
+
 def refuse(reason: str, next: str, is_printed: bool = True) -> None:
     """Note why something is not compiled, and print it the first time; `next` is what the user can do about it."""
     found = _reasons.get(reason)
@@ -168,10 +176,13 @@ def _reasons_told() -> Iterator[str]:
 def _kept(programs: list[Reported]) -> Iterator[str]:
     kept = {op: why for program in programs for op, why in program.kept.items()}
     if kept:
-        each = listed((f"{op} ({why})" for op, why in kept.items()), _MAX_QUOTED)
-        yield f"Op by op between compiled code: {each}. That is no fault; results stay those of eager."
+        yield f"Op by op between compiled code: {_each(kept)}. That is no fault; results stay those of eager."
 
 
 def _kept_by(kept: Mapping[str, str]) -> Iterator[str]:
     if kept:
-        yield "; op by op: " + listed((f"{op} ({why})" for op, why in kept.items()), _MAX_QUOTED)
+        yield f"; op by op: {_each(kept)}"
+
+
+def _each(kept: Mapping[str, str]) -> str:
+    return listed((f"{op} ({why})" for op, why in kept.items()), _MAX_QUOTED)

@@ -24,7 +24,6 @@ import torch
 from ltc_core import metrics
 from ltc_core.compile.scalar_inputs import same_scalar, vector_metas
 from ltc_core.compile.subgraph import Subgraph
-from ltc_core.errors import listed
 from ltc_core.executors.base import Program, Salvaged, run_to_end
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.launcher import Model, load
@@ -37,6 +36,7 @@ from ltc_core.executors.inductor.tier_report import (
     OP_BY_OP_RUNS,
     Reported,
     State,
+    recorded_at,
     refuse,
 )
 from ltc_core.executors.partitioned_program import PartitionedProgram
@@ -85,9 +85,7 @@ class TieredProgram(Program, Reported):
         self._varied: set[int] = set()
         self._given_up = False
         self._is_dropped = False
-        self._fits_none = (
-            False  # in the last run: the scalars have other values than those that were compiled
-        )
+        self._fits_none = False  # the last run had other scalars or flags than those compiled
         self._has_none = False  # there is no op that can be compiled
 
     @property
@@ -281,8 +279,7 @@ class TieredProgram(Program, Reported):
         return _all_but(self._programs[-1][1])
 
     def _where(self) -> str:
-        lines = dict.fromkeys(node.line for node in self.graph.nodes if node.line)
-        return f" (recorded at {listed(lines, 1)})" if lines else ""
+        return recorded_at(self.graph.nodes)
 
 
 def _next(problem: str) -> str:
