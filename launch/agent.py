@@ -3,7 +3,7 @@
 The exit code is that of the process that failed first; its traceback is printed once, at the end. PyTorch's
 `elastic_launch`, one level above the agent, is not used: it has one grace for all, so processes that wait for a dead
 one would be given as long as those that save their work. Called by `cli`; uses `rendezvous` and `heartbeat`; each
-process begins in `shim`.
+process begins in `shim`. What the processes print is read by `output`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
+import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch.distributed
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -32,24 +29,33 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    SignalException,
+    Std,
+)
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from ltc_core.errors import first_line
 from ltc_dist.expected_name import expected_by
+from ltc_dist.job import host_collectives
 from ltc_dist.processes import child
-from ltc_dist.processes.failures import SILENT, Failure, first_failure, has_cause, how_it_ended
+from ltc_dist.processes.failures import how_it_ended
+from ltc_dist.processes.supervision import Supervision
 
-from . import heartbeat, rendezvous, status
+from . import heartbeat, rendezvous, status, temporary, user_signals
+from .output import Output
 from .spec import Spec
 
 __all__ = ["HANG", "command", "run", "variables"]
 
 HANG = 124  # exit code of a hang, as of `timeout`
-_CAUSE_S = 2.0  # how long to wait for the cause while only its consequences are known
-_STOP_S = 3.0  # between SIGTERM and SIGKILL, if another process has failed or Ctrl-C was pressed
+_STOP_S = 3.0  # between SIGTERM and SIGKILL, if another process has failed
+_INTERRUPT_S = 10.0  # between SIGINT and SIGKILL; a second Ctrl-C ends it
 _MONITOR_S = 0.1
-_TEMPORARY = "ltc-launch-"
+c10d: Any = torch.distributed  # the stubs of its types are incomplete
 
 
 def run(spec: Spec) -> int:
@@ -65,10 +71,13 @@ def run(spec: Spec) -> int:
     child.write_lines()
     os.environ.update(variables(spec))
     is_watched = status.is_worth_it() and spec.nprocs > 1
-    with _log_dir(spec) as log_dir:
-        beats = os.path.join(log_dir, "beats") if is_watched or spec.hang_timeout_s else ""
+    with temporary.directory() as own:
+        log_dir = os.path.abspath(spec.log_dir) if spec.log_dir else own
+        os.makedirs(log_dir, mode=0o700, exist_ok=True)
+        # Not in --log-dir, which hosts may share: a beat is a time on the clock of one host.
+        beats = os.path.join(own, "beats") if is_watched or spec.hang_timeout_s else ""
         if beats:
-            os.makedirs(beats, mode=0o700, exist_ok=True)
+            os.mkdir(beats, mode=0o700)
         line = (
             status.shown(partial(heartbeat.steps, beats))
             if is_watched
@@ -76,6 +85,7 @@ def run(spec: Spec) -> int:
         )
         agent = None
         try:
+            _end_when_told()  # also while this host waits for the others
             agent = Agent(spec, log_dir, beats)
             with line:
                 result = agent.run()
@@ -88,16 +98,31 @@ def run(spec: Spec) -> int:
             _tell(f"stopped by {number.name}{agent.stop_words if agent is not None else ''}")
             return 128 + number
         except (RendezvousError, torch.distributed.DistError) as error:
-            _tell(f"the hosts of {spec.endpoint} cannot be connected: {str(error).splitlines()[0]}")
+            _tell(f"the hosts of {spec.endpoint} cannot be connected: {first_line(error)}")
             return os.EX_TEMPFAIL
         finally:
             sys.stdout.flush()
-    if not result.is_failed():
-        return 0
-    if agent.hang:
-        _tell(f"{agent.hang}; all were stopped")
-        return HANG
-    return _told(agent, result.failures)
+        if not result.is_failed():
+            return 0
+        if agent.hang:
+            _tell(f"{agent.hang}; all were stopped")
+            return HANG
+        return _tell_first_failure(agent.supervision)
+
+
+def _end_when_told() -> None:
+    """Have SIGTERM and SIGHUP end `run`; what is ignored stays so."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, _told_to_end)
+
+
+def _told_to_end(number: int, frame: FrameType | None) -> None:
+    """On SIGTERM, let the processes save their work and end. A second SIGTERM does not shorten their grace."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise SignalException(f"stopped by {number}", signal.Signals(number))
 
 
 class Agent(LocalElasticAgent):
@@ -107,6 +132,7 @@ class Agent(LocalElasticAgent):
         beats: the directory where processes write their steps; empty if nobody reads it.
 
     Attributes:
+        supervision: of the processes of the newest attempt.
         hang: the sentence about the processes that hung, if that ended the job.
         stop_words: the words about processes that had to be killed when the launcher was stopped.
     """
@@ -116,96 +142,82 @@ class Agent(LocalElasticAgent):
         self._beats = beats
         self._watch: heartbeat.Watch | None = None
         self._is_stopping = False
-        self._failed_s: float | None = None  # when the first failure was seen
-        self._stopped_s: float | None = (
-            None  # when the processes were told to end; those that ran then are in `_stopped`
-        )
-        self._stopped: set[int] = set()
+        self.supervision: Supervision[_Launched] = Supervision([], self._tell_ended)
         self.hang = ""
         self.stop_words = ""
-        self._meeting = rendezvous.handler(spec)
+        self._hosts = rendezvous.handler(spec)
         workers: Any = WorkerSpec(
             role="default",
             local_world_size=spec.nprocs,
             entrypoint=sys.executable,
             args=tuple(command(spec, os.getpid(), beats)),
-            rdzv_handler=self._meeting,
+            rdzv_handler=self._hosts,
             max_restarts=spec.max_restarts,
             monitor_interval=_MONITOR_S,
         )
-        goes: dict[str, Any] = {"tee": Std.ALL} if spec.prefix or spec.log_dir else {}
-        if spec.log_dir and not spec.tee:
-            goes = {"redirects": Std.ALL}
-        logs: Any = DefaultLogsSpecs(log_dir, **goes)
-        prefix = "[${rank}] " if spec.prefix else ""
-        super().__init__(workers, logs, log_line_prefix_template=prefix)
+        self._logs = _Logs(spec, log_dir)
+        logs: Any = self._logs
+        super().__init__(workers, logs)
+        user_signals.forward_to(self._pids)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._ltc_spec.hang_timeout_s:
             self._watch = heartbeat.Watch(self._beats, self._ltc_spec.hang_timeout_s)
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        # When PyTorch finds a failed process, it closes the others by itself, with a grace of 30 s: too long.
-        close = self._pcontext.close  # type: ignore[union-attr]
+        with user_signals.starting():
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        context: Any = self._pcontext
+        handlers = context.subprocess_handlers
+        for handler in handlers.values():
+            for file in (handler._stdout, handler._stderr):  # else their pipes would never end
+                if file is not None:
+                    file.close()
+        supervision = self.supervision = Supervision(
+            [
+                _Launched(w.global_rank, handlers[k].proc, context.error_files[k])
+                for w in worker_group.workers
+                for k in [w.local_rank]
+            ],
+            self._tell_ended,
+        )
+        user_signals.forward_to(self._pids)
+        output = self._logs.output
+        output.start()
+        # When PyTorch finds a failed process, it closes the others by itself, with a grace of 30 s: too long. It makes
+        # the context itself too, so the method is replaced.
+        close = context.close
 
         def closed(number: Any = None, grace_s: float = _STOP_S) -> None:
-            if self._stopped_s is None:
-                self._stopped_s, self._stopped = time.monotonic(), self._running()
-            close(number, grace_s)  # type: ignore[arg-type]  # seconds, whole or not
+            with supervision.ending(grace_s):
+                close(number, grace_s)
+            output.stop()
 
-        self._pcontext.close = closed  # type: ignore
-        self._failed_s, self._stopped_s = None, None
+        context.close = closed
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._told_to_end)  # replaces PyTorch's handler
+            signal.signal(signal.SIGTERM, _told_to_end)  # replaces PyTorch's handler
         return started
-
-    def _told_to_end(self, number: int, frame: FrameType | None) -> None:
-        """On SIGTERM, let the processes save their work and end. A second SIGTERM does not shorten their grace."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        raise SignalException(f"stopped by {number}", signal.Signals(number))
 
     def leave(self) -> None:
         """Announce to the other hosts that this one begins no further attempt."""
         with contextlib.suppress(
             torch.distributed.DistError
         ):  # the host that serves the store has left already
-            self._meeting.shutdown()
+            self._hosts.shutdown()
 
-    def _running(self) -> set[int]:
+    def _pids(self) -> set[int]:
         """Ids of the processes that still run."""
-        handlers = self._pcontext.subprocess_handlers.values()  # type: ignore[union-attr]
-        return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
+        return {process.pid for process in self.supervision.running()}
 
-    def _awaits_cause(self) -> bool:
-        """Whether each failure so far is a consequence of another, and a running process may still report the cause.
-
-        PyTorch's agent ends all processes at the first failure. A process that was ended cannot report its cause.
-        """
-        context: Any = self._pcontext
-        codes = {k: h.proc.poll() for k, h in context.subprocess_handlers.items()}
-        if None not in codes.values() or not any(codes.values()):
-            return False
-        if self._failed_s is None:
-            self._failed_s = time.monotonic()
-        failures = [
-            ProcessFailure(k, context.subprocess_handlers[k].proc.pid, code, context.error_files[k])
-            for k, code in codes.items()
-            if code
-        ]
-        is_clear = has_cause(self.failure(f.local_rank, f) for f in failures)
-        return not is_clear and time.monotonic() - self._failed_s < _CAUSE_S
-
-    def failure(self, rank: int, failure: ProcessFailure) -> Failure:
-        """What is known of a failed process: exit code, verdict, time."""
-        report = _report(failure)
-        time_s, verdict = report.get("time_s", 0.0), report.get("verdict", SILENT)
-        was_stopped = self._stopped_s is not None and failure.pid in self._stopped
-        if report and was_stopped:
-            was_stopped = time_s > self._stopped_s
-        return Failure(rank, failure.exitcode, verdict, time_s, was_stopped)
+    def _tell_ended(self, rank: int) -> None:
+        """Write `ended` into the store for a rank that has vanished: others may wait for it."""
+        group = self._worker_group
+        attempt = group.spec.max_restarts - self._remaining_restarts
+        with contextlib.suppress(torch.distributed.DistError):  # its host has ended
+            store = c10d.TCPStore(group.master_addr, group.master_port, is_master=False)
+            host_collectives.tell_ended(rank, store, self._ltc_spec.nnodes == 1, attempt)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._awaits_cause():
+        self.supervision.tell_vanished()
+        if self.supervision.awaits_cause():
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and self._watch is not None:
@@ -225,12 +237,89 @@ class Agent(LocalElasticAgent):
         elif death_sig is not None:
             self._is_stopping = True
             number = signal.Signals(death_sig)
-            grace_s = self._ltc_spec.grace_s if number == signal.SIGTERM else _STOP_S
+            grace_s = self._ltc_spec.grace_s if number == signal.SIGTERM else _INTERRUPT_S
         began = time.monotonic()
         if self._pcontext is not None:
             self._pcontext.close(number, grace_s)  # type: ignore[arg-type]  # seconds, whole or not
         if death_sig is not None and grace_s and time.monotonic() - began > grace_s:
             self.stop_words = f"; what still ran after {grace_s:g} s was killed"
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """What a process has written into its error file.
+
+    Attributes:
+        exit_code: of its exception; the agent may have killed it before it could end with that.
+        text: its traceback; empty for an exit code alone.
+    """
+
+    verdict: str
+    time_s: float
+    exit_code: int = 0
+    text: str = ""
+
+
+class _Launched:
+    """A process of the launcher.
+
+    Args:
+        error_file: where it reports how it ends.
+    """
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], error_file: str) -> None:
+        self.rank = rank
+        self._process = process
+        self._error_file = error_file
+        self._reported: _Reported | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def report(self) -> _Reported | None:
+        if self._reported is None:
+            failure = ProcessFailure(0, self.pid, self.exitcode or 0, self._error_file)
+            message = failure.error_file_data.get("message", {})
+            info = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+            if "time_s" in info:
+                code, text = info.get("exit_code", 0), info.get("py_callstack", "")
+                self._reported = _Reported(info["verdict"], info["time_s"], code, text)
+        return self._reported
+
+    def has_left(self) -> bool:
+        return os.path.exists(child.left_mark(self._error_file))
+
+
+class _Logs(DefaultLogsSpecs):
+    """Where the processes print to, and where they report how they end.
+
+    Attributes:
+        output: prints what the processes of the newest attempt print.
+    """
+
+    def __init__(self, spec: Spec, log_dir: str) -> None:
+        super().__init__(log_dir, redirects=Std.ALL if spec.log_dir else Std.NONE)
+        self._spec = spec
+        self.output = Output()
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self.output.stop()
+        self.output = output = Output()
+        found = super().reify(envs)
+        shows = self._spec.tee if self._spec.log_dir else self._spec.prefix
+        for paths, stream in ((found.stdouts, sys.stdout), (found.stderrs, sys.stderr)):
+            for local_rank in paths if shows else ():
+                prefix = f"[{envs[local_rank]['RANK']}] " if self._spec.prefix else ""
+                if self._spec.log_dir:
+                    output.file(paths[local_rank], prefix, stream)
+                else:
+                    paths[local_rank] = output.pipe(prefix, stream)
+        return found
 
 
 def command(spec: Spec, parent_pid: int, beats: str = "") -> list[str]:
@@ -240,7 +329,8 @@ def command(spec: Spec, parent_pid: int, beats: str = "") -> list[str]:
         beats: the directory where it writes its steps.
     """
     flags = ["-m"] if spec.is_module else []
-    return ["-m", "ltc_launch.shim", str(parent_pid), beats, *flags, spec.target, *spec.args]
+    # -P: no imports from the working directory, where a file may have the name of a module that PyTorch imports.
+    return ["-P", "-m", "ltc_launch.shim", str(parent_pid), beats, *flags, spec.target, *spec.args]
 
 
 def variables(spec: Spec) -> dict[str, str]:
@@ -261,32 +351,6 @@ def variables(spec: Spec) -> dict[str, str]:
     return found
 
 
-@contextlib.contextmanager
-def _log_dir(spec: Spec) -> Iterator[str]:
-    if spec.log_dir:
-        os.makedirs(spec.log_dir, mode=0o700, exist_ok=True)
-        yield spec.log_dir
-        return
-    _sweep()
-    found = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-")
-    try:
-        yield found
-    finally:
-        shutil.rmtree(found, ignore_errors=True)
-
-
-def _sweep() -> None:
-    """Remove the temporary directories of launchers that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
-        pid = path.name.removeprefix(_TEMPORARY).partition("-")[0]
-        if (
-            pid.isdecimal()
-            and not psutil.pid_exists(int(pid))
-            and path.stat().st_uid == os.getuid()
-        ):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 # -- how it ended ----------------------------------------------------------------------------------
 
 
@@ -295,21 +359,18 @@ def _tell(text: str) -> None:
     print(f"ltc-launch: {text}", file=sys.stderr, flush=True)
 
 
-def _report(failure: ProcessFailure) -> dict[str, Any]:
-    message = failure.error_file_data.get("message", {})
-    info = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-    return info if "time_s" in info else {}
-
-
-def _told(agent: Agent, failures: dict[int, ProcessFailure]) -> int:
+def _tell_first_failure(supervision: Supervision[_Launched]) -> int:
     """Report which process failed first, and how; return the exit code."""
-    first = first_failure(agent.failure(rank, failure) for rank, failure in failures.items())
-    report, code = _report(failures[first.rank]), first.exitcode
-    how = how_it_ended(code)
-    if code == -signal.SIGKILL:
+    first = supervision.first_failure()
+    assert first is not None
+    process, code = supervision.processes[first.rank], first.exitcode
+    report, how = process.report(), how_it_ended(code)
+    if code == 0:  # it has vanished
+        code = 1
+    elif report is not None and report.text:
+        print(report.text, file=sys.stderr, end="")
+        how, code = "raised this", report.exit_code
+    elif code == -signal.SIGKILL:
         how += "; if nobody did that, the machine was out of memory"
-    if "py_callstack" in report:
-        print(report["py_callstack"], file=sys.stderr, end="")
-        how, code = "raised this", report["exit_code"]
-    _tell(f"rank {first.rank} (pid {failures[first.rank].pid}) {how}; the others were stopped")
+    _tell(f"rank {first.rank} (pid {process.pid}) {how}; the others were stopped")
     return code if code > 0 else 128 - code

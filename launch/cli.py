@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
+from . import user_signals
 from .spec import Spec, parse
 
 __all__ = ["main"]
@@ -18,6 +20,7 @@ _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch what the command line says; return the exit code."""
     spec = parse(sys.argv[1:] if argv is None else argv)
+    user_signals.hold()
     # Imports PyTorch, which takes a second: mistakes in the command line are reported before. Without the garbage
     # collector it is quicker, and frozen its objects are not looked through at the exit.
     gc.disable()
@@ -29,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(shlex.join([sys.executable, *agent.command(spec, os.getpid())]))
         _show(spec, agent.variables(spec))
         return 0
-    return agent.run(spec)
+    code = agent.run(spec)
+    # All has ended. Ctrl-C, pressed again while this process goes, does not change its exit code.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
 
 
 def _show(spec: Spec, variables: dict[str, str]) -> None:

@@ -7,7 +7,6 @@ time. Both are found by the time of the last step. `shim` starts the writer in e
 from __future__ import annotations
 
 import os
-import signal
 import struct
 import threading
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from ltc_core import metrics
+from ltc_dist.processes import child
 
 __all__ = ["Watch", "start", "steps"]
 
@@ -78,7 +78,7 @@ class Watch:
         guilty = [beat for beat in beats if beat.steps == fewest]
         for beat in beats:
             if not _is_stopped(beat.pid):
-                os.kill(beat.pid, signal.SIGUSR1)
+                os.kill(beat.pid, child.STACKS)
         time.sleep(_STACKS_S)
         names = ", ".join(f"{b.rank} (pid {b.pid}{_stopped_words(b.pid)})" for b in guilty)
         counts = ", ".join(f"rank {b.rank}: {b.steps}" for b in beats)

@@ -7,6 +7,7 @@ attempt have a store of their own: keys of a failed attempt are never read again
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import json
@@ -32,14 +33,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from ltc_core.errors import listed
+from ltc_dist.job import protocol
 from ltc_dist.job.store import LOOPBACK, address_towards, is_loopback, serve_store
 
+from .lease import Lease, Leases
 from .spec import Spec
 
 __all__ = ["DynamicRendezvous", "LoopbackRendezvous", "StaticRendezvous", "handler"]
 
 _JOIN_S = 900.0  # how long to wait for other hosts
 _LOOK_S = 0.1
+_TELL_S, _TELL_AGAIN_S = 5.0, 60.0  # until one is told who is waited for
+_ANSWER = datetime.timedelta(seconds=60)  # of a store that is there
 c10d: Any = torch.distributed  # the stubs of its types are incomplete
 
 
@@ -80,11 +85,11 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-class Meeting:
+class Endpoint:
     """The store at the endpoint of a job on several hosts, where their agents meet; the first host serves it.
 
     Attributes:
-        run_id: drawn at random by the host that comes first; the same on all hosts.
+        run_id: drawn at random by the host that comes first; the same on all hosts of one --rdzv-id.
         store: prefixes its keys with `run_id`.
         address: of this host, as the other hosts reach it.
     """
@@ -99,12 +104,39 @@ class Meeting:
                 self._serve(int(port), must=spec.backend == "static")
         except OSError as error:
             raise RendezvousConnectionError(f"{spec.endpoint}: {error}") from error
-        self._base = self._served or c10d.TCPStore(
-            self._host, int(port), is_master=False, timeout=datetime.timedelta(seconds=_JOIN_S)
-        )
+        self._port = int(port)
+        if self._served is None:
+            self._await_store()
+        self._base = self._served or self._client()
         token = secrets.token_hex(16)
-        self.run_id: str = self._base.compare_set("ltc/run", "", token).decode()
+        self.run_id: str = protocol.RUN.tell_first(self._base, token, name=spec.rdzv_id)
         self.store = c10d.PrefixStore(self.run_id, self._base)
+
+    def connected(self) -> Any:
+        """Another connection to `store`, for a thread of its own."""
+        return c10d.PrefixStore(self.run_id, self._client())
+
+    def is_served(self) -> bool:
+        """Whether something listens at the endpoint. Cost: a connection."""
+        try:
+            socket.create_connection((self._reached_at(), self._port), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _client(self) -> Any:
+        return c10d.TCPStore(self._reached_at(), self._port, is_master=False, timeout=_ANSWER)
+
+    def _reached_at(self) -> str:
+        """Where this host reaches the store."""
+        return self._host if self._served is None else self.address or LOOPBACK
+
+    def _await_store(self) -> None:
+        """Wait until the first host serves the store. Unlike a wait within PyTorch, Ctrl-C ends this one at once."""
+        waits = _Waiting()
+        while not self.is_served():
+            waits.look(f"the first host, which is to listen at {self._host}:{self._port}")
+            time.sleep(_LOOK_S)
 
     def _serve(self, port: int, must: bool) -> None:
         """Serve the store, if the endpoint is an address of this host and no other process serves it."""
@@ -135,18 +167,22 @@ class Meeting:
 
 
 class StaticRendezvous(RendezvousHandler):
-    """Several hosts, each with a number. An attempt begins when all hosts have come.
+    """Several hosts, each with a number. An attempt begins when all hosts are there.
 
-    When a host begins another attempt, the others restart, too. No host waits for one that has announced its end.
+    Host 0 begins it: it names the launchers that take part, and the store of their processes. When a host comes to the
+    next attempt, the others restart, too. Nobody waits for a launcher that has ended (`lease`).
     """
 
     def __init__(self, spec: Spec) -> None:
-        self._meeting = Meeting(spec)
+        self._endpoint = Endpoint(spec)
         self._rank = spec.node_rank
         self._size = spec.nnodes
         self._attempt = -1
         self._store: Any = None
         self._is_closed = False
+        self._leases = Leases(self._endpoint.store)
+        endpoint = self._endpoint
+        self._lease = Lease(self._rank, endpoint.store, endpoint.connected(), endpoint.is_served)
 
     @property
     def use_agent_store(self) -> bool:
@@ -156,72 +192,125 @@ class StaticRendezvous(RendezvousHandler):
         return "ltc-static"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        came, self._attempt = f"came/{self._rank}", self._attempt + 1
-        while (keys := self._keys(self._attempt)).check([came]):
-            self._attempt += 1  # an earlier launcher of this host had come, and was killed
         self._store = None
-        if self._rank == 0:
-            self._store, address, port = self._meeting.serve_attempt()
-            keys.set("store", json.dumps([address, port]))
-        keys.set(came, b"")
-        self._await_all(keys)
-        address, port = json.loads(keys.get("store"))
-        return RendezvousInfo(keys, self._rank, self._size, RendezvousStoreInfo(address, port))
+        begun = self._await_begin()
+        store = RendezvousStoreInfo(*begun["store"])
+        keys = c10d.PrefixStore(str(self._attempt), self._endpoint.store)
+        return RendezvousInfo(keys, self._rank, self._size, store)
 
-    def _keys(self, attempt: int) -> Any:
-        return c10d.PrefixStore(str(attempt), self._meeting.store)
-
-    def _await_all(self, keys: Any) -> None:
-        deadline = time.monotonic() + _JOIN_S
-        while missing := [k for k in range(self._size) if not keys.check([f"came/{k}"])]:
-            gone = [k for k in missing if self._meeting.store.check([f"ended/{k}"])]
+    def _await_begin(self) -> dict[str, Any]:
+        """Come to the next attempt that has not begun, and wait until it begins with this launcher."""
+        waits = _Waiting()
+        self._come()
+        while True:
+            told = protocol.BEGUN.heard(self._endpoint.store, attempt=self._attempt)
+            if told:
+                begun: dict[str, Any] = json.loads(told)
+                if begun["launchers"][self._rank] == self._lease.token:
+                    return begun
+                self._come()  # it began with an earlier launcher of this host
+                continue
+            missing = [k for k in range(self._size) if not self._is_there(self._attempt, k)]
+            if self._rank == 0 and not missing:
+                self._begin()
+                continue
+            gone = [k for k in missing if self._has_ended(k)]
             if gone:
                 raise RendezvousClosedError(f"host {gone[0]} has ended")
-            if time.monotonic() >= deadline:
-                raise RendezvousTimeoutError(
-                    f"{self._size - len(missing)} of {self._size} hosts have come in {_JOIN_S:g} s; missing: "
-                    f"{listed(missing)}"
-                )
+            there = self._size - len(missing)
+            waits.look(f"hosts {listed(missing)}; {there} of {self._size} are there")
             time.sleep(_LOOK_S)
+
+    def _come(self) -> None:
+        self._attempt += 1
+        place = {"attempt": self._attempt, "rank": self._rank}
+        protocol.CAME.tell(self._endpoint.store, self._lease.token, **place)
+
+    def _is_there(self, attempt: int, rank: int) -> bool:
+        """Whether the launcher of a host has come to this attempt, and runs."""
+        return rank == self._rank or self._leases.is_alive(rank, self._came(attempt, rank))
+
+    def _came(self, attempt: int, rank: int) -> str:
+        """Token of the launcher of a host that has come to an attempt; empty for none."""
+        return protocol.CAME.heard(self._endpoint.store, attempt=attempt, rank=rank).decode()
+
+    def _begin(self) -> None:
+        self._store, address, port = self._endpoint.serve_attempt()
+        launchers = [self._came(self._attempt, k) for k in range(self._size)]
+        text = json.dumps({"launchers": launchers, "store": [address, port]})
+        protocol.BEGUN.tell(self._endpoint.store, text, attempt=self._attempt)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the launcher of a host has announced its end, and no other one has come in its place."""
+        has_ended = protocol.HOST_ENDED.heard(self._endpoint.store, rank=rank)
+        return bool(has_ended) and not self._leases.token(rank)
 
     def is_closed(self) -> bool:
         return self._is_closed
 
     def set_closed(self) -> None:
-        """Announce that this host begins no other attempt."""
-        self._is_closed = True
-        self._meeting.store.set(f"ended/{self._rank}", b"")
+        """Announce that this launcher begins no other attempt."""
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(torch.distributed.DistError):  # the first host is gone, too
+                protocol.HOST_ENDED.tell(self._endpoint.store, rank=self._rank)
+                self._lease.end()
 
     def num_nodes_waiting(self) -> int:
-        following = self._keys(self._attempt + 1)
-        return sum(following.check([f"came/{k}"]) for k in range(self._size))
+        others = [k for k in range(self._size) if k != self._rank]
+        return sum(self._is_there(self._attempt + 1, k) for k in others)
 
     def get_run_id(self) -> str:
-        return self._meeting.run_id
+        return self._endpoint.run_id
 
     def shutdown(self) -> bool:
         self.set_closed()
         return True
 
 
+class _Waiting:
+    """A wait for other hosts: said after 5 s and then once a minute, ended after 15 minutes."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._tells_at = self._began + _TELL_S
+
+    def look(self, awaited: str) -> None:
+        """Say what is waited for, if it is time to.
+
+        Raises:
+            RendezvousTimeoutError: the time is up.
+        """
+        now = time.monotonic()
+        if now - self._began >= _JOIN_S:
+            raise RendezvousTimeoutError(f"waited {_JOIN_S:g} s for {awaited}")
+        if now >= self._tells_at:
+            self._tells_at = now + _TELL_AGAIN_S
+            _say(f"waits for {awaited}, since {now - self._began:.0f} s")
+
+
+def _say(text: str) -> None:
+    print(f"ltc-launch: {text}", file=sys.stderr, flush=True)
+
+
 class DynamicRendezvous(DynamicRendezvousHandler):
     """PyTorch's c10d rendezvous, for hosts without numbers; the processes of each attempt have a new store."""
 
-    _meeting: Meeting
+    _endpoint: Endpoint
 
     @classmethod
     def of(cls, spec: Spec) -> DynamicRendezvous:
-        meeting = Meeting(spec)
+        endpoint = Endpoint(spec)
         made = cls.from_backend(
-            meeting.run_id,
-            meeting.store,
-            C10dRendezvousBackend(meeting.store, meeting.run_id),
+            endpoint.run_id,
+            endpoint.store,
+            C10dRendezvousBackend(endpoint.store, endpoint.run_id),
             spec.nnodes,
             spec.nnodes,
-            local_addr=meeting.address or None,
+            local_addr=endpoint.address or None,
             timeout=RendezvousTimeout(join=datetime.timedelta(seconds=_JOIN_S)),
         )
-        made._meeting = meeting
+        made._endpoint = endpoint
         found: DynamicRendezvous = made
         return found
 
@@ -231,7 +320,7 @@ class DynamicRendezvous(DynamicRendezvousHandler):
         return super().next_rendezvous()
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
-        return self._meeting.serve_attempt()[0]
+        return self._endpoint.serve_attempt()[0]
 
 
 def handler(spec: Spec) -> RendezvousHandler:

@@ -1,16 +1,15 @@
 """The first lines of a launched process: `python -m ltc_launch.shim PID BEATS train.py args`.
 
-It runs the script as `__main__`, and ends when its launcher, the process PID, ends. SIGUSR1 makes it print its stacks.
-If the script defines `_mp_fn(index)` and does not call it under a main guard, it is called with the rank. An uncaught
-exception goes to the launcher, which prints it once. Started by `agent`; uses `heartbeat` and `ltc_dist.processes`.
+It runs the script (see `script`), and ends when its launcher, the process PID, ends. The signal `child.STACKS` makes it
+print its stacks. An uncaught exception goes to the launcher, which prints it once. Started by `agent`; uses `heartbeat`
+and `ltc_dist.processes`.
 """
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import json
 import os
-import runpy
 import signal
 import sys
 import time
@@ -28,11 +27,11 @@ from ltc_core.errors import (
 from ltc_core.runtime.devices import abandon_work
 from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import ranks
+from ltc_dist.job.store import note_served
 from ltc_dist.processes import child
 from ltc_dist.processes.failures import last_line, verdict_of
-from ltc_dist.processes.main_guard import is_guard
 
-from . import heartbeat
+from . import heartbeat, script, user_signals
 
 __all__ = ["main"]
 
@@ -48,47 +47,45 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 def main(argv: list[str]) -> None:
     parent_pid, beats, *argv = argv
     child.begin(int(parent_pid))
+    note_served(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if beats:
         heartbeat.start(beats, ranks().local_rank)
     is_module = argv[0] == "-m"
     sys.argv = argv[1:] if is_module else argv
     try:
-        _run(sys.argv[0], is_module)
+        user_signals.accept()
+        try:
+            script.run(sys.argv[0], is_module)
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
         host_collectives.leave()
+        _mark_left()
     except KeyboardInterrupt:
         host_collectives.abandon()
         sys.exit(128 + signal.SIGINT)
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            _report(leaving)
+        _report(leaving)
+        _mark_left()
         raise
     except BaseException as error:
         _report(error)
         abandon_work()  # jobs that fail as a consequence are not reported
+        host_collectives.exit_code = _exit_code(error)
         host_collectives.leave()
-        sys.exit(_exit_code(error))
+        sys.exit(host_collectives.exit_code)
 
 
 def _exit_code(error: BaseException) -> int:
     return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1)
 
 
-def _run(target: str, is_module: bool) -> None:
-    if is_module:
-        names = runpy.run_module(target, run_name="__main__", alter_sys=True)
-        source = names.get("__file__") or ""
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
-        names = runpy.run_path(target, run_name="__main__")
-        source = target
-    function = names.get("_mp_fn")
-    if callable(function) and not _has_guard(source):
-        function(ranks().rank)
-
-
-def _has_guard(source: str) -> bool:
-    """Whether the script has an `if __name__ == "__main__"` block."""
-    return any(map(is_guard, ast.parse(Path(source).read_bytes()).body))
+def _mark_left() -> None:
+    """Make the file by which the launcher knows that the script has ended: `os._exit(0)` gives exit code 0, too."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        with contextlib.suppress(OSError):
+            Path(child.left_mark(error_file)).touch()
 
 
 def _report(error: BaseException) -> None:
@@ -114,12 +111,11 @@ def _report(error: BaseException) -> None:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this file and of runpy."""
+    """The traceback without the frames of this file and of `script`."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename in (
         __file__,
-        runpy.__file__,
-        "<frozen runpy>",
+        script.__file__,
     ):
         rest = rest.tb_next
     return rest or trace

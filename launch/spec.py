@@ -31,6 +31,7 @@ class Spec:
         target: a script's path, or a module's name if `is_module`.
         nprocs: processes on this host.
         endpoint: host:port of the first host's store; empty for one host.
+        rdzv_id: keeps apart jobs that meet at one endpoint.
         log_dir: where the output of each process is kept; empty for nowhere.
         prefix: whether lines on the console begin with the rank.
         tee: whether output that is kept in files is shown on the console, too.
@@ -47,6 +48,7 @@ class Spec:
     nnodes: int = 1
     node_rank: int = 0
     endpoint: str = ""
+    rdzv_id: str = ""
     backend: str = "static"
     max_restarts: int = 0
     env: dict[str, str] = field(default_factory=dict)
@@ -87,6 +89,8 @@ def _parser() -> _Parser:
         metavar="HOST:PORT",
         help="where the first host listens, for several hosts",
     )
+    add("--rdzv-id", default="", metavar="NAME",
+        help="keeps apart jobs that meet at one endpoint")  # fmt: skip
     add("--rdzv-backend", default="static", choices=("static", "c10d"),
         help="c10d lets hosts come in any order and after a failure again")  # fmt: skip
     add(
@@ -187,23 +191,24 @@ def _checked(parser: _Parser, given: argparse.Namespace) -> Spec:
         _check_script(parser, given.target)
     return Spec(
         given.target,
-        tuple(given.args),
-        given.module,
-        nprocs,
-        given.nnodes,
-        given.node_rank,
-        given.rdzv_endpoint,
-        given.rdzv_backend,
-        given.max_restarts,
-        _variables(parser, given.env),
-        given.log_dir,
-        given.nnodes * nprocs > 1 if given.prefix is None else given.prefix,
-        given.grace,
-        given.dry_run,
-        given.tee,
-        given.hang_timeout,
-        _devices(parser, given.devices, nprocs),
-        given.compat,
+        args=tuple(given.args),
+        is_module=given.module,
+        nprocs=nprocs,
+        nnodes=given.nnodes,
+        node_rank=given.node_rank,
+        endpoint=given.rdzv_endpoint,
+        rdzv_id=given.rdzv_id,
+        backend=given.rdzv_backend,
+        max_restarts=given.max_restarts,
+        env=_variables(parser, given.env),
+        log_dir=given.log_dir,
+        prefix=given.nnodes * nprocs > 1 if given.prefix is None else given.prefix,
+        grace_s=given.grace,
+        dry_run=given.dry_run,
+        tee=given.tee,
+        hang_timeout_s=given.hang_timeout,
+        devices=_devices(parser, given.devices, nprocs),
+        compat=given.compat,
     )
 
 

@@ -22,7 +22,7 @@ def set_up() -> None:
     source.skip_frames_of(os.path.dirname(__file__))  # a user's line is never one of this package
     os.register_at_fork(after_in_child=lock.after_fork_in_child)
     # Runs before the handlers of ltc_core, which were registered earlier: the last collectives need the devices.
-    atexit.register(host_collectives.leave)
+    atexit.register(host_collectives.leave_at_exit)
     host_collectives.before_leaving(checkpointer.close_all)
     if settings.compat:
         importlib.import_module("ltc_dist.compat")

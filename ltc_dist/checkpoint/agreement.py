@@ -118,25 +118,26 @@ class Agreement:
 
         def attempt(candidate: int) -> None:
             nonlocal contents
-            reading.look(self._directory, candidate)
-            self._told(["read", candidate])
+            reading.patiently(lambda: reading.inspect(self._directory, candidate))
+            self._from_rank_0(["read", candidate])
             contents = self._attempt(candidate, shared, own)
 
         try:
             reading.find(self._directory, attempt, step)
         except CheckpointError as error:
-            self._told(["error", error.what, error.got, error.next])
+            number = error.errno if isinstance(error, CheckpointIOError) else None
+            self._from_rank_0(["error", error.what, error.got, error.next, number])
             raise
-        self._told(["done"])
+        self._from_rank_0(["done"])
         return contents
 
     def _follow(self, shared: Collection[str], own: Collection[str]) -> Contents | None:
         """Read what rank 0 names, until all have read one."""
         contents: Contents | None = None
         while True:
-            verb, *said = self._told(None)
+            verb, *said = self._from_rank_0(None)
             if verb == "error":
-                raise CheckpointError(said[0], got=said[1], next=said[2])
+                raise _error_of_another(*said)
             if verb == "done":
                 return contents
             try:
@@ -144,7 +145,7 @@ class Agreement:
             except CheckpointError:
                 contents = None  # rank 0 has heard why, and names another one
 
-    def _told(self, message: list[Any] | None) -> list[Any]:
+    def _from_rank_0(self, message: list[Any] | None) -> list[Any]:
         """Message of rank 0, which gives it here."""
         payload = b"" if message is None else json.dumps(message).encode()
         found: list[Any] = json.loads(
@@ -158,13 +159,26 @@ class Agreement:
         Raises:
             CheckpointError: some process found a file missing or damaged.
         """
-        here, problem = self._here, ""
+        here = self._here.rank, self._here.world_size
+        problem: tuple[str, int | None] = "", None
         try:
-            contents = reading.read(self._directory, step, here.rank, here.world_size, shared, own)
+            contents = reading.patiently(
+                lambda: reading.read(self._directory, step, *here, shared, own)
+            )
         except (CheckpointError, OSError) as error:
-            problem = reading.why(error)
-        heard = host_collectives.rendezvous(f"restored/{self.token}", problem.encode())
-        problems = [p.decode() for p in heard if p]
+            problem = reading.why(error), error.errno if reading.may_pass(error) else None
+        heard = host_collectives.rendezvous(f"restored/{self.token}", json.dumps(problem).encode())
+        problems = [(what, number) for what, number in map(json.loads, heard) if what]
         if problems:
-            raise CheckpointError(problems[0])
+            what, number = min(problems, key=lambda p: p[1] is None)  # one that may pass decides
+            raise _error_of_another(what, number=number)
         return contents
+
+
+def _error_of_another(
+    what: str, got: str = "", next: str = "", number: int | None = None
+) -> CheckpointError:
+    """An error as another process had it."""
+    if number is None:
+        return CheckpointError(what, got=got, next=next)
+    return CheckpointIOError(what, got=got, next=next, errno=number)

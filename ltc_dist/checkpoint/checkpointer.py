@@ -29,19 +29,28 @@ from ltc_core.runtime.devices import contexts
 from ltc_core.serialization.cpu_copy import CpuCopies
 from ltc_core.serialization.directory import Plan
 from ltc_core.serialization.tree import map_tensors
+from ltc_core.source import user_line
 from ltc_dist.checkpoint import random_state
 from ltc_dist.checkpoint.agreement import Agreement
 from ltc_dist.checkpoint.layout import SHARED, abandoned_in, own_part, step_name, steps_in
 from ltc_dist.checkpoint.reading import Checkpoint, Contents
-from ltc_dist.checkpoint.resplit import loader_state
+from ltc_dist.checkpoint.reshard import is_sharded
+from ltc_dist.checkpoint.resplit import check_dealing, loader_state
 from ltc_dist.checkpoint.stopping import Stopped, Stopping
 from ltc_dist.checkpoint.transaction import Transaction
+from ltc_dist.data.dealing import dealing_of
 from ltc_dist.data.loader import MpDeviceLoader, ParallelLoader
 from ltc_dist.job.ranks import master_print, ranks
+from ltc_dist.train.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = ["Checkpointer"]
 
-_LOADERS = (DataLoader, MpDeviceLoader, ParallelLoader)
+_KNOWN = (
+    DataLoader,
+    MpDeviceLoader,
+    ParallelLoader,
+    ZeroRedundancyOptimizer,
+)  # have a state in each process
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
@@ -60,7 +69,8 @@ class Checkpointer:
         background: write beside training. An error is raised by the next call then.
         on_error: 'raise' what fails in saving, or 'warn' and train on.
         stop_on_sigterm: make a checkpoint of SIGTERM.
-        own: names of objects that each process has a state of its own of. Loaders are known.
+        own: names of objects that each process has a state of its own of. Loaders and a ZeroRedundancyOptimizer are
+            known.
         objects: what is saved, by name: anything with `state_dict` and `load_state_dict`. A model, an optimizer and a
             scheduler are the same in all processes: rank 0 writes them.
 
@@ -92,7 +102,7 @@ class Checkpointer:
         self._every = every
         self._background = background
         self._on_error = on_error
-        names = {name for name, held in objects.items() if isinstance(held, _LOADERS)}
+        names = {name for name, held in objects.items() if isinstance(held, _KNOWN)}
         self._own = {name: objects[name] for name in objects if name in names | set(own)}
         self._shared = {name: objects[name] for name in objects if name not in self._own}
         self._here = ranks()
@@ -187,7 +197,11 @@ class Checkpointer:
                 objects = {name: held.state_dict() for name, held in self._shared.items()}
                 plans[SHARED] = self._plan({"objects": objects, "values": values})
             own = {
-                name: {"state": held.state_dict(), "batch_size": _batch_size(held)}
+                name: {
+                    "state": held.state_dict(),
+                    "batch_size": _batch_size(held),
+                    "dealing": dealing_of(held),
+                }
                 for name, held in self._own.items()
             }
             mine = {"objects": own, "random": random_state.get()}
@@ -196,7 +210,7 @@ class Checkpointer:
             failure = error
         return Transaction(
             self.directory, self._agreement.token, step, self._keep, self._here,
-            f"checkpoint/{self._agreement.token}/{self._num_saves}", plans, self._known, failure,
+            self._num_saves, plans, self._known, failure,
         )  # fmt: skip
 
     def _plan(self, tree: dict[str, Any]) -> Plan:
@@ -236,7 +250,9 @@ class Checkpointer:
 
         Steps that a run has gone back behind are not taken unless `step` names one. What is skipped because it is
         damaged is said in a warning. Processes that were not there when it was saved keep the random state they have;
-        loaders go on behind the samples that were used.
+        loaders go on behind the samples that were used. With another number of processes, that takes a
+        DistributedSampler; with another batch size, a sampler of PyTorch's. The shards of a ZeroRedundancyOptimizer
+        are cut anew for another number of processes, if all of them share one set of parameters.
 
         Args:
             step: load that of this step instead. With the next save the later ones are abandoned: with keep=None they
@@ -250,12 +266,14 @@ class Checkpointer:
             CheckpointError: there are some, and none is whole; or it does not fit the objects, none of which has
                 been changed then.
 
-        Cost: every process reads what is shared and what is its own, none what others have of their own; they wait for
-            each other.
+        Cost: every process reads what is shared and what is its own; they wait for each other. Of what others have of
+            their own it reads only shards that are cut anew, those that its own shard overlaps.
         """
         self.wait()
         skipped = set(skip)
         shared, own = ([n for n in held if n not in skipped] for held in (self._shared, self._own))
+        # An older version had rank 0 save it for all processes, unless `own` named it.
+        shared += [n for n in own if isinstance(self._own[n], ZeroRedundancyOptimizer)]
         contents = self._agreement.read(step, shared, own)
         if contents is not None:
             self._load(contents, skipped)
@@ -275,6 +293,7 @@ class Checkpointer:
         self._newest = None
 
     def _load(self, contents: Contents, skip: set[str]) -> None:
+        _check_cut(contents, self._here.world_size)
         states = {name: contents.objects.get(name) for name in self._shared if name not in skip}
         own = {name: self._own_state(name, contents) for name in self._own if name not in skip}
         missing = [name for name, state in {**states, **own}.items() if state is None]
@@ -284,8 +303,8 @@ class Checkpointer:
                 got=f"it has {listed(contents.names)}",
                 next=f"leave them as they are: restore(skip={missing!r}).",
             )
-        for name, state in states.items():
-            _check_fits(name, self._shared[name], state)
+        for name, state in {**states, **own}.items():
+            _check_fits(name, {**self._shared, **self._own}[name], state)
         for name, state in states.items():
             self._shared[name].load_state_dict(state)
         for name, state in own.items():
@@ -295,13 +314,16 @@ class Checkpointer:
             random_state.put(mine["random"])
 
     def _own_state(self, name: str, contents: Contents) -> Any:
+        if name in contents.objects:  # cut anew
+            return contents.objects[name]
         saved = [contents.own[rank]["objects"].get(name) for rank in sorted(contents.own)]
         if None in saved:
             return None
         if contents.checkpoint.world_size == self._here.world_size:
             saved *= self._here.world_size  # only its own has been read, and only that counts
-        batch_size = _batch_size(self._own[name])
-        return loader_state(name, saved, self._here.rank, self._here.world_size, batch_size)
+        here = self._here.rank, self._here.world_size, _batch_size(self._own[name])
+        check_dealing(name, saved, dealing_of(self._own[name]), *here)
+        return loader_state(name, saved, *here)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -347,11 +369,33 @@ def _batch_size(held: Any) -> int | None:
     return found if type(found) is int else None
 
 
+def _check_cut(contents: Contents, world_size: int) -> None:
+    for name, reason in contents.refused.items():
+        saved = contents.checkpoint.world_size
+        error = CheckpointError(
+            f"{name!r} was saved by {saved} processes and cannot be cut anew for {world_size}",
+            got=reason,
+            where=user_line(),
+            next=f"start {saved} processes, or leave it out: restore(skip=[{name!r}]) begins with an optimizer that "
+            "has no state.",
+        )
+        error.where_words = "restored at"
+        raise error
+
+
 def _check_fits(name: str, held: Any, state: Any) -> None:
     """Find what would fail half-way."""
-    if isinstance(held, torch.nn.Module):
+    if isinstance(held, ZeroRedundancyOptimizer):
+        held.check_state_dict(state, f"the checkpoint's {name}")
+    elif isinstance(held, torch.nn.Module):
         _compare(name, _shapes(held.state_dict()), _shapes(state))
     elif isinstance(held, torch.optim.Optimizer):
+        if is_sharded(state):
+            raise CheckpointError(
+                f"the checkpoint's {name} does not fit",
+                got=f"the state of a ZeroRedundancyOptimizer, here {type(held).__name__}",
+                next=f"make the {name} it was saved from, or restore(skip=[{name!r}]).",
+            )
         mine = {f"group {k}": len(g["params"]) for k, g in enumerate(held.param_groups)}
         theirs = {f"group {k}": len(g["params"]) for k, g in enumerate(state["param_groups"])}
         _compare(name, mine, theirs)
@@ -378,9 +422,17 @@ def _compare(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def close_all() -> None:
-    """Wait for checkpoints in flight before this process leaves its job."""
+    """Wait for checkpoints in flight before this process leaves its job.
+
+    Raises:
+        CheckpointError: one could not be saved; all are closed.
+    """
+    failed: CheckpointError | None = None
     for checkpointer in list(_live):
         try:
             checkpointer.close()
         except CheckpointError as error:
-            print(f"[ltc] the last checkpoint is missing: {error}", file=sys.stderr)
+            error.what = f"the last checkpoint is missing: {error.what}"
+            failed = failed or error
+    if failed is not None:
+        raise failed

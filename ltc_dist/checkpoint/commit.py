@@ -2,7 +2,9 @@
 
 A process that is killed between any two of these functions leaves the checkpoints before it as they were. One
 rename, `publish`, decides whether its own checkpoint counts. The steps are those of `ltc_core.serialization.atomic`.
-Comes from `layout`; called by `transaction` and `checkpointer`.
+`torch.distributed.checkpoint` is not beneath it: its files have no digests, so damage would not be found, and it plans
+each save with collectives, for which training would wait. Comes from `layout`; called by `transaction` and
+`checkpointer`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import errno
 import logging
 import os
 import re
+import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ltc_core.errors import CheckpointError, CheckpointIOError, LtcError, listed
 from ltc_core.serialization.atomic import (
@@ -128,16 +131,22 @@ def temporary_name(root: str, step: int, token: str) -> str:
     return os.path.join(root, f"{step_name(step)}{_TEMPORARY}{token}")
 
 
-def write_part(temporary: str, name: str, plan: Plan) -> str:
-    """Write one part to the disk and return its digest. Each process calls it for its parts."""
+def write_part(
+    temporary: str, name: str, plan: Plan, progress: Callable[[], None] = lambda: None
+) -> str:
+    """Write one part to the disk and return its digest. Each process calls it for its parts.
+
+    Args:
+        progress: called again and again while it is written.
+    """
     os.makedirs(temporary, exist_ok=True)
     with contextlib.suppress(FileExistsError):  # another process was first
         with open(os.path.join(temporary, WRITING), "xb") as marker:
             marker.write(WRITING_TEXT)
     path = os.path.join(temporary, name)
     os.mkdir(path)
-    digest = plan.write(path)
-    sync_directory(path)
+    digest = plan.write(path, progress)
+    sync_directory(path, progress)
     return digest
 
 
@@ -243,4 +252,7 @@ def prune(root: str, step: int, keep: int | None, known: Collection[int]) -> Non
     for old in found:
         path = os.path.join(root, step_name(old))
         if old not in kept and is_ours(path):
-            discard(path)
+            # Under a temporary name first: a kill leaves no step of which a part is missing.
+            removed = temporary_name(root, old, secrets.token_hex(4))
+            os.rename(path, removed)
+            _remove(removed)

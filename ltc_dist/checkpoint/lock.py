@@ -2,7 +2,8 @@
 
 The kernel's lock is flock: it belongs to the open file, so that reading or copying `lock` elsewhere in this process
 does not release it, as it would with POSIX locks. A forked child shares the open file and closes it at once, so that
-processes of a DataLoader that outlive this one do not keep it. Used by `checkpointer`.
+processes of a DataLoader that outlive this one do not keep it. The package filelock has no descriptor to close there,
+does not see that the lock file was replaced, and cannot say who holds it. Used by `checkpointer`.
 """
 
 from __future__ import annotations

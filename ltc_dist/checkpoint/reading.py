@@ -5,15 +5,27 @@ Uses `layout`; called by `checkpointer`, and through `latest_checkpoint` by scri
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
-from ltc_core.errors import CheckpointError, CheckpointFormatError, LtcError, listed
+import torch
+
+from ltc_core.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointIOError,
+    LtcError,
+    listed,
+)
 from ltc_core.serialization.directory import Reader, check_directory, open_directory
+from ltc_core.serialization.tensor_file import TensorEntry, read_tensor
+from ltc_dist.checkpoint import reshard
 from ltc_dist.checkpoint.layout import (
     SHARED,
     Manifest,
@@ -24,9 +36,29 @@ from ltc_dist.checkpoint.layout import (
     steps_in,
 )
 
-__all__ = ["Checkpoint", "Contents", "find", "latest_checkpoint", "look", "read", "why"]
+__all__ = [
+    "Checkpoint",
+    "Contents",
+    "find",
+    "latest_checkpoint",
+    "inspect",
+    "may_pass",
+    "patiently",
+    "read",
+    "why",
+]
 
 _log = logging.getLogger("ltc")
+_PAUSES_S = (0.1, 1.0, 3.0)
+# A server that is away, rights or handles that are missing: nothing is known of the file.
+_PASSING = {
+    getattr(errno, name)
+    for name in (
+        "ESTALE EIO ETIMEDOUT EAGAIN EINTR EBUSY ENETDOWN ENETUNREACH EHOSTDOWN EHOSTUNREACH ECONNRESET ECONNABORTED "
+        "ENOTCONN ESHUTDOWN EREMOTEIO EACCES EPERM EMFILE ENFILE ENOMEM"
+    ).split()
+    if hasattr(errno, name)
+}
 _Found = TypeVar("_Found")
 
 
@@ -63,14 +95,16 @@ class Contents:
 
     Attributes:
         names: of all objects in it.
-        objects: states of those that are the same in all processes, by name.
+        objects: states of those that are the same in all processes, by name; and of sharded ones that were cut anew.
         own: by rank, what a process had of its own: "objects", and of this rank "random".
+        refused: sharded objects that cannot be cut anew, by name, and why.
     """
 
     checkpoint: Checkpoint
     names: list[str]
     objects: dict[str, Any]
     own: dict[int, dict[str, Any]]
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def latest_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> Checkpoint | None:
@@ -87,10 +121,10 @@ def latest_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> 
     """
     directory = os.path.realpath(os.fsdecode(root))
 
-    return find(directory, lambda step: look(directory, step), step)
+    return find(directory, lambda step: patiently(lambda: inspect(directory, step)), step)
 
 
-def look(root: str, step: int) -> Checkpoint:
+def inspect(root: str, step: int) -> Checkpoint:
     """Check that all files of a checkpoint are there and have their size; read the values that were saved with it.
 
     Raises:
@@ -102,7 +136,7 @@ def look(root: str, step: int) -> Checkpoint:
     if manifest.step != step:
         raise CheckpointFormatError(f"its manifest says that it is of step {manifest.step}")
     for name in manifest.parts:
-        _look_at(path, manifest, name)
+        _check_part(path, manifest, name)
     with _part(path, manifest, SHARED) as part:
         return Checkpoint(step, path, manifest.world_size, part.read("values"))
 
@@ -117,6 +151,7 @@ def find(root: str, attempt: Callable[[int], _Found], step: int | None = None) -
 
     Raises:
         CheckpointError: there are some, and none would do.
+        CheckpointIOError: one cannot be read now, and may be whole.
     """
     steps = steps_in(root)
     if step is not None and step not in steps:
@@ -133,6 +168,14 @@ def find(root: str, attempt: Callable[[int], _Found], step: int | None = None) -
         try:
             found = attempt(candidate)
         except (CheckpointError, OSError) as error:
+            if may_pass(error):  # an older one would be taken for the newest, and this one removed
+                raise CheckpointIOError(
+                    f"{step_name(candidate)} in {root} cannot be read, and may be whole",
+                    got=why(error),
+                    next="see to the file system, and start again; or take an older one: "
+                    f"restore(step=), of {listed(steps)}.",
+                    errno=error.errno,
+                ) from error
             skipped.append(f"{step_name(candidate)}: {why(error)}")
             continue
         for reason in skipped:
@@ -148,6 +191,27 @@ def find(root: str, attempt: Callable[[int], _Found], step: int | None = None) -
         got=listed(skipped),
         next="copy one again from where it came, name an abandoned one with step=, or start anew in another directory.",
     )
+
+
+def may_pass(error: BaseException) -> TypeGuard[OSError]:
+    """Whether an error is one of the file system and not of the file: the same read may succeed later."""
+    return isinstance(error, OSError) and error.errno in _PASSING
+
+
+def patiently(read: Callable[[], _Found]) -> _Found:
+    """What `read` returns; errors that may pass are waited for, some seconds.
+
+    Raises:
+        Exception: what `read` raises the last time.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return read()
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            time.sleep(pause_s)
+    return read()
 
 
 def _say_what_is_left(root: str, steps: list[int], taken: int, abandoned: set[int]) -> None:
@@ -185,7 +249,8 @@ def read(
     """Read what one process needs of a checkpoint, its tensors on the CPU; nothing else is read from the files.
 
     It needs the states of its objects. Of what each process has of its own it needs its own part, and where another
-    number of processes saved, how far each had come, the state of the first one, and no tensors of the others.
+    number of processes saved, how far each had come, the state of the first one, and no tensors of the others. The
+    shards of a ZeroRedundancyOptimizer are cut anew then: it needs those that its own shard overlaps.
 
     Args:
         rank, world_size: of the process that needs it.
@@ -199,11 +264,17 @@ def read(
     manifest = Manifest.read(path)
     if manifest.step != step:
         raise CheckpointFormatError(f"its manifest says that it is of step {manifest.step}")
+    is_same = manifest.world_size == world_size
+    shards: dict[str, list[Any]] = {}
     with _part(path, manifest, SHARED) as part:
         names = part.keys("objects")
-        objects = {n: part.read("objects", n) for n in names if shared is None or n in shared}
+        objects = {}
+        for name in [n for n in names if shared is None or n in shared]:
+            if _needs_cutting(part, is_same, "objects", name):
+                shards[name] = [_outline(path, SHARED, part, "objects", name)]
+            else:
+                objects[name] = part.read("objects", name)
         checkpoint = Checkpoint(step, path, manifest.world_size, part.read("values"))
-    is_same = manifest.world_size == world_size
     parts: dict[int, dict[str, Any]] = {}
     for number in [rank] if is_same else range(manifest.world_size):
         with _part(path, manifest, own_part(number)) as part:
@@ -212,7 +283,36 @@ def read(
             parts[number] = {"objects": _states(part, wanted, is_same, number == 0)}
             if number == rank:
                 parts[number]["random"] = part.read("random")
-    return Contents(checkpoint, [*names, *mine], objects, parts)
+            for name in [] if is_same else wanted:
+                if reshard.is_sharded(part.keys("objects", name, "state")):
+                    outline = _outline(path, own_part(number), part, "objects", name, "state")
+                    shards.setdefault(name, []).append(outline)
+    reasons = {name: reshard.why_not(states) for name, states in shards.items()}
+    refused = {name: reason for name, reason in reasons.items() if reason}
+    for name in shards.keys() - refused.keys():
+        objects[name] = reshard.reshard(shards[name], rank, world_size)
+    return Contents(checkpoint, [*names, *mine], objects, parts, refused)
+
+
+def _needs_cutting(part: Reader, is_same: bool, *place: str) -> bool:
+    """Whether the state of an object, of which rank 0 saved its own for all processes, is one of several shards."""
+    if not reshard.is_sharded(part.keys(*place)):
+        return False
+    return not is_same or list(part.read(*place, "shard")) != [0, 1]
+
+
+def _outline(path: str, name: str, part: Reader, *place: str) -> Any:
+    """State of a sharded object, whose tensors are read later, if at all."""
+
+    def reopen(entry: TensorEntry) -> torch.Tensor:
+        with _Named(name):
+            directory = open_directory(os.path.join(path, name))
+            try:
+                return read_tensor(directory, entry)
+            finally:
+                os.close(directory)
+
+    return part.outline(reopen, *place)
 
 
 _COUNT = "num_batches"  # needed to split a loader's state for other processes
@@ -224,7 +324,8 @@ def _facts(part: Reader, name: str) -> dict[str, Any]:
     state = (
         {_COUNT: part.read(*place, "state", _COUNT)} if _COUNT in part.keys(*place, "state") else {}
     )
-    return {"state": state, "batch_size": part.read(*place, "batch_size")}
+    kept = [key for key in ("batch_size", "dealing") if key in part.keys(*place)]
+    return {"state": state, **{key: part.read(*place, key) for key in kept}}
 
 
 def _states(part: Reader, names: Collection[str], is_own: bool, is_first: bool) -> dict[str, Any]:
@@ -251,7 +352,7 @@ def _part(path: str, manifest: Manifest, name: str) -> Iterator[Reader]:
             os.close(directory)
 
 
-def _look_at(path: str, manifest: Manifest, name: str) -> None:
+def _check_part(path: str, manifest: Manifest, name: str) -> None:
     with _Named(name):
         directory = open_directory(os.path.join(path, name))
         try:

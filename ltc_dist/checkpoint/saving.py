@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import ltc_core as ltc
 from ltc_core.runtime.devices import contexts
 from ltc_core.serialization import streaming
-from ltc_dist.job import host_collectives
+from ltc_dist.job import host_collectives, protocol
 from ltc_dist.job.ranks import is_master_ordinal, ranks
 
 __all__ = ["save", "save_streamed"]
@@ -96,8 +96,8 @@ def _notice(path: str, writes: bool, global_master: bool) -> None:
     here = ranks()
     master = 0 if global_master else here.rank - here.local_rank
     _versions[path] += 1
-    key = f"saved/{master}/{path}/{_versions[path]}"
+    place: dict[str, Any] = {"master": master, "path": path, "number": _versions[path]}
     if writes:
-        host_collectives.job_store().set(key, b"")
+        protocol.SAVED.tell(host_collectives.job_store(), **place)
     else:
-        host_collectives.wait_for([key], [master], f"the saving of {path}")
+        host_collectives.wait_for([protocol.SAVED.key(**place)], [master], f"the saving of {path}")

@@ -6,10 +6,13 @@ recorded ahead, when it is there without a wait. Used by `checkpointer`.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -24,6 +27,9 @@ from ltc_dist.job.ranks import ranks
 __all__ = ["Stopped", "Stopping"]
 
 _LABEL = "whether to stop"
+_AGAIN_S = (
+    30.0  # in which SIGTERM is taken for the same one, sent again, by a process that has stopped
+)
 
 
 class Stopped(SystemExit):
@@ -42,6 +48,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self._is_told = False
+        self._has_stopped = False
         self._is_closed = False
         self._previous: Any = None
         self._flags: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -63,15 +70,17 @@ class Stopping:
         owner = getattr(found, "__self__", None)
         if isinstance(owner, Stopping) and owner._is_closed:
             return owner._before()
-        return signal.SIG_DFL if found is None else found
+        return signal.SIG_DFL if found is None or isinstance(found, _SentAgain) else found
 
     def is_agreed(self) -> bool:
         """Whether all processes stop here; call it once at the end of each step.
 
         Cost: with one process, nothing. With several, one op a step, and what it takes to reduce one number.
         """
-        if ranks().world_size == 1:
-            return self._is_told
+        self._has_stopped = self._is_told if ranks().world_size == 1 else self._is_agreed_by_all()
+        return self._has_stopped
+
+    def _is_agreed_by_all(self) -> bool:
         if self._flags is None:
             device = ltc.lazy_device()
             self._flags = torch.zeros(1).to(device), torch.ones(1).to(device)
@@ -82,7 +91,11 @@ class Stopping:
         return bool(self._pending.popleft().item())
 
     def close(self) -> None:
-        """Restore the previous handler of SIGTERM. The last checkpoint is whole by then, in all processes."""
+        """Restore the previous handler of SIGTERM. The last checkpoint is whole by then, in all processes.
+
+        A process that has stopped ignores SIGTERM for half a minute more: the same one, sent again while the process
+        ends, would leave its temporary directories behind.
+        """
         self._is_closed = True
         if self._keep_no_more is not None:
             self._keep_no_more()
@@ -90,4 +103,18 @@ class Stopping:
         self._pending.clear()
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, self._before())
+            previous = self._before()
+            is_plain = self._has_stopped and previous == signal.SIG_DFL
+            signal.signal(signal.SIGTERM, _SentAgain(time.monotonic()) if is_plain else previous)
+
+
+@dataclass(frozen=True)
+class _SentAgain:
+    """Handler of a process that has stopped: SIGTERM ends it only if it is sent much later."""
+
+    stopped_s: float
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self.stopped_s > _AGAIN_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

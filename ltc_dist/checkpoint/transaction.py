@@ -16,7 +16,7 @@ from ltc_core.serialization.atomic import discard, io_errors
 from ltc_core.serialization.directory import Plan
 from ltc_dist.checkpoint import commit
 from ltc_dist.checkpoint.layout import Manifest, step_name
-from ltc_dist.job import host_collectives
+from ltc_dist.job import host_collectives, protocol
 from ltc_dist.job.ranks import Ranks
 
 __all__ = ["Transaction"]
@@ -60,7 +60,7 @@ class Transaction:
     """What one process does for a checkpoint.
 
     Attributes:
-        place: where the processes meet for this checkpoint in the job's store.
+        number: of this checkpoint among those of its Checkpointer.
         plans: the parts that this process writes, by name.
         known: steps that this run comes from or has committed; a commit adds to it.
         failure: why it could not make its parts.
@@ -71,7 +71,7 @@ class Transaction:
     step: int
     keep: int | None
     here: Ranks
-    place: str
+    number: int
     plans: dict[str, Plan]
     known: set[int]
     failure: BaseException | None = None
@@ -104,9 +104,12 @@ class Transaction:
 
     def _write(self) -> dict[str, str]:
         need_bytes = sum(plan.nbytes for plan in self.plans.values())
-        with io_errors(self._temporary, need_bytes):
+        with (
+            io_errors(self._temporary, need_bytes),
+            host_collectives.busy(f"writes {step_name(self.step)}") as progress,
+        ):
             return {
-                name: commit.write_part(self._temporary, name, plan)
+                name: commit.write_part(self._temporary, name, plan, progress)
                 for name, plan in self.plans.items()
             }
 
@@ -125,15 +128,22 @@ class Transaction:
             outcome = _Report.of(error, self.here)
             discard(self._temporary)
         if self.here.world_size > 1:
-            host_collectives.job_store().set(f"{self.place}/outcome", outcome.payload())
+            place = {"token": self.token, "number": self.number}
+            protocol.OUTCOME.tell(host_collectives.job_store(), outcome.payload(), **place)
         return outcome
 
     def _reports(self) -> list[_Report]:
         others = range(1, self.here.world_size)
         if not others:
             return []
-        keys = [f"{self.place}/{rank}" for rank in others]
-        payloads = host_collectives.look_for(keys, others, f"the writing of {step_name(self.step)}")
+        place = {"token": self.token, "number": self.number}
+        keys = [protocol.REPORT.key(**place, rank=rank) for rank in others]
+        payloads = host_collectives.await_values(
+            keys, others, f"the writing of {step_name(self.step)}"
+        )
+        if self.number > 1:  # who reports has heard the outcome before
+            earlier = {**place, "number": self.number - 1}
+            protocol.OUTCOME.forget(host_collectives.job_store(), **earlier)
         return [_Report.read(payload) for payload in payloads]
 
     def _publish(self, reports: Sequence[_Report]) -> None:
@@ -152,9 +162,13 @@ class Transaction:
 
     def _hear(self, mine: _Report) -> _Report:
         """Report to rank 0, and wait for the outcome."""
-        host_collectives.job_store().set(f"{self.place}/{self.here.rank}", mine.payload())
-        key = f"{self.place}/outcome"
-        (payload,) = host_collectives.look_for([key], [0], f"the commit of {step_name(self.step)}")
+        store, place = host_collectives.job_store(), {"token": self.token, "number": self.number}
+        protocol.REPORT.tell(store, mine.payload(), **place, rank=self.here.rank)
+        key = protocol.OUTCOME.key(**place)
+        (payload,) = host_collectives.await_values(
+            [key], [0], f"the commit of {step_name(self.step)}"
+        )
+        protocol.REPORT.forget(store, **place, rank=self.here.rank)
         outcome = _Report.read(payload)
         if outcome.what:  # rank 0 has done so, where it sees the directory
             discard(self._temporary)

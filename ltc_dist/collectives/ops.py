@@ -12,8 +12,9 @@ from typing import Any, TypeVar, overload
 import torch
 
 import ltc_core as ltc
+from ltc_core import source
 from ltc_core.errors import CollectiveError
-from ltc_core.graph.collective import ops
+from ltc_core.graph.collective import Route, ops
 from ltc_core.runtime.collective_tokens import token
 from ltc_dist.collectives.process_group import Group, Groups, group_of, line_of, reduction
 
@@ -36,14 +37,19 @@ __all__ = [
 REDUCE_SUM, REDUCE_MUL, REDUCE_AND = "sum", "mul", "and"
 REDUCE_OR, REDUCE_MIN, REDUCE_MAX = "or", "min", "max"
 
+_devices: set[int] = set()  # those that have recorded collectives
+
 Tensors = TypeVar("Tensors", bound=Sequence[torch.Tensor])
 
 
 def _line(group: Group, value: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Token and name of the line (`process_group.line_of`) for the group's next collective on the value's device."""
+    """Token and route of the group's next collective on the value's device; see `process_group.line_of`."""
     index = value.device.index
     name = line_of(group, index)
-    return token(name, index), name
+    _devices.add(index)
+    # Each process may have one device, and each another one. Devices of one line are told apart once there are several.
+    device = index if name == group.name and len(_devices) > 1 else -1
+    return token(name, index), Route(name, device, source.user_line()).text()
 
 
 def _checked(value: Any, name: str) -> torch.Tensor:
@@ -116,9 +122,9 @@ def all_reduce(
         for v in values if scale != 1.0 else ():
             v.mul_(scale)
         return inputs
-    written, line = _line(group, values[0])
+    written, route = _line(group, values[0])
     label = label or ("a tensor" if single else f"{len(values)} tensors")
-    rest = (written, reduce_type, float(scale), label, line)
+    rest = (written, reduce_type, float(scale), label, route)
     if single:
         return ops.all_reduce(values[0], *rest)
     ops.all_reduce_(values, *rest)
@@ -146,8 +152,8 @@ def all_gather(
     if len(group.members) == 1:
         result = given.clone()
     else:
-        written, line = _line(group, given)
-        result = ops.all_gather(given, written, dim, len(group.members), line)
+        written, route = _line(group, given)
+        result = ops.all_gather(given, written, dim, len(group.members), route)
     return result if output is None else output.copy_(result)
 
 
@@ -175,10 +181,10 @@ def reduce_scatter(
     if shard_count == 1:
         result = given * scale
     else:
-        written, line = _line(group, given)
+        written, route = _line(group, given)
         dim = scatter_dim % given.dim()
         result = ops.reduce_scatter(
-            given, written, reduce_type, float(scale), dim, shard_count, line
+            given, written, reduce_type, float(scale), dim, shard_count, route
         )
     return result if output is None else output.copy_(result)
 
@@ -201,8 +207,8 @@ def all_to_all(
     if split_count == 1:
         return given.clone()
     dims = split_dimension % given.dim(), concat_dimension % given.dim()
-    written, line = _line(group, given)
-    return ops.all_to_all(given, written, *dims, split_count, line)  # type: ignore[no-any-return]
+    written, route = _line(group, given)
+    return ops.all_to_all(given, written, *dims, split_count, route)  # type: ignore[no-any-return]
 
 
 def _check_count(value: torch.Tensor, dim: int, count: int, group: Group) -> None:
@@ -232,8 +238,8 @@ def collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> t
         )
     if len(group.members) == 1:
         return given.clone() if flat else torch.zeros_like(given)
-    written, line = _line(group, given)
-    return ops.permute(given, written, flat, line)  # type: ignore[no-any-return]
+    written, route = _line(group, given)
+    return ops.permute(given, written, flat, route)  # type: ignore[no-any-return]
 
 
 def collective_broadcast(
@@ -255,9 +261,9 @@ def collective_broadcast(
     values = [_checked(t, "collective_broadcast") for t in tensors]
     if len(group.members) == 1 or not values:
         return
-    written, line = _line(group, values[0])
+    written, route = _line(group, values[0])
     for value, result in zip(
-        values, ops.broadcast(values, written, root_ordinal, line), strict=True
+        values, ops.broadcast(values, written, root_ordinal, route), strict=True
     ):
         value.copy_(result)
 

@@ -1,6 +1,6 @@
 """The threads of one process that reduce with each other: all bring their tensors, the last one to come reduces them.
 
-A `Meeting` belongs to one run of `data_parallel`; each thread's graphs use a `ThreadTransport` of its own.
+A `ThreadGroup` belongs to one run of `data_parallel`; each thread's graphs use a `ThreadTransport` of its own.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ltc_core.errors import CollectiveError, CollectiveTimeoutError, listed
-from ltc_core.graph.collective import COMBINE, plan_text
+from ltc_core.errors import CollectiveError, CollectiveTimeoutError, first_line, listed
+from ltc_core.graph.collective import COMBINE, is_scaled_first, plan_text
 from ltc_core.settings import settings
 
-__all__ = ["Meeting", "Stopped", "ThreadTransport"]
+__all__ = ["ThreadGroup", "Stopped", "ThreadTransport"]
 
 Tensors = list[torch.Tensor]
 
@@ -25,7 +25,7 @@ class Stopped(CollectiveError):
     """Another thread has failed, and so this one was ended."""
 
 
-class Meeting:
+class ThreadGroup:
     """Where `count` threads come together, op by op."""
 
     def __init__(self, count: int) -> None:
@@ -65,7 +65,7 @@ class Meeting:
 
     def _check(self, position: int, plan: str) -> None:
         if self._error is not None:
-            raise Stopped("another replica has failed", got=str(self._error).split("\n")[0])
+            raise Stopped("another replica has failed", got=first_line(self._error))
         if self._left:
             raise CollectiveError(
                 f"replica {min(self._left)} has ended while replica {position} waits for it",
@@ -123,8 +123,8 @@ class ThreadTransport:
         devices: the index of each thread's device.
     """
 
-    def __init__(self, meeting: Meeting, position: int, devices: Sequence[int]) -> None:
-        self._meeting = meeting
+    def __init__(self, group: ThreadGroup, position: int, devices: Sequence[int]) -> None:
+        self._group = group
         self._position = position
         self._devices = tuple(devices)
         self._count = len(devices)
@@ -133,7 +133,7 @@ class ThreadTransport:
         return self._devices if sorted(self._devices) == list(range(count)) else None
 
     def agree(self, plan: str) -> None:
-        self._meeting.exchange(self._position, plan, None, lambda brought: brought)
+        self._group.exchange(self._position, plan, None, lambda brought: brought)
 
     def launched(self, plan: str) -> None:
         # Who waits for a device holds Python's lock, which the others need to launch.
@@ -141,10 +141,7 @@ class ThreadTransport:
 
     def all_reduce(self, values: Tensors, kind: str, scale: float, label: str) -> Tensors:
         def combine(brought: list[Tensors]) -> list[Tensors]:
-            sums = [
-                functools.reduce(COMBINE[kind], column) for column in zip(*brought, strict=True)
-            ]
-            scaled = [t if scale == 1.0 else (t * scale).to(t.dtype) for t in sums]
+            scaled = [_reduced(column, kind, scale) for column in zip(*brought, strict=True)]
             return [scaled if k == 0 else _copies(scaled) for k in range(self._count)]
 
         return self._all(f"all_reduce {kind} of {label}:", values, combine)  # type: ignore[no-any-return]
@@ -196,10 +193,17 @@ class ThreadTransport:
         combine: Callable[[list[Any]], Sequence[Any]],
         copied: bool = False,
     ) -> Any:
-        found = self._meeting.exchange(self._position, plan_text(what, values), values, combine)
+        found = self._group.exchange(self._position, plan_text(what, values), values, combine)
         if not copied:
             return found
         return found.clone() if isinstance(found, torch.Tensor) else _copies(found)
+
+
+def _reduced(column: Sequence[torch.Tensor], kind: str, scale: float) -> torch.Tensor:
+    if is_scaled_first(column[0].dtype, kind):
+        return functools.reduce(COMBINE[kind], [t * scale for t in column])
+    found = functools.reduce(COMBINE[kind], column)
+    return found if scale == 1.0 else (found * scale).to(found.dtype)
 
 
 def _copies(values: Tensors) -> Tensors:

@@ -23,9 +23,11 @@ from ltc_dist.data.sample_order import (
     draws_base_seed,
     global_states,
     order_of,
+    set_global_states,
     set_order,
-    with_states,
 )
+from ltc_dist.data.state_copy import copied_state, state_reader
+from ltc_dist.data.watched import Draws, Watched
 
 __all__ = ["MpDeviceLoader", "ParallelLoader", "PerDeviceLoader"]
 
@@ -103,6 +105,7 @@ class ParallelLoader:
         input_sharding: Any = None,
         prefetch_bytes: int = _PREFETCH_BYTES,
         _resume: dict[str, Any] | None = None,
+        _draws: Draws | None = None,
     ) -> None:
         _check(devices, input_sharding)
         sizes = {
@@ -118,13 +121,17 @@ class ParallelLoader:
         self._cpu_loader = cpu_loader
         self._devices = [torch.device(device) for device in devices]
         self.batches_per_execution = batches_per_execution
+        draws = Draws() if _draws is None else _draws
+        draws.begin()
         self._position = _Position(cpu_loader, _resume)
         self._prefetch = Prefetch(
-            self._position.batches(cpu_loader),
+            self._position.batches(cpu_loader, draws),
             self._devices,
             Limits(loader_prefetch_size, device_prefetch_size, prefetch_bytes),
             host_to_device_transfer_threads,
-            cpu_loader.state_dict if self._position.keeps_state else None,  # type: ignore[attr-defined]
+            draws,
+            self._position.before_first_read(),
+            state_reader(cpu_loader) if self._position.keeps_state else None,
         )
         self._finalizer = weakref.finalize(self, self._prefetch.close)
 
@@ -198,6 +205,7 @@ class _Position:
         if resume is not None:
             self._draws_base_seed = resume.get("draws_base_seed", self._draws_base_seed)
         self._goes_on = resume is not None and resume["rng_state"] is not None
+        self._reached = resume.get("host_now") if resume is not None else None
         if resume is not None and self._goes_on:
             self._begun_with = {"torch": resume["rng_state"], **resume.get("host", {})}
             self._order = resume.get("order")  # None: of a version that did not keep it
@@ -205,19 +213,32 @@ class _Position:
         elif not self.keeps_state:
             self._begun_with, self._order, self._skipped = global_states(), order_of(loader), 0
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], draws: Draws) -> Iterator[Any]:
         """Iterate over the batches of this pass."""
         if not self._goes_on:
-            return _begun(loader, self._draws_base_seed)
+            return _begun(loader, self._draws_base_seed, draws)
         if self._order is not None:
             set_order(loader, self._order, in_mid_epoch=True)
-        begin = partial(_begun, loader, self._draws_base_seed)
-        return Resumed(begin, partial(with_states, self._begun_with), self._skipped)
+        if self._reached is not None:
+            draws.are_known = True
+        begin = partial(_begun, loader, self._draws_base_seed, draws)
+        return Resumed(begin, self._begun_with, self._skipped, draws, self._reached)
+
+    def before_first_read(self) -> dict[str, Any]:
+        """States of the global generators with which this pass reads its first batch."""
+        if self.keeps_state:
+            return global_states()
+        if self._skipped == 0:
+            return self._begun_with
+        return global_states() if self._reached is None else self._reached
 
     def state_dict(self, prefetch: Prefetch) -> dict[str, Any]:
         progress = prefetch.progress()
         if self.keeps_state:
-            return {"loader": prefetch.final_state if progress is None else progress[1]}
+            own = prefetch.final_state if progress is None else progress[1]
+            now = prefetch.generators() if progress is not None else None
+            state = {"loader": copied_state(own)}
+            return state if now is None else {**state, "host_now": now}
         if progress is None:
             return _beginning(self._loader)
         host = dict(self._begun_with)
@@ -227,6 +248,8 @@ class _Position:
             "host": host,
             "draws_base_seed": self._draws_base_seed,
         }
+        if (now := prefetch.generators()) is not None:
+            state["host_now"] = now
         return state if self._order is None else {**state, "order": self._order}
 
 
@@ -254,9 +277,9 @@ def _keeps_state(loader: Any) -> bool:
     return True
 
 
-def _begun(loader: Iterable[Any], draws_seed: bool) -> Iterator[Any]:
+def _begun(loader: Iterable[Any], draws_seed: bool, draws: Draws) -> Iterator[Any]:
     with base_seed(loader, draws_seed):
-        return workers.begin(loader)
+        return Watched(workers.begin(loader), draws)
 
 
 class MpDeviceLoader:
@@ -282,12 +305,19 @@ class MpDeviceLoader:
         self._running: weakref.ref[ParallelLoader] | None = None
         self._reached: Callable[[], dict[str, Any]] | None = None
         self._resume: dict[str, Any] | None = None
+        self._draws = Draws()
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
         resume, self._resume = self._resume, None
+        if resume is not None and "loader" in resume:  # the loader has its position already
+            set_global_states(resume["host_now"])
+            self._draws.are_known = True
+            resume = None
         kwargs = self._parallel_loader_kwargs
-        loader = ParallelLoader(self._loader, [self._device], **kwargs, _resume=resume)
+        loader = ParallelLoader(
+            self._loader, [self._device], **kwargs, _resume=resume, _draws=self._draws
+        )
         self._running = weakref.ref(loader)
         self._reached = partial(loader._position.state_dict, loader._prefetch)
         return iter(loader.per_device_loader(self._device))
@@ -310,7 +340,8 @@ class MpDeviceLoader:
         if self._reached is not None:
             return self._reached()
         if _keeps_state(self._loader):
-            return {"loader": self._loader.state_dict()}  # type: ignore[attr-defined]
+            own = {"loader": copied_state(self._loader.state_dict())}  # type: ignore[attr-defined]
+            return own if self._resume is None else {**self._resume, **own}
         if self._resume is None:
             return _beginning(self._loader)
         if self._resume["rng_state"] is not None:
@@ -324,8 +355,8 @@ class MpDeviceLoader:
         during the epoch must be attributes of them, or of the loader.
 
         Raises:
-            LoaderError: the state is not one of a loader of this kind. In mid-epoch the next iteration raises it if
-                the loader has other generators.
+            LoaderError: the state is not one of a loader of this kind, or cannot be copied. In mid-epoch the next
+                iteration raises it if the loader has other generators.
 
         Cost: a loader without a `state_dict` of its own loads the batches of before once more.
         """
@@ -341,7 +372,9 @@ class MpDeviceLoader:
             )
         self._resume = None
         if keeps_state:
-            self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            # A copy: a loader may keep what it is given as its live state, and change it.
+            self._loader.load_state_dict(copied_state(state["loader"]))  # type: ignore[attr-defined]
+            self._resume = state if "host_now" in state else None
             return
         self._resume = state
         if state["rng_state"] is None:  # now, so that the program may still seed for its next epoch

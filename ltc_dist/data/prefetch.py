@@ -1,6 +1,7 @@
 """Prefetch: batches are loaded in one thread, uploaded in others, returned to the training loop in order.
 
-Each batch is uploaded as soon as it is loaded. The number and the bytes of prefetched batches are limited. An error of
+A dataset that draws from the global generators is read in the training thread instead (`watched`). Each batch is
+uploaded as soon as it is loaded. The number and the bytes of prefetched batches are limited. An error of
 the loader is raised in place of its batch. Nothing here refers to the objects that the training loop holds, so when
 they are dropped, `close` ends the threads. Used by `loader`.
 """
@@ -13,8 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -25,6 +25,8 @@ from ltc_core import metrics
 from ltc_core.errors import LoaderError
 from ltc_core.settings import settings
 from ltc_dist.data.batch import num_bytes, to_device
+from ltc_dist.data.sample_order import global_states, set_global_states, with_states
+from ltc_dist.data.watched import Draws, Watched
 
 __all__ = ["Limits", "Prefetch", "Resumed"]
 
@@ -70,6 +72,8 @@ class Prefetch:
     Args:
         batches: read in a thread of its own. The calling thread reads the first one: a sampler draws its seed then, as
             in a plain loop.
+        draws: says when `take` reads, in its thread, because the dataset draws from the global generators.
+        begun_with: states of these generators before the first batch.
         state: returns the loader's state after the last batch read; called in the thread that reads.
         num_uploads: threads that upload.
     """
@@ -80,6 +84,8 @@ class Prefetch:
         devices: Sequence[torch.device],
         limits: Limits,
         num_uploads: int,
+        draws: Draws,
+        begun_with: dict[str, Any],
         state: Callable[[], Any] | None = None,
     ) -> None:
         self._lanes = [_Lane(device) for device in devices]
@@ -91,11 +97,19 @@ class Prefetch:
         self._is_read = False
         self._is_closed = False
         self._was_done = False
+        self._had_untaken = False
         self._newest_state: tuple[int, Any] = (0, state() if state is not None else None)
         self._final_state: Any = None
         self._states: deque[tuple[int, Any]] = deque()
         self._counter = itertools.count()
         self._group: list[_Item] = []
+        self._draws = draws
+        self._batches: Iterator[Any] | None = batches
+        self._reading = threading.Lock()  # of several threads that take, one reads
+        self._is_parked = False  # the reading thread waits for `take` to read
+        self._before_read = (
+            begun_with  # states of the generators, for a group that not all devices have taken
+        )
         self._read_one(batches)
         reader = threading.Thread(
             target=self._read, args=(batches,), name="prefetch-read", daemon=True
@@ -113,6 +127,9 @@ class Prefetch:
     def _read(self, batches: Iterator[Any]) -> None:
         while not self._is_read and self._wait_for_room():
             self._read_one(batches)
+        with self._changed:
+            if self._is_closed or self._is_read:
+                self._batches = None
 
     def _read_one(self, batches: Iterator[Any]) -> None:
         """Read one batch; release the group that it completes."""
@@ -156,10 +173,17 @@ class Prefetch:
             self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
-        """Block until one more group may be read; False once closed."""
+        """Block until one more batch may be read in the background; False once there is none, or closed."""
+
+        def is_next() -> bool:
+            if self._draws.need_calling_thread and not self._is_parked:
+                self._is_parked = True
+                self._changed.notify_all()
+            return self._is_closed or self._is_read or (not self._is_parked and self._has_room())
+
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._has_room())
-            return not self._is_closed
+            self._changed.wait_for(is_next)
+            return not (self._is_closed or self._is_read)
 
     def _has_room(self) -> bool:
         under_way = bool(self._waiting) or any(lane.items for lane in self._lanes)
@@ -209,20 +233,8 @@ class Prefetch:
         """
         lane = self._lanes[lane_number]
         started = time.perf_counter_ns()
-        with self._changed:
-            self._wait_for_batch(lane)
-            if self._is_closed:
-                raise LoaderError(
-                    "the loader was closed", next="make a new one, or use MpDeviceLoader"
-                )
-            if not lane.items:
-                lane.is_ended = True
-                raise StopIteration
-            item = lane.items.popleft()
-            lane.num_taken += 1
-            self._bytes -= item.nbytes
-            self._note_state(item)
-            self._changed.notify_all()
+        while (item := self._taken(lane)) is None:
+            self._read_here(lane)
         metrics.observe("WaitForBatchTime", time.perf_counter_ns() - started)
         if item.error is not None:
             try:
@@ -231,10 +243,48 @@ class Prefetch:
                 del item  # else its traceback would hold it, and it the traceback
         return item.batch
 
+    def _taken(self, lane: _Lane) -> _Item | None:
+        """Wait for the lane's next item and take it; None if this thread has to read it."""
+        with self._changed:
+            self._wait_for_batch(lane)
+            if self._is_closed:
+                raise LoaderError(
+                    "the loader was closed", next="make a new one, or use MpDeviceLoader"
+                )
+            if self._is_for_caller(lane):
+                return None
+            if not lane.items:
+                lane.is_ended = True
+                raise StopIteration
+            item = lane.items.popleft()
+            lane.num_taken += 1
+            self._bytes -= item.nbytes
+            self._note_state(item)
+            self._changed.notify_all()
+            return item
+
+    def _is_for_caller(self, lane: _Lane) -> bool:
+        is_under_way = lane.items or any(self._lanes[i.lane] is lane for i in self._waiting)
+        return self._is_parked and not (is_under_way or self._is_read or self._is_closed)
+
+    def _read_here(self, lane: _Lane) -> None:
+        """Read a batch in the thread that takes it."""
+        with self._reading:
+            with self._changed:
+                batches = self._batches
+                if not self._is_for_caller(lane) or batches is None:
+                    return
+                if not self._group:
+                    self._before_read = global_states()
+            self._read_one(batches)
+            with self._changed:
+                self._is_parked = self._draws.need_calling_thread
+                self._changed.notify_all()
+
     def _wait_for_batch(self, lane: _Lane) -> None:
         def is_decided() -> bool:
             head = lane.items[0].is_there if lane.items else self._is_over()
-            return head or self._is_closed
+            return head or self._is_closed or self._is_for_caller(lane)
 
         started = time.monotonic()
         warned = False
@@ -290,6 +340,17 @@ class Prefetch:
         with self._changed:
             return None if self._is_done() else self._newest_state
 
+    def generators(self) -> dict[str, Any] | None:
+        """States of the global generators where the next batch is read; None if the dataset does not draw from them."""
+        if not self._draws.are_known:
+            return None
+        with self._changed:
+            return self._before_read if self._has_untaken() else global_states()
+
+    def _has_untaken(self) -> bool:
+        has_some = bool(self._group or self._waiting) or any(lane.items for lane in self._lanes)
+        return self._had_untaken if self._is_closed else has_some
+
     def _is_done(self) -> bool:
         # The last batch alone does not end an epoch: who resumes there is to come to its end, not to begin it anew.
         done = all(lane.is_ended for lane in self._lanes)
@@ -303,8 +364,9 @@ class Prefetch:
     def close(self) -> None:
         """End the threads and drop what is under way; more calls do nothing. Waits at most 5 s for the dataset."""
         with self._changed:
-            self._was_done = self._is_done()
+            self._was_done, self._had_untaken = self._is_done(), self._has_untaken()
             self._is_closed = True
+            self._batches = None
             self._waiting.clear()
             self._group = []
             for lane in self._lanes:
@@ -324,19 +386,26 @@ class Resumed:
 
     Args:
         begin: begins the pass.
-        as_before: context in which the global generators are as they were when the interrupted pass began.
+        begun_with: states of the global generators when the interrupted pass began. Their own are restored afterwards,
+            unless the dataset draws from them.
         num_taken: batches to skip.
+        draws: whether the dataset draws from the global generators.
+        reached: their states after the skipped batches, if the dataset draws; None to leave them as they are.
     """
 
     def __init__(
         self,
         begin: Callable[[], Iterator[Any]],
-        as_before: Callable[[], AbstractContextManager[None]],
+        begun_with: Mapping[str, Any],
         num_taken: int,
+        draws: Draws,
+        reached: Mapping[str, Any] | None,
     ) -> None:
         self._begin = begin
-        self._as_before = as_before
+        self._begun_with = begun_with
         self._num_taken = num_taken
+        self._draws = draws
+        self._reached = reached
         self.batches: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -345,15 +414,25 @@ class Resumed:
     def __next__(self) -> Any:
         if self.batches is not None:
             return next(self.batches)
-        with self._as_before():
+        if self._reached is not None and not self._num_taken:
+            set_global_states(self._begun_with)
+            self.batches = self._begin()
+            return next(self.batches)
+        with with_states(self._begun_with):
             self.batches = self._begin()
             deque(itertools.islice(self.batches, self._num_taken), maxlen=0)
-            return next(self.batches)
+            if not (self._draws.are_known and self._num_taken):
+                return next(self.batches)
+        if self._reached is not None:
+            set_global_states(self._reached)
+        return next(self.batches)
 
 
 def _end_processes(batches: Iterator[Any] | None) -> None:
     """End the processes of a `DataLoader` that has failed: its error's traceback would keep them."""
     if isinstance(batches, Resumed):
+        batches = batches.batches
+    if isinstance(batches, Watched):
         batches = batches.batches
     if isinstance(batches, _MultiProcessingDataLoaderIter) and not batches._persistent_workers:
         batches._shutdown_workers()

@@ -19,7 +19,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ltc_core.errors import LoaderError, listed
 
-__all__ = ["base_seed", "draws_base_seed", "global_states", "order_of", "set_order", "with_states"]
+__all__ = [
+    "base_seed",
+    "draws_base_seed",
+    "global_states",
+    "order_of",
+    "set_global_states",
+    "set_order",
+    "with_states",
+]
 
 _log = logging.getLogger("ltc")
 
@@ -87,7 +95,7 @@ def _sources(loader: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
-    def look(held: Any, path: str, depth: int) -> None:
+    def search(held: Any, path: str, depth: int) -> None:
         if id(held) in seen or depth > _MAX_DEPTH:
             return
         seen.add(id(held))
@@ -98,7 +106,7 @@ def _sources(loader: Any) -> dict[str, Any]:
             if len(held) <= _MAX_PARTS:
                 for k, part in enumerate(held):
                     if isinstance(part, Sampler | Dataset | DataLoader) or _is_generator(part):
-                        look(part, f"{path}[{k}]", depth + 1)
+                        search(part, f"{path}[{k}]", depth + 1)
             return
         attributes = getattr(held, "__dict__", {})
         prefix = f"{path}." if path else ""
@@ -111,9 +119,9 @@ def _sources(loader: Any) -> dict[str, Any]:
                 or isinstance(part, Sampler | Dataset | DataLoader | list | tuple)
                 or _is_generator(part)
             ):
-                look(part, f"{prefix}{name}", depth + 1)
+                search(part, f"{prefix}{name}", depth + 1)
 
-    look(loader, "", 0)
+    search(loader, "", 0)
     return found
 
 
@@ -188,14 +196,15 @@ def global_states() -> dict[str, Any]:
 def with_states(states: Mapping[str, Any]) -> Iterator[None]:
     """Set the states of the global generators for the block, and restore their own after it."""
     now = global_states()
-    _set_global(states)
+    set_global_states(states)
     try:
         yield
     finally:
-        _set_global(now)
+        set_global_states(now)
 
 
-def _set_global(states: Mapping[str, Any]) -> None:
+def set_global_states(states: Mapping[str, Any]) -> None:
+    """Set the global generators to states from `global_states`."""
     torch.set_rng_state(states["torch"])
     if "python" in states:
         random.setstate(states["python"])

@@ -2,13 +2,16 @@
 
 A launcher signals a whole process group. If the workers ended on that signal, the training process would lose its data
 before it can save a checkpoint. If it is killed, they notice only seconds later. So each worker leaves its parent's
-group, ignores SIGTERM, and has the kernel end it with its parent. A parent ends a worker that does not answer with
-SIGKILL. `loader` starts its loaders' workers so; while a `Checkpointer` listens for SIGTERM, each `DataLoader` of the
-process does (`keep_all`).
+group, ignores SIGTERM, and has the kernel end it with its parent. SIGTERM is blocked until a worker has come so far,
+which takes seconds with spawn. A fork server would end on SIGTERM, and its workers with it: workers have a server of
+their own, in which SIGTERM stays blocked. A parent ends a worker that does not answer with SIGKILL. `loader` starts its
+loaders' workers so; while a `Checkpointer` listens for SIGTERM, each `DataLoader` of the process does (`keep_all`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +19,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.util import get_temp_dir
 from types import FrameType
 from typing import Any
 
@@ -32,23 +37,38 @@ _num_keepers = 0
 
 @dataclass(frozen=True)
 class _Begin:
-    """What a worker does first; then the user's `worker_init_fn` runs."""
+    """What a worker does first; then the user's `worker_init_fn` runs.
+
+    Attributes:
+        parent_pid: of the training process; 0 if a fork server starts the worker, which ends with that one.
+        dies_with_thread: the thread that starts it lives as long as its process.
+        ends_block: SIGTERM is blocked only while workers are started.
+    """
 
     then: Callable[[int], Any] | None
     parent_pid: int
     dies_with_thread: bool
+    ends_block: bool
 
     def __call__(self, worker_id: int) -> None:
         os.setpgid(0, 0)
         # A handler, not SIG_IGN: programs that the dataset starts would inherit that. PyTorch's own ends the process.
         signal.signal(signal.SIGTERM, _Passed(os.getpid()))
         signal.siginterrupt(signal.SIGTERM, False)
+        if self.ends_block:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         if self.dies_with_thread and sys.platform == "linux":
             die_with_thread()
-            if os.getppid() != self.parent_pid:
+            is_orphan = self.parent_pid != os.getppid() if self.parent_pid else _has_lost_parent()
+            if is_orphan:
                 os._exit(1)
         if self.then is not None:
             self.then(worker_id)
+
+
+def _has_lost_parent() -> bool:
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()
 
 
 @dataclass(frozen=True)
@@ -104,18 +124,66 @@ def _begun(loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     user = loader.worker_init_fn
     if isinstance(user, _Begin):  # another thread begins it
         return begin()
-    loader.worker_init_fn = _Begin(user, os.getpid(), in_main_thread)
-    try:
-        batches = begin()
-    finally:
-        loader.worker_init_fn = user
+    get_temp_dir()  # made here, it is this process's to remove: a worker that is killed would leave its own
+    context = loader.multiprocessing_context or multiprocessing
+    has_server = context.get_start_method() == "forkserver"
+    with (
+        _blocked_sigterm() as was_blocked,
+        _own_server() if has_server else contextlib.nullcontext(),
+    ):
+        loader.worker_init_fn = _Begin(
+            user, 0 if has_server else os.getpid(), in_main_thread or has_server, not was_blocked
+        )
+        try:
+            batches = begin()
+        finally:
+            loader.worker_init_fn = user
     for process in getattr(batches, "_workers", ()):
         _end_by_force(process, batches)
     return batches
 
 
+@contextlib.contextmanager
+def _blocked_sigterm() -> Iterator[bool]:
+    """Block SIGTERM in this thread, for the processes that it starts; yields whether it was blocked before."""
+    resource_tracker.ensure_running()  # else it would unblock the signal in the midst
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield signal.SIGTERM in before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_server: Any = None
+_server_of_pid = 0
+
+
+@contextlib.contextmanager
+def _own_server() -> Iterator[None]:
+    """Have the processes that this thread starts by forkserver started by a server that is there for workers only."""
+    global _server, _server_of_pid
+    if _server is None or _server_of_pid != os.getpid():
+        _server, _server_of_pid = forkserver.ForkServer(), os.getpid()
+        _server._preload_modules = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    thread = threading.get_ident()
+    others = forkserver.connect_to_new_process
+
+    def connect(fds: Any) -> Any:
+        return (_server.connect_to_new_process if threading.get_ident() == thread else others)(fds)
+
+    forkserver.connect_to_new_process = connect
+    try:
+        yield
+    finally:
+        if forkserver.connect_to_new_process is connect:
+            forkserver.connect_to_new_process = others
+
+
 def _end_by_force(process: Any, batches: Iterator[Any]) -> None:
-    """Make `process.terminate()`, and the interpreter's exit, send SIGKILL."""
+    """Make `process.terminate()`, and the interpreter's exit, send SIGKILL.
+
+    The method is replaced: the start method's context makes the process, and PyTorch starts it as soon as it is made.
+    """
     popen = process._popen
     iterator = weakref.ref(batches)
 

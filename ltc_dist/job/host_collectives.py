@@ -2,48 +2,61 @@
 
 Messages go through the job's store, served by its launcher, or by rank 0 at MASTER_ADDR. A wait first hands over the
 recorded collectives, because other processes may wait for them: see `wait_for`. A failed wait names the missing
-process, as soon as that process has ended or at the timeout. Uses `ranks`; used by `collectives.process_group`,
+process, as soon as that process has ended or at the timeout; elastic's `store.synchronize` does neither, and leaves its
+keys. Uses `ranks`; used by `collectives.process_group`,
 `processes.spawn` and `checkpoint`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import io
+import math
 import os
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed
 
 import ltc_core as ltc
-from ltc_core.errors import LtcError, RankEndedError, RankError, RankTimeoutError, listed
+from ltc_core.errors import (
+    LtcError,
+    RankEndedError,
+    RankError,
+    RankTimeoutError,
+    first_line,
+    listed,
+)
 from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.runtime.devices import abandon_work, contexts, exit_patience_s
 from ltc_core.serialization.weights_only import load_weights_only
 from ltc_core.settings import settings
+from ltc_dist.job import protocol
 from ltc_dist.job.ranks import ranks
+from ltc_dist.job.store import connect
 
 __all__ = [
     "LOOK_S",
+    "Patience",
     "abandon",
     "before_leaving",
+    "busy",
     "connected",
     "do_on_ordinals",
     "ended",
     "job_store",
     "leave",
-    "look_for",
+    "await_values",
     "mesh_reduce",
     "rendezvous",
+    "tell_ended",
     "wait_for",
-    "wait_looking",
+    "wait_checking",
 ]
 
 LOOK_S = 1.0  # between two checks whether an awaited process has ended
@@ -55,6 +68,7 @@ _lock = threading.Lock()
 _store: Any = None
 _has_left = 0  # id of the process that has left; a forked child has another id
 _meetings: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+exit_code: int | None = None  # of this process; set when its script has failed
 _last_calls: list[Callable[[], None]] = []
 
 
@@ -78,19 +92,31 @@ def connected() -> Any:
         RankError: it cannot be reached.
     """
     here = ranks()
-    timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
     try:
-        found, _, _ = next(c10d.rendezvous("env://", here.rank, here.world_size, timeout=timeout))
+        found = connect(here.rank, here.world_size)
     except (RuntimeError, ValueError) as error:  # c10d's own errors, and variables that are missing
         raise RankError(
             "the store of the job cannot be reached",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             next="start the script with ltc-launch or torchrun; on several hosts MASTER_ADDR must be reachable",
         ) from error
     # A launcher may keep its store when it restarts the processes. On one host the prefix separates the attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    is_one_host = here.world_size == here.local_world_size
-    return c10d.PrefixStore(f"ltc/{attempt}" if is_one_host else "ltc", found)
+    return _keys_of_job(found, here.world_size == here.local_world_size, attempt)
+
+
+def _keys_of_job(store: Any, is_one_host: bool, attempt: str) -> Any:
+    return c10d.PrefixStore(f"ltc/{attempt}" if is_one_host else "ltc", store)
+
+
+def tell_ended(rank: int, store: Any, is_one_host: bool = True, attempt: int = 0) -> None:
+    """Write `ended` into the store for a rank that ended without doing so. The parent of the job calls it.
+
+    Args:
+        store: the one that processes find at MASTER_ADDR.
+        attempt: how often the processes were started before.
+    """
+    protocol.ENDED.tell(_keys_of_job(store, is_one_host, str(attempt)), rank=rank)
 
 
 def before_leaving(call: Callable[[], None]) -> None:
@@ -106,16 +132,37 @@ def abandon() -> None:
 
 
 def leave() -> None:
-    """Hand over the recorded collectives, wait for the jobs in flight, and report that this process ends."""
-    global _store, _has_left
+    """Hand over the recorded collectives, wait for the jobs in flight, and report that this process ends.
+
+    Raises:
+        Exception: what a function of `before_leaving` raised; the rest has been done.
+    """
+    global _has_left
     here = ranks()
     if _has_left == os.getpid() or here.threads:
         return
     _has_left = os.getpid()
-    for call in _last_calls:
-        call()
-    if here.world_size == 1:
-        return
+    try:
+        for call in _last_calls:
+            call()
+    finally:
+        if here.world_size > 1:
+            _leave_job(here.rank)
+
+
+def leave_at_exit() -> None:
+    """`leave` for `atexit`. What fails then makes exit code 0 to 74: Python has no other way to say it there."""
+    try:
+        leave()
+    except LtcError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if not hasattr(sys, "last_value"):  # else an exception decides
+            sys.stdout.flush()
+            os._exit(os.EX_IOERR)
+
+
+def _leave_job(rank: int) -> None:
+    global _store
     if not hasattr(
         sys, "last_value"
     ):  # after an uncaught exception the recorded collectives are dropped
@@ -128,7 +175,7 @@ def leave() -> None:
     # A launcher's store outlives this process. A store served by rank 0 may be gone, or may never have been made.
     if _store is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with contextlib.suppress(RuntimeError):
-            job_store().set(f"ended/{here.rank}", b"")
+            protocol.ENDED.tell(job_store(), rank=rank)
     _store = None
 
 
@@ -167,9 +214,9 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
         _meetings[tag, members] += 1
         number = _meetings[tag, members]
     store = job_store()
-    place = f"meet/{tag}/{','.join(map(str, members))}"
-    store.set(f"{place}/{number}/{here.rank}", payload)
-    keys = [f"{place}/{number}/{rank}" for rank in members]
+    place = {"tag": tag, "members": ",".join(map(str, members))}
+    protocol.MEETING.tell(store, payload, **place, number=number, rank=here.rank)
+    keys = [protocol.MEETING.key(**place, number=number, rank=rank) for rank in members]
     try:
         wait_for(keys, members, f"rendezvous {tag!r}")
     except BaseException:
@@ -177,11 +224,11 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
             if _meetings[tag, members] == number:
                 _meetings[tag, members] -= 1
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            store.delete_key(f"{place}/{number}/{here.rank}")
+            protocol.MEETING.forget(store, **place, number=number, rank=here.rank)
         raise
     payloads = [bytes(store.get(key)) for key in keys]
     # All processes have arrived at this meeting, so all have read the payloads of the previous one.
-    store.delete_key(f"{place}/{number - 1}/{here.rank}")
+    protocol.MEETING.forget(store, **place, number=number - 1, rank=here.rank)
     return payloads
 
 
@@ -198,7 +245,7 @@ def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
     Cost: cuts graphs with collectives; nothing else is synced.
     """
     hand_over()
-    wait_looking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up))
+    wait_checking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up))
 
 
 def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up: bool) -> None:
@@ -206,6 +253,9 @@ def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up
     gone = ended(of)
     missing = [r for r, key in zip(of, keys, strict=True) if not job_store().check([key])]
     came = f"{len(of) - len(missing)} of {len(of)} have come; missing: ranks {listed(missing)}"
+    doing = protocol.BUSY.heard(job_store()).decode()
+    if doing:
+        came += f"; {doing}"
     never = [r for r in gone if r in missing]
     if never:
         raise RankEndedError(
@@ -221,26 +271,76 @@ def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up
         )
 
 
-def wait_looking(keys: Sequence[str], look: Callable[[bool], None], store: Any = None) -> None:
+def wait_checking(keys: Sequence[str], check: Callable[[bool], None], store: Any = None) -> None:
     """Wait until the keys are in the job's store.
 
     Args:
-        look: called once a second, with whether the timeout has passed; raises to end the wait.
+        check: called once a second, with whether the timeout has passed; raises to end the wait.
         store: a connection of the caller's own.
     """
     # Not `store.wait`: PyTorch logs a warning for each wait that times out.
     store = job_store() if store is None else store
     start = looked = time.monotonic()
+    patience = Patience(store)
+    look_s = min(LOOK_S, settings.collective_timeout_s)
     while not store.check(list(keys)):
         now = time.monotonic()
-        time_is_up = now - start >= settings.collective_timeout_s
-        if time_is_up or now - looked >= LOOK_S:
-            look(time_is_up)
+        if now - looked >= look_s:
+            check(patience.is_over())
             looked = now
         time.sleep(min(max(_FIRST_PAUSE_S, (now - start) / 20), _LAST_PAUSE_S))
 
 
-def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
+class Patience:
+    """How long to wait for other processes: LTC_COLLECTIVE_TIMEOUT_S since one of them has told progress (`busy`).
+
+    Args:
+        store: connection to the job's store.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._since = time.monotonic()
+        self._heard = b""
+
+    def is_over(self) -> bool:
+        """Whether the time is up. Cost: a question to the store; ask it about once a second."""
+        heard, now = protocol.BUSY.heard(self._store), time.monotonic()
+        if heard != self._heard:
+            self._heard, self._since = heard, now
+        return now - self._since >= settings.collective_timeout_s
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[Callable[[], None]]:
+    """While this process does what others wait for, such as to write a checkpoint, their timeouts begin anew.
+
+    Yields:
+        A function to be called at each bit of progress. It tells them so once a second.
+    """
+    here = ranks()
+    if here.world_size == 1 or here.threads:
+        yield lambda: None
+        return
+    store, began, told = job_store(), time.monotonic(), -math.inf
+
+    def progress() -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= LOOK_S:
+            told = now
+            with contextlib.suppress(RuntimeError):  # without a store nobody waits
+                protocol.BUSY.tell(store, f"rank {here.rank} {what}, since {now - began:.1f} s")
+
+    progress()
+    try:
+        yield progress
+    finally:
+        with contextlib.suppress(RuntimeError):
+            protocol.BUSY.take_back(store)
+
+
+def await_values(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
     """Wait until the keys are in the job's store, and return their values; rank `of[i]` sets `keys[i]`.
 
     For background threads: unlike `wait_for`, it does not hand over recorded collectives.
@@ -250,14 +350,14 @@ def look_for(keys: Sequence[str], of: Sequence[int], what: str) -> list[bytes]:
         RankTimeoutError: LTC_COLLECTIVE_TIMEOUT_S has passed.
     """
     store = job_store()
-    wait_looking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up), store)
+    wait_checking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up), store)
     return [bytes(store.get(key)) for key in keys]
 
 
 def ended(of: Iterable[int], store: Any = None) -> list[int]:
     """Those of the ranks whose processes have ended."""
     store = job_store() if store is None else store
-    return [rank for rank in of if store.check([f"ended/{rank}"])]
+    return [rank for rank in of if protocol.ENDED.heard(store, rank=rank)]
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
@@ -294,7 +394,7 @@ def _decode(payload: bytes) -> Any:
     except Exception as error:
         raise RankError(
             "this cannot be sent to other processes",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             next="send numbers, texts, tensors, numpy arrays, or lists, tuples and dicts of them",
         ) from error
 

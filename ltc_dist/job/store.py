@@ -6,6 +6,8 @@ On one host both listen on the loopback interface only. The store is served by t
 
 from __future__ import annotations
 
+import datetime
+import importlib
 import ipaddress
 import os
 import socket
@@ -13,12 +15,27 @@ from typing import Any
 
 import torch.distributed
 
-__all__ = ["LOOPBACK", "address_towards", "gloo_devices", "is_loopback", "serve_store"]
+from ltc_core.settings import settings
+
+__all__ = [
+    "LOOPBACK",
+    "address_towards",
+    "connect",
+    "gloo_devices",
+    "is_loopback",
+    "note_served",
+    "serve_store",
+]
 
 LOOPBACK = "127.0.0.1"
 # An address for documentation (RFC 5737), whose route is the default route; nothing is sent.
 _ANYWHERE, _DISCARD = "192.0.2.1", 9
 c10d: Any = torch.distributed  # its stubs lack what is used here
+_rendezvous: Any = importlib.import_module(
+    "torch.distributed.rendezvous"
+)  # the name is a function's, too
+_connect_to_agent: Any = _rendezvous._create_c10d_store
+_served: tuple[str, int] | None = None
 
 
 def serve_store(address: str = LOOPBACK, port: int = 0) -> tuple[Any, int]:
@@ -42,6 +59,41 @@ def serve_store(address: str = LOOPBACK, port: int = 0) -> tuple[Any, int]:
         master_listen_fd=listener.detach(),
     )
     return store, port
+
+
+def note_served(address: str, port: int) -> None:
+    """Note where the parent of this process serves the store. A script may serve another store at another port.
+
+    It sets MASTER_PORT then, or names a port in `init_method`, as PyTorch's DDP tutorial does. But where
+    TORCHELASTIC_USE_AGENT_STORE is set, PyTorch makes every process a client, and all would wait for a server. There is
+    no public hook for it: the schemes `env` and `tcp` cannot be registered again.
+    """
+    global _served
+    _served = address, port
+    _rendezvous._create_c10d_store = _create_c10d_store
+
+
+def _create_c10d_store(
+    hostname: str, port: int, rank: int, world_size: int, timeout: Any, *more: Any, **named: Any
+) -> Any:
+    if _served is None or port == _served[1]:
+        return _connect_to_agent(hostname, port, rank, world_size, timeout, *more, **named)
+    return c10d.TCPStore(
+        hostname, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True
+    )
+
+
+def connect(rank: int, world_size: int) -> Any:
+    """New connection to the store of the job: the one that the parent serves, else that of MASTER_ADDR.
+
+    Raises:
+        RuntimeError, ValueError: it cannot be reached, or the variables are missing.
+    """
+    timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
+    if _served is not None:
+        return c10d.TCPStore(*_served, is_master=False, timeout=timeout)
+    found, _, _ = next(c10d.rendezvous("env://", rank, world_size, timeout=timeout))
+    return found
 
 
 def is_loopback(host: str) -> bool:

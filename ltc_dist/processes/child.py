@@ -1,5 +1,7 @@
 """What a process of a job does first: it ties itself to its parent, and can show where it hangs.
 
+`STACKS` is the signal for the latter. SIGUSR1 does it, too, until the script has a handler of its own for that.
+
 `begin` is called before any code of the user. `variables` are the environment variables of a process. Used by `spawn`
 and by the launcher.
 """
@@ -18,8 +20,20 @@ from collections.abc import Mapping
 
 from ltc_dist.job.ranks import Ranks
 from ltc_dist.job.store import LOOPBACK
+from ltc_dist.processes.whole_lines import write_whole_lines
 
-__all__ = ["begin", "die_with_thread", "num_threads", "variables", "write_lines"]
+__all__ = [
+    "STACKS",
+    "begin",
+    "die_with_thread",
+    "left_mark",
+    "num_threads",
+    "variables",
+    "write_lines",
+]
+
+# Not one of those that scripts and schedulers use.
+STACKS = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
@@ -56,6 +70,11 @@ def variables(
     return found
 
 
+def left_mark(error_file: str) -> str:
+    """Path of the file that a launched process makes when its script has ended, beside its error file."""
+    return f"{error_file}.left"
+
+
 def write_lines() -> None:
     """Write each line of stdout when it ends, into pipes and files, too: people watch a job while it runs."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -63,7 +82,7 @@ def write_lines() -> None:
 
 
 def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
-    """Tie this process to its parent; lines go out as they end; SIGUSR1 prints the stacks of all threads to stderr.
+    """Tie this process to its parent; lines go out as they end; `STACKS` prints the stacks of all threads to stderr.
 
     Args:
         parent_pid: of the process that started this one. If it is gone already, this one ends.
@@ -78,9 +97,10 @@ def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
         ).start()
     if os.getppid() != parent_pid:
         os._exit(1)
-    write_lines()
+    write_whole_lines()
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for number in {STACKS, signal.SIGUSR1}:
+        faulthandler.register(number, all_threads=True)
 
 
 def die_with_thread() -> None:

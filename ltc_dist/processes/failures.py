@@ -24,6 +24,7 @@ __all__ = [
     "CAUSE",
     "CONSEQUENCE",
     "SILENT",
+    "VANISHED",
     "Failure",
     "first_failure",
     "has_cause",
@@ -35,6 +36,7 @@ __all__ = [
 CAUSE = "cause"  # an exception of its own
 CONSEQUENCE = "consequence"  # an exception because another process was lost
 SILENT = "silent"  # an exit code alone
+VANISHED = "vanished"  # exit code 0 in the middle of the function or script
 
 _OF_A_LOST_PEER: tuple[type[BaseException], ...] = (
     PeerEndedError,
@@ -86,11 +88,12 @@ def has_cause(failures: Iterable[Failure]) -> bool:
 def _weight(failure: Failure) -> int:
     """Small for a cause; the larger, the more likely the failure is a consequence."""
     if failure.was_stopped:
-        return 4
+        return 6
     if failure.verdict != SILENT:
-        return 1 if failure.verdict == CAUSE else 3
-    is_killed = failure.exitcode < 0 and -failure.exitcode not in _ENDED_BY_OTHERS
-    return 0 if is_killed else 2
+        return {CAUSE: 1, VANISHED: 3, CONSEQUENCE: 5}[failure.verdict]
+    if failure.exitcode >= 0:
+        return 2
+    return 4 if -failure.exitcode in _ENDED_BY_OTHERS else 0
 
 
 def verdict_of(error: BaseException) -> str:
@@ -139,7 +142,12 @@ def last_line(error: BaseException) -> str:
 
 
 def how_it_ended(exitcode: int) -> str:
-    """Meaning of an exit code; negative ones are signals."""
+    """Meaning of the exit code of a process that failed or vanished; negative ones are signals."""
+    if exitcode == 0:
+        return (
+            "ended with exit code 0 before its script did, by os._exit or in native code, "
+            "while others waited for it"
+        )
     if exitcode < 0:
         return f"was killed by {signal.Signals(-exitcode).name}"
     return f"ended with exit code {exitcode}"

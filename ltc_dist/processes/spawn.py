@@ -7,7 +7,9 @@ rank it came from. Scripts import this file as `xmp`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import math
 import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.reduction
@@ -15,17 +17,14 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.multiprocessing  # tensors go to another process by its rules
 from filelock import FileLock
@@ -38,28 +37,28 @@ from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import keeping_copies
 from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import Ranks, ranks
-from ltc_dist.job.store import LOOPBACK, serve_store
+from ltc_dist.job.store import LOOPBACK, note_served, serve_store
 from ltc_dist.processes import child
 from ltc_dist.processes.failures import (
     Failure,
-    first_failure,
-    has_cause,
     how_it_ended,
-    last_line,
-    verdict_of,
 )
 from ltc_dist.processes.main_guard import is_unguarded
+from ltc_dist.processes.sending import Call, Name
+from ltc_dist.processes.started import ErrorReport, ReportFile, Started
+from ltc_dist.processes.supervision import Supervision
 
 __all__ = ["MpModelWrapper", "MpSerialExecutor", "SpawnContext", "spawn"]
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 _GRACE_S = 5.0
-_TOGETHER_S = 0.3  # for those that fail together
-_CAUSE_S = 2.0  # time for the cause to appear if only consequences are known
-_LOOK_S = 0.02
-_LARGEST_PAYLOAD = 64 << 20  # bytes; an exception that holds more is sent as its text
+_SIGTERM_GRACE_S = 30.0  # for processes to save their work; as --grace of ltc-launch
+_POLL_S = 1.0  # between two looks for processes that have vanished
+_LOOK_S = 0.02  # for the cause of a failure
 # Running contexts. The processes need the store that the parent serves, also if nobody holds their context.
 _running: set[SpawnContext] = set()
+# A process that another thread forks meanwhile would hold the pipe by which the end of this one is seen.
+_starting = threading.Lock()
 
 
 def spawn(
@@ -72,7 +71,8 @@ def spawn(
 ) -> SpawnContext | None:
     """Call `fn(rank, *args)` in `nprocs` processes.
 
-    Lambdas, closures and functions of a notebook are sent by value. Devices that the parent has used do not matter:
+    Lambdas, closures, and functions and classes of a notebook are sent by value, in `args` too. The environment of the
+    parent does not change, so several threads may call this at a time. Devices that the parent has used do not matter:
     each process begins with its own. In a process of a job (of ltc-launch or torchrun) the function is
     called right here.
 
@@ -107,7 +107,7 @@ def spawn(
     if count == 1 and join:
         fn(0, *args)
         return None
-    context = SpawnContext(_Function(fn), tuple(args), count, daemon, start_method)
+    context = SpawnContext(Call(fn, tuple(args)), count, daemon, start_method)
     if not join:
         return context
     context.join()
@@ -138,110 +138,6 @@ def _check(fn: Any, nprocs: Any, start_method: str) -> None:
         )
 
 
-class _Name(str):
-    """Name of a spawned process, which unpickles it before it imports the script.
-
-    That imports `ltc_dist`, which serves the modules that an old script imports, and imports PyTorch quickly (see
-    `ltc_core/__init__`).
-    """
-
-    def __reduce__(self) -> Any:
-        return _named, (str(self),)
-
-
-def _named(name: str) -> str:
-    return name
-
-
-class _Function:
-    """The function, sent by name if the other process can import it, else by value."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self._payload = b""
-        if not _can_be_imported(fn):
-            try:
-                self._payload = cloudpickle.dumps(fn)
-            except Exception as error:
-                raise RankError(
-                    f"{fn!r} cannot be sent to another process: {error}",
-                    next="define it at the top of a module, pass what it needs in args, or use start_method='fork'",
-                ) from error
-
-    def __getstate__(self) -> Any:
-        return self._payload or self._fn
-
-    def __setstate__(self, state: Any) -> None:
-        self._payload = b""
-        self._fn = pickle.loads(state) if isinstance(state, bytes) else state
-
-    def __call__(self, *args: Any) -> Any:
-        return self._fn(*args)
-
-
-def _can_be_imported(fn: Any) -> bool:
-    if getattr(fn, "__module__", "__main__") == "__main__":
-        main = sys.modules["__main__"]
-        if getattr(main, "__spec__", None) is None and not os.path.exists(
-            getattr(main, "__file__", None) or ""
-        ):
-            return False  # a notebook, or python -c
-    try:
-        pickle.dumps(fn)
-    except Exception:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class _Report:
-    """How a process failed: its verdict, when, what it raised (if that can be sent), and the same as text."""
-
-    verdict: str
-    is_exit: bool
-    time_s: float
-    payload: bytes | None
-    line: str
-    text: str
-
-
-class _ReportFile:
-    """Unnamed file for the report of a process, of any size; writing it does not block on the parent."""
-
-    def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self._file: Any = os.fdopen(os.memfd_create("ltc-report"), "r+b", buffering=0)
-        else:
-            self._file = tempfile.TemporaryFile(buffering=0)
-
-    def __getstate__(self) -> Any:
-        return mp.reduction.DupFd(self._file.fileno())
-
-    def __setstate__(self, state: Any) -> None:
-        self._file = os.fdopen(state.detach(), "r+b", buffering=0)
-
-    def write(self, report: _Report) -> None:
-        data = memoryview(pickle.dumps(report))
-        self._file.seek(8)
-        while data:
-            data = data[self._file.write(data) :]
-        self._file.seek(0)
-        self._file.write(b"complete")
-
-    def read(self) -> _Report | None:
-        """The report; None if the process has written none, or was killed while it wrote."""
-        self._file.seek(0)
-        data = self._file.read()
-        if not data.startswith(b"complete"):
-            return None
-        report = pickle.loads(data[8:])
-        assert isinstance(report, _Report)
-        return report
-
-    def close(self) -> None:
-        self._file.close()
-
-
 @dataclass(frozen=True)
 class _Place:
     """What a process needs to start."""
@@ -253,10 +149,13 @@ class _Place:
     start_method: str
 
 
-def _main(fn: _Function, args: tuple[Any, ...], place: _Place, file: _ReportFile) -> None:
+def _main(call: Call, place: _Place, file: ReportFile) -> None:
     """Run in the new process."""
+    # With a group of its own, what it starts can be found when it has ended. Ctrl-C is the parent's to hand on.
+    os.setpgid(0, 0)
     os.environ.update(place.variables)
     settings.accept_environment()
+    note_served(LOOPBACK, int(place.variables["MASTER_PORT"]))
     if place.start_method == "forkserver":
         child.begin(os.getppid())  # the fork server, which ends with its parent
     else:
@@ -267,31 +166,25 @@ def _main(fn: _Function, args: tuple[Any, ...], place: _Place, file: _ReportFile
     elif (threads := os.environ["OMP_NUM_THREADS"]).isdecimal():
         torch.set_num_threads(int(threads))  # a fork server has the variables of its first process
     try:
-        fn(place.ranks.rank, *args)
+        try:
+            call(place.ranks.rank)
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
         ltc.wait_device_ops()  # what fails in the background fails here, not unseen at the exit
         host_collectives.leave()  # a forked process has no exit handlers
+        file.mark_left()
     except KeyboardInterrupt:
         host_collectives.abandon()
         sys.exit(128 + signal.SIGINT)
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            file.write(_report(leaving))
+        file.write(ErrorReport.of(leaving))
         host_collectives.leave()
         raise
     except BaseException as error:
-        file.write(_report(error))
+        file.write(ErrorReport.of(error))
+        host_collectives.exit_code = 1
         sys.exit(1)
-
-
-def _report(error: BaseException) -> _Report:
-    text, payload = traceback.format_exc(), None
-    # An exception that cannot be pickled is sent as text.
-    with contextlib.suppress(Exception):
-        sent = cloudpickle.dumps(error)
-        if len(sent) <= _LARGEST_PAYLOAD and isinstance(cloudpickle.loads(sent), BaseException):
-            payload = sent
-    is_exit = isinstance(error, SystemExit)
-    return _Report(verdict_of(error), is_exit, time.monotonic(), payload, last_line(error), text)
 
 
 class SpawnContext:
@@ -301,42 +194,54 @@ class SpawnContext:
         processes: by rank.
     """
 
-    def __init__(
-        self, fn: _Function, args: tuple[Any, ...], nprocs: int, daemon: bool, start_method: str
-    ) -> None:
+    def __init__(self, call: Call, nprocs: int, daemon: bool, start_method: str) -> None:
         context: Any = torch.multiprocessing.get_context(start_method)
-        _running.difference_update([other for other in _running if other.has_ended])
+        for other in list(_running):
+            if other.has_ended:
+                _running.discard(other)
         self._store, port = serve_store()
-        self.processes: list[Any] = []
-        self._files: list[_ReportFile] = []
+        self._started: list[Started] = []
         in_main_thread = threading.current_thread() is threading.main_thread()
         try:
             for rank in range(nprocs):
                 of = Ranks(rank, nprocs, rank, nprocs)
                 place = _Place(of, _variables(of, port), os.getpid(), in_main_thread, start_method)
-                file = _ReportFile()
-                self._files.append(file)
+                file = ReportFile()
                 process = context.Process(
                     target=_main,
-                    args=(fn, args, place, file),
-                    name=_Name(f"rank {rank}"),
+                    args=(call, place, file),
+                    name=Name.of(f"rank {rank}", place.variables),
                     daemon=daemon,
                 )
-                # PyTorch reads some of the variables while it is imported.
-                with _environment(place.variables), keeping_copies():
-                    process.start()
-                self.processes.append(process)
+                try:
+                    with _starting, keeping_copies():
+                        process.start()
+                except BaseException:
+                    file.close()
+                    raise
+                self._started.append(Started(rank, process, file))
         except BaseException:
+            self._supervise()
             self._end(signal.SIGKILL)
             raise
+        self._supervise()
         _running.add(self)
+
+    def _supervise(self) -> None:
+        self._supervision = Supervision(
+            self._started, lambda rank: host_collectives.tell_ended(rank, self._store)
+        )
+
+    @property
+    def processes(self) -> list[Any]:
+        return [started.process for started in self._started]
 
     @property
     def has_ended(self) -> bool:
-        return all(process.exitcode is not None for process in self.processes)
+        return not self._supervision.running()
 
     def pids(self) -> list[int]:
-        return [process.pid for process in self.processes]
+        return [started.pid for started in self._started]
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the processes; after a failure end the others and raise it.
@@ -350,20 +255,23 @@ class SpawnContext:
         Raises:
             RankError, Exception: see `spawn`.
 
-        Meanwhile SIGTERM is forwarded. It ends this process after the others, which may save their work.
+        Meanwhile SIGTERM is forwarded. It ends this process after the others, which may save their work; who still runs
+        half a minute later is killed. What fails meanwhile is printed.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with _SigtermHandedOn(self.processes) as sigterm:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        with _SigtermHandedOn(self._started) as sigterm:
             try:
-                while None in (codes := [p.exitcode for p in self.processes]):
-                    if any(codes) and not sigterm.has_come:
+                while running := self._supervision.running():
+                    if not self._may_go_on(sigterm.came_s):
                         break
-                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                    pairs = zip(self.processes, codes, strict=True)
-                    running = [process.sentinel for process, code in pairs if code is None]
-                    if not mp.connection.wait(running, left):
+                    self._supervision.tell_vanished()
+                    left = math.inf if sigterm.has_come else deadline - time.monotonic()
+                    if not self._wait(running, left) and left <= 0:
                         return False
-                if not sigterm.has_come:
+                self._supervision.tell_vanished()
+                if sigterm.has_come:
+                    self._end_after_sigterm()
+                else:
                     self._raise_first_failure()
             except BaseException:
                 self._end(signal.SIGTERM)
@@ -371,37 +279,49 @@ class SpawnContext:
             self._release()
         return True
 
+    def _may_go_on(self, sigterm_s: float | None) -> bool:
+        """Whether those that run may: none has failed, or SIGTERM has come and they save their work."""
+        if sigterm_s is not None:
+            return time.monotonic() - sigterm_s < _SIGTERM_GRACE_S
+        return not self._has_failed() or self._supervision.awaits_cause()
+
+    def _has_failed(self) -> bool:
+        return any(started.exitcode for started in self._started)
+
+    def _wait(self, running: list[Started], seconds: float) -> bool:
+        """Wait for the end of one of these, but not long; returns whether one has ended."""
+        sentinels = [started.process.sentinel for started in running]
+        most = _LOOK_S if self._has_failed() else _POLL_S
+        return bool(mp.connection.wait(sentinels, max(0.0, min(seconds, most))))
+
     def _raise_first_failure(self) -> None:
-        if not any(p.exitcode for p in self.processes):
+        if not self._has_failed():
             return
-        self._wait_for_cause()
-        stopped = {rank for rank, p in enumerate(self.processes) if p.exitcode is None}
-        began = time.monotonic()
         self._stop(signal.SIGTERM)
-        failed = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode}
-        reports = {rank: self._report_of(rank) for rank in failed}
-        first = first_failure(
-            _failure(rank, code, reports[rank], began if rank in stopped else None)
-            for rank, code in failed.items()
-        )
-        report, pid = reports[first.rank], self.processes[first.rank].pid
+        first = self._supervision.first_failure()
+        assert first is not None
+        of = self._started[first.rank]
+        report = of.report()
         if report is None or report.is_exit:
-            raise _ended(first, pid)
-        raise _rebuilt(first.rank, report, pid)
+            raise _ended(first, of.pid)
+        raise _rebuilt(first.rank, report, of.pid)
 
-    def _report_of(self, rank: int) -> _Report | None:
-        return self._files[rank].read() if self._files else None  # none after the first `join`
-
-    def _wait_for_cause(self) -> None:
-        """Wait for the cause: a process that is stopped now can no longer report why the others failed."""
-        began = time.monotonic()
-        while None in (codes := [p.exitcode for p in self.processes]):
-            failed = [(rank, code) for rank, code in enumerate(codes) if code]
-            known = [_failure(rank, code, self._report_of(rank)) for rank, code in failed]
-            limit = _TOGETHER_S if has_cause(known) else _CAUSE_S
-            if time.monotonic() - began >= limit:
-                return
-            time.sleep(_LOOK_S)
+    def _end_after_sigterm(self) -> None:
+        """Kill what did not end in time; print what failed while it was told to end."""
+        left = self._supervision.running()
+        self._stop(signal.SIGKILL)
+        for started in left:
+            _say(
+                f"rank {started.rank} still ran {_SIGTERM_GRACE_S:g} s after SIGTERM, and was killed"
+            )
+        first = self._supervision.first_failure({-signal.SIGTERM, 128 + signal.SIGTERM})
+        if first is None or first.was_stopped:
+            return
+        of = self._started[first.rank]
+        report = of.report()
+        if report is not None and not report.is_exit:
+            sys.stderr.write(report.text)
+        _say(f"rank {first.rank} (pid {of.pid}) {how_it_ended(first.exitcode)} after SIGTERM")
 
     def _end(self, number: int) -> None:
         self._stop(number)
@@ -409,32 +329,53 @@ class SpawnContext:
 
     def _stop(self, number: int) -> None:
         """End the processes that still run: by SIGTERM, after a while by SIGKILL."""
-        running = [p for p in self.processes if p.exitcode is None]
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
-        deadline = time.monotonic() + _GRACE_S
-        for process in running:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.exitcode is None:
-                process.kill()
-                process.join()
+        with self._supervision.ending(_GRACE_S):
+            running = self._supervision.running()
+            for started in running:
+                started.send(number)
+            deadline = time.monotonic() + _GRACE_S
+            for started in running:
+                started.process.join(max(0.0, deadline - time.monotonic()))
+                if started.exitcode is None:
+                    started.process.kill()
+                    started.process.join()
 
     def _release(self) -> None:
-        for file in self._files:
-            file.close()
-        self._files.clear()
+        for started in self._started:
+            started.report()  # kept for another `join`
+            started.file.close()
         self._store = None
         _running.discard(self)
 
 
-class _SigtermHandedOn:
-    """Context manager: forwards SIGTERM to the processes, and at the end to this one, unless it has its own handler."""
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    print(f"ltc: {text}", file=sys.stderr, flush=True)
 
-    def __init__(self, processes: list[Any]) -> None:
-        self._processes = processes
+
+@atexit.register  # runs before the exit handler of multiprocessing, which waits for the processes
+def _end_after_ctrl_c() -> None:
+    """After Ctrl-C end the processes that nobody has joined: a terminal sends it to the parent's group alone."""
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        for context in list(_running):
+            context._end(signal.SIGTERM)
+
+
+class _SigtermHandedOn:
+    """Context manager: forwards SIGTERM to the processes, and at the end to this one, unless it has its own handler.
+
+    Attributes:
+        came_s: when it came first, on the monotonic clock.
+    """
+
+    def __init__(self, started: list[Started]) -> None:
+        self._started = started
         self._is_ours = False
-        self.has_come = False
+        self.came_s: float | None = None
+
+    @property
+    def has_come(self) -> bool:
+        return self.came_s is not None
 
     def __enter__(self) -> _SigtermHandedOn:
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -444,11 +385,10 @@ class _SigtermHandedOn:
         return self
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        self.has_come = True
-        for process in self._processes:
-            if process.exitcode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+        if self.came_s is None:
+            self.came_s = time.monotonic()
+        for started in self._started:
+            started.send(number)
 
     def __exit__(self, *error: object) -> None:
         if self._is_ours:
@@ -467,30 +407,6 @@ def _variables(of: Ranks, port: int) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _failure(
-    rank: int, code: int, report: _Report | None, stopped_s: float | None = None
-) -> Failure:
-    """The failure of a process; `stopped_s` is when it was told to end, if it still ran then."""
-    if report is None:
-        return Failure(rank, code, was_stopped=stopped_s is not None)
-    was_stopped = stopped_s is not None and report.time_s > stopped_s
-    return Failure(rank, code, report.verdict, report.time_s, was_stopped)
-
-
 def _ended(failure: Failure, pid: int) -> RankError:
     how = how_it_ended(failure.exitcode)
     advice = "its own output says more"
@@ -503,7 +419,7 @@ def _ended(failure: Failure, pid: int) -> RankError:
     return error
 
 
-def _rebuilt(rank: int, report: _Report, pid: int) -> BaseException:
+def _rebuilt(rank: int, report: ErrorReport, pid: int) -> BaseException:
     note = f"\nraised by rank {rank} (pid {pid}); the others were stopped. There:\n{report.text}"
     error: BaseException = RankError(report.line)
     if report.payload is not None:

@@ -19,7 +19,7 @@ from ltc_core.api.verbs import alone_on
 from ltc_core.device import register
 from ltc_core.errors import LoaderError, LtcError, RankError
 from ltc_core.graph import collective
-from ltc_dist.collectives.thread_group import Meeting, Stopped, ThreadTransport
+from ltc_dist.collectives.thread_group import Stopped, ThreadGroup, ThreadTransport
 from ltc_dist.data.loader import ParallelLoader
 from ltc_dist.job.ranks import Ranks, ranks, replica
 
@@ -135,7 +135,7 @@ class _Run:
         self._enumerates = enumerates
         self._kwargs = kwargs
         count = len(parallel.devices)
-        self._meeting = Meeting(count)
+        self._group = ThreadGroup(count)
         self._names = [f"{count} threads, {k}" for k in range(count)]
         self._results: list[Any] = [None] * count
         self._failures: list[tuple[int, BaseException]] = []
@@ -153,7 +153,7 @@ class _Run:
             )
         indices = [device.index or 0 for device in devices]
         for k, name in enumerate(self._names):
-            collective.TRANSPORTS[name] = ThreadTransport(self._meeting, k, indices)
+            collective.TRANSPORTS[name] = ThreadTransport(self._group, k, indices)
         try:
             for thread in threads:
                 thread.start()
@@ -165,7 +165,7 @@ class _Run:
                 thread.join()
             raise
         finally:
-            if self._meeting.is_stopped:
+            if self._group.is_stopped:
                 self._drop_pending()
             for name in self._names:
                 del collective.TRANSPORTS[name]
@@ -199,12 +199,12 @@ class _Run:
                     **self._kwargs,
                 )
                 ltc.wait_device_ops(device)
-            self._meeting.leave(number)
+            self._group.leave(number)
         except BaseException as error:
             if not isinstance(error, Stopped | LoaderError) or not self._failures:
                 self._failures.append((number, error))
             self._stop(error)
 
     def _stop(self, error: BaseException) -> None:
-        self._meeting.stop(error)
+        self._group.stop(error)
         self._loader.close()

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ltc_core.errors import CheckpointError, CollectiveError, DeviceError, LtcError
+from ltc_core.errors import CheckpointError, CollectiveError, DeviceError, LtcError, listed
 from ltc_core.settings import settings
+from ltc_core.source import user_line
 from ltc_dist.collectives.bucketized import all_gather_bucketized, reduce_scatter_bucketized
 from ltc_dist.collectives.ops import all_reduce
 from ltc_dist.collectives.process_group import Groups, group_of
@@ -20,6 +21,8 @@ from ltc_dist.collectives.process_group import Groups, group_of
 __all__ = ["UnsupportedOptionError", "ZeroRedundancyOptimizer"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+_NEEDED = ("base_state", "param_groups", "shape_info", "shard")  # in a state_dict
 
 
 class UnsupportedOptionError(LtcError, NotImplementedError):
@@ -36,7 +39,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     `step` reduces the gradients: call nothing between `backward` and `step`. With a `GradScaler` call
     `ltc_dist.reduce_gradients` before its `step`, so that all processes find the same overflows.
 
-    Each process saves a state of its own: `Checkpointer(directory, own=["optimizer"], optimizer=optimizer)`.
+    Each process saves its shards. `Checkpointer(directory, optimizer=optimizer)` saves those of all processes, and cuts
+    them anew when another number of processes restores them: training goes on with the same losses. `load_state_dict`
+    takes only what the same rank of a job of as many processes saved.
 
     Args:
         params: parameters or groups, on one device.
@@ -267,7 +272,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         Returns:
             'state' (empty), 'param_groups', 'base_state' (of the inner optimizer), 'shape_info' (of the parameters),
-            'shard' ([position, number of processes]), with `save_master_weights` 'sharded_master_weights'.
+            'shard' ([position, number of processes]), 'ranks' (that share the parameters), with `save_master_weights`
+            'sharded_master_weights'.
         """
         here = group_of(self._groups)
         pairs = list(self._pairs())
@@ -275,30 +281,77 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         found["base_state"] = self._inner.state_dict()["state"]
         found["shape_info"] = {k: p.shape for k, (p, _) in enumerate(pairs)}
         found["shard"] = [here.position, len(here.members)]
+        found["ranks"] = list(here.members)
         if self.save_master_weights:
             found["sharded_master_weights"] = {k: s.detach() for k, (_, s) in enumerate(pairs)}
+        return found
+
+    def check_state_dict(self, state_dict: dict[str, Any], name: str = "this state") -> None:
+        """Check that a state can be loaded here.
+
+        Args:
+            name: of the state, for messages.
+
+        Raises:
+            CheckpointError: it is not one of this class, is the shard of another process or of a job of another size,
+                or has other parameters.
+        """
+        if missing := [key for key in _NEEDED if key not in state_dict]:
+            raise _load_error(
+                f"{name} is not the state of a ZeroRedundancyOptimizer",
+                got=f"it has {listed(state_dict)}; expected {listed(missing)} too",
+                next="load what its state_dict() gave, in the same rank",
+            )
+        here = group_of(self._groups)
+        mine = here.position, len(here.members)
+        position, count = state_dict["shard"]
+        members = state_dict.get("ranks", here.members)  # older states do not have it
+        if (position, count) != mine or tuple(members) != here.members:
+            saved = f"shard {position} of {count}" + _among(state_dict.get("ranks"))
+            raise _load_error(
+                f"{name} is of another shard",
+                got=f"{saved}; here shard {mine[0]} of {mine[1]}{_among(here.members)}",
+                next=f"start {count} processes, and load in each rank what it saved; or save and restore with "
+                "ltc_dist.Checkpointer, which cuts shards anew for another number of processes (without "
+                "sharding_groups)",
+            )
+        if different := self._other_parameters(state_dict):
+            raise _load_error(
+                f"{name} has other parameters",
+                got=listed(different),
+                next="make the model and the groups that it was saved from",
+            )
+
+    def _other_parameters(self, state_dict: dict[str, Any]) -> list[str]:
+        """Say how the parameters of a state differ from those here."""
+        theirs, mine = state_dict["param_groups"], self.param_groups
+        sizes, here = ([len(g["params"]) for g in groups] for groups in (theirs, mine))
+        if sizes != here:
+            return [f"groups of {listed(sizes)} parameters, here of {listed(here)}"]
+        names, names_here = (
+            [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
+            for groups in (theirs, mine)
+        )
+        found = []
+        parameters = [p for group in mine for p in group["params"]]
+        for k, (p, name, name_here) in enumerate(zip(parameters, names, names_here, strict=True)):
+            shape = tuple(state_dict["shape_info"].get(k, ()))
+            called = f"parameter {k}" + (f" ({name_here})" if name_here else "")
+            if name and name_here and name != name_here:
+                found.append(f"{called} is {name} in it")
+            if shape != tuple(p.shape):
+                found.append(f"{called} has shape {shape} in it, here {tuple(p.shape)}")
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this rank, after the model: without saved shards they are made of the parameters.
 
+        `ltc_dist.Checkpointer` loads the state of a job of another number of processes.
+
         Raises:
-            CheckpointError: it is not one of this class, or another shard.
+            CheckpointError: see `check_state_dict`; nothing has been changed then.
         """
-        if "base_state" not in state_dict:
-            raise CheckpointError(
-                "this is not the state of a ZeroRedundancyOptimizer",
-                got=f"it has {', '.join(state_dict)}",
-                next="load what its state_dict() gave, in the same rank",
-            )
-        here = group_of(self._groups)
-        mine = [here.position, len(here.members)]
-        if list(state_dict.get("shard", mine)) != mine:
-            raise CheckpointError(
-                "this state is of another shard",
-                got="shard {} of {}, here {} of {}".format(*state_dict["shard"], *mine),
-                next="save and load by each rank for itself, in jobs of as many processes",
-            )
+        self.check_state_dict(state_dict)
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         if self.base_optimizer is None:
             self.init_zero()
@@ -312,6 +365,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         _copy_options(self, inner)
         groups = inner.state_dict()["param_groups"]
         inner.load_state_dict({"state": state_dict["base_state"], "param_groups": groups})
+
+
+def _among(ranks: Sequence[int] | None) -> str:
+    return f" among ranks {listed(ranks)}" if ranks is not None else ""
+
+
+def _load_error(what: str, *, got: str, next: str) -> CheckpointError:
+    error = CheckpointError(what, got=got, where=user_line(), next=next)
+    error.where_words = "loaded at"
+    return error
 
 
 def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:

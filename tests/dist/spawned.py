@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import ltc_core as ltc
 import ltc_dist
@@ -21,6 +22,9 @@ __all__ = [
     "Changed",
     "Mute",
     "Odd",
+    "average_halves",
+    "deal_out",
+    "differ_once_known",
     "differentiate",
     "distributed_checkpoint",
     "end",
@@ -71,6 +75,22 @@ def tell(rank: int, directory: str, *more: Any) -> None:
     words = [rank, found.rank, found.world_size, found.local_rank, found.local_world_size]
     rows = [*words, torch.get_num_threads(), os.getpid(), *(os.environ[n] for n in names), *more]
     Path(directory, str(rank)).write_text("\n".join(map(str, rows)))
+
+
+def deal_out(rank: int, directory: str, is_in_turn: bool) -> None:
+    """Take three batches of two, of samples that are dealt out in turn or in contiguous shards, and save."""
+    data = TensorDataset(torch.arange(48))
+    shard = Subset(data, range(24 * rank, 24 * rank + 24))
+    sampler = DistributedSampler(data, 2, rank, seed=3) if is_in_turn else None
+    plain = DataLoader(data if is_in_turn else shard, 2, sampler=sampler)
+    loader = ltc_dist.MpDeviceLoader(plain, ltc.lazy_device())
+    model = torch.nn.Linear(1, 1)
+    with ltc_dist.Checkpointer(directory, model=model, loader=loader) as checkpointer:
+        batches = iter(loader)
+        taken = [k for _ in range(3) for k in next(batches)[0].tolist()]
+        checkpointer.save(3)
+    loader.close()
+    Path(directory, f"taken{rank}").write_text(" ".join(map(str, taken)))
 
 
 def fail(rank: int, failing: int, error: BaseException) -> None:
@@ -380,6 +400,70 @@ def leave_unsaved(rank: int, directory: str) -> None:
         ltd.save({}, Path(directory, "never.pt"))
 
 
+def differ_once_known(rank: int, how: str) -> None:
+    """Collectives of one size that all processes have run before, now another one in rank 1."""
+    import ltc_dist as ltd
+
+    device = ltd.lazy_device()
+    both = [torch.full((3,), 1.0 + k, device=device, requires_grad=True) for k in range(2)]
+    optimizer = torch.optim.SGD(both, lr=0.1)
+
+    def learn(k: int) -> None:
+        optimizer.zero_grad()
+        (both[k] * (10.0 + 100 * rank)).sum().backward()
+        ltd.optimizer_step(optimizer, barrier=True)
+
+    x = torch.ones(4, device=device) + rank
+    calls: dict[str, tuple[Any, Any]] = {
+        "gradients": (lambda: learn(0), lambda: learn(1)),
+        "reductions": (
+            lambda: ltd.all_reduce("sum", [x]),
+            lambda: ltd.all_reduce("max", [x]),
+        ),
+        "moves": (
+            lambda: ltd.all_gather(x.reshape(2, 2), 0),
+            lambda: ltd.all_gather(x.reshape(2, 2), 1),
+        ),
+        "roots": (
+            lambda: ltd.collective_broadcast([x], 0),
+            lambda: ltd.collective_broadcast([x], 1),
+        ),
+        "sizes": (
+            lambda: ltd.all_reduce("sum", [x]),
+            lambda: ltd.all_reduce("sum", [torch.ones(40, device=device)]),
+        ),
+        "kinds": (lambda: ltd.all_reduce("sum", [x]), lambda: ltd.all_gather(x)),
+    }
+    first, second = calls[how]
+    for call in (first, second, second, first):
+        call()
+        ltd.wait_device_ops()
+    if rank == 1:
+        second()
+    else:
+        first()
+    ltd.all_reduce("sum", [torch.zeros(4, device=device)])  # who only sends learns it here
+    ltd.wait_device_ops()
+    print("went on", x.tolist(), [p.tolist() for p in both], flush=True)
+
+
+def average_halves(rank: int, directory: str) -> None:
+    """The mean of float16 values whose sum is too large."""
+    import ltc_dist as ltd
+
+    device = ltd.lazy_device()
+    param = torch.zeros(3, dtype=torch.half, device=device, requires_grad=True)
+    other = torch.zeros(2, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([param, other], lr=1.0)
+    (param * 40000).sum().backward()
+    (other * (1.0 + rank)).sum().backward()
+    ltd.reduce_gradients(optimizer)
+    part = torch.full((4,), 60000.0, dtype=torch.half, device=device)
+    scattered = ltd.reduce_scatter("sum", part, 0.5, 0, 2)
+    found = [ltd.to_cpu(t) for t in (param.grad, other.grad, scattered)]
+    torch.save(found, Path(directory, f"{rank}.pt"))
+
+
 def differentiate(rank: int, directory: str) -> None:
     """Collectives that gradients flow through, and those on many tensors at once."""
     import ltc_dist as ltd
@@ -486,7 +570,7 @@ def normalise_more(rank: int) -> None:
 
 def replicate(index: int, directory: str) -> None:
     """Which replica each process is, if chips are counted the other way round; and a plan they agree on."""
-    transport = collective.TRANSPORTS[group_of().name]
+    transport = collective.transport_of(group_of().name)
     assert isinstance(transport, collective.Replicated)
     found = [transport.replicas(1 - index, 2), transport.replicas(index, 2)]  # the first is kept
     transport.agree("a program")

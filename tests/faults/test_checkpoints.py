@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -167,3 +168,71 @@ def test_a_directory_that_is_not_shared_is_told_by_all(tmp_path: Path) -> None:
         "step_000000001", "step_000000003",
     ]  # fmt: skip
     assert not list((tmp_path / "own1").glob("*tmp*"))
+
+
+LAST = """
+    import sys, errno, torch
+    import ltc_dist as ltd
+    from ltc_dist.checkpoint import commit
+
+    def train(rank):
+        model = torch.nn.Linear(2, 2)
+        saver = ltd.Checkpointer("runs", model=model)
+        saver.save(1)
+        saver.wait()
+        def full(*args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit.write_manifest = full
+        saver.save(2)  # in the background: nobody waits for it
+        print("trained", flush=True)
+        {end}
+
+    if __name__ == "__main__":
+        {start}
+"""
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit(0)"])
+@pytest.mark.parametrize("how", ["python", "launcher", "spawn"])
+def test_a_last_checkpoint_that_is_not_written_is_a_failure(
+    how: str, end: str, tmp_path: Path
+) -> None:
+    start = "ltd.spawn(train, nprocs=2)" if how == "spawn" else "train(ltd.get_ordinal())"
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(LAST.format(start=start, end=end)))
+    command = [*TWO, "train.py"] if how == "launcher" else [sys.executable, "train.py"]
+    code, out, err = Job(command, tmp_path).end()
+    assert code == (1 if how == "spawn" else 74), err
+    assert "trained" in out and "No space left on device" in err
+    assert "the last checkpoint is missing" in err
+
+
+SLOW = """
+    import time, torch
+    import ltc_dist as ltd
+    from ltc_core.serialization import tensor_file
+
+    device, rank = ltd.lazy_device(), ltd.get_ordinal()
+    ltd.all_reduce("sum", torch.ones(2, device=device)).tolist()
+    saver = ltd.Checkpointer("runs", model=torch.nn.Linear(2, 2), background=False)
+    if rank == 0:  # a disk that takes 6 s for two tensors
+        real = tensor_file._chunks
+        def slow(tensor):
+            for chunk in real(tensor):
+                for _ in range(10):
+                    time.sleep(0.3)
+                    yield chunk[:0]
+                yield chunk
+        tensor_file._chunks = slow
+    saver.save(1)
+    print("sum", ltd.all_reduce("sum", torch.ones(2, device=device) + rank).tolist(), flush=True)
+    ltd.rendezvous("after")
+"""
+
+
+def test_a_checkpoint_that_takes_longer_than_the_timeout_ends_no_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SLOW))
+    job = Job([*TWO, "train.py"], tmp_path, LTC_COLLECTIVE_TIMEOUT_S="2")
+    code, out, err = job.end()
+    assert code == 0, err
+    assert [line[4:] for line in sorted(out.splitlines())] == ["sum [3.0, 3.0]"] * 2

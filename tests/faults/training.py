@@ -27,7 +27,9 @@ from ltc_dist.checkpoint import commit
 
 
 def lock_python() -> None:
-    ctypes.PyDLL(None).sleep(1000)  # holds Python's lock
+    """Hold Python's lock, in a call that no signal interrupts: their handlers do not run."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+    ctypes.PyDLL(None).sleep(1000)
 
 
 def fail() -> None:

@@ -1,8 +1,10 @@
 """How hosts find each other: two of them, as network namespaces with a cable between them."""
 
 import contextlib
+import dataclasses
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,11 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousInfo,
+)
 
 from ltc_launch.rendezvous import StaticRendezvous
 from ltc_launch.spec import Spec
-from tests.launching import ROOT
+from tests.launching import ROOT, Job, launcher
 from tests.two_hosts import ADDRESSES, two_hosts
 
 pytestmark = pytest.mark.dist
@@ -77,13 +83,22 @@ def test_two_hosts_and_a_second_attempt(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[StaticRendezvous]]:
-    """Two hosts, both of them in this process."""
+def endpoint() -> str:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    specs = [Spec("a.py", nnodes=2, node_rank=k, endpoint=endpoint) for k in range(2)]
-    found = [StaticRendezvous(spec) for spec in specs]
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def spec(endpoint: str, rank: int, nnodes: int = 2) -> Spec:
+    return Spec("a.py", nnodes=nnodes, node_rank=rank, endpoint=endpoint)
+
+
+@pytest.fixture
+def hosts(endpoint: str) -> Iterator[list[StaticRendezvous]]:
+    """Two hosts, both of them in this process."""
+    found = [StaticRendezvous(spec(endpoint, rank)) for rank in range(2)]
     yield found
+    for host in found[::-1]:
+        host.shutdown()
     found.clear()  # with their stores
 
 
@@ -111,17 +126,64 @@ def test_each_attempt_has_keys_and_a_store_of_its_own(hosts: list[StaticRendezvo
 
 
 def test_a_launcher_that_is_started_again_comes_to_the_next_attempt(
-    hosts: list[StaticRendezvous],
+    hosts: list[StaticRendezvous], endpoint: str
 ) -> None:
     attempt(hosts)
-    hosts[1]._attempt = -1  # as a new one has it
+    hosts[1]._lease.stop()  # it is killed
+    again = StaticRendezvous(spec(endpoint, 1))
     with ThreadPoolExecutor(1) as pool:
-        again = pool.submit(hosts[1].next_rendezvous)
+        waiting = pool.submit(again.next_rendezvous)
         while not hosts[0].num_nodes_waiting():
             time.sleep(0.01)
-        first, second = hosts[0].next_rendezvous(), again.result()
+        first, second = hosts[0].next_rendezvous(), waiting.result()
     ports = {info.bootstrap_store_info.master_port for info in (first, second)}
     assert len(ports) == 1
+
+
+def test_a_host_that_came_and_was_killed_does_not_keep_the_job_from_beginning(
+    endpoint: str,
+) -> None:
+    hosts = [StaticRendezvous(spec(endpoint, rank, nnodes=3)) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        dead = pool.submit(hosts[2].next_rendezvous)
+        while not hosts[0]._leases.is_alive(2, hosts[2]._lease.token):
+            time.sleep(0.01)
+        hosts[2]._lease.stop()
+        hosts.append(StaticRendezvous(spec(endpoint, 2, nnodes=3)))  # when the lease has ended
+        infos = pool.map(StaticRendezvous.next_rendezvous, [hosts[0], hosts[1]])
+        ports = {hosts[3].next_rendezvous().bootstrap_store_info.master_port}
+        assert len(ports | {info.bootstrap_store_info.master_port for info in infos}) == 1
+        hosts[0].shutdown()  # the one that was killed would wait for ever
+        assert "host 0 has ended" in str(dead.exception())
+    for host in hosts[1:]:
+        host.shutdown()
+    hosts.clear()  # with their stores
+    del dead
+
+
+def test_a_second_launcher_of_a_host_is_refused(
+    hosts: list[StaticRendezvous], endpoint: str
+) -> None:
+    attempt(hosts)
+    with pytest.raises(RendezvousError, match=rf"host 1 runs already, on .*\(pid {os.getpid()}\)"):
+        StaticRendezvous(spec(endpoint, 1))
+    assert [host.num_nodes_waiting() for host in hosts] == [0, 0]  # nobody restarts
+    other = StaticRendezvous(dataclasses.replace(spec(endpoint, 1), rdzv_id="another job"))
+    assert other.get_run_id() != hosts[0].get_run_id()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_waits_for_the_first_host_ends_at_once(number: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", endpoint]
+    job = Job([*launcher(*options), "train.py"], tmp_path)
+    assert job.process.stderr is not None
+    assert b"waits for the first host" in job.process.stderr.readline()
+    job.process.send_signal(number)
+    code, _, err = job.end(within_s=20)
+    assert code in (128 + number, -number) and "Traceback" not in err
 
 
 def test_a_host_that_has_ended_is_not_waited_for(hosts: list[StaticRendezvous]) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints in one process: what is saved comes back, damage is found and said, a kill loses nothing."""
 
 import copy
+import errno
 import json
 import logging
 import os
@@ -103,6 +104,34 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(
     assert losses == whole
 
 
+class Noisy(TensorDataset):
+    """Draws from all global generators."""
+
+    def __getitem__(self, index: Any) -> Any:
+        (x,) = super().__getitem__(index)
+        return (x * random.random() + np.random.rand() + torch.rand(()),)
+
+
+def test_a_resumed_run_has_the_samples_it_would_have_had(tmp_path: Path) -> None:
+    """Of a dataset that draws from the generators that the script draws from."""
+
+    def noisy(run: Run) -> Run:
+        data = Noisy(torch.arange(96.0).reshape(24, 4) / 96)
+        run.loader._loader = DataLoader(data, 4, shuffle=True)
+        return run
+
+    undisturbed = noisy(Run(tmp_path / "whole"))
+    whole = undisturbed.train(14)
+    undisturbed.checkpointer.close()
+    first = noisy(Run(tmp_path / "a", every=4))
+    losses = first.train(10)
+    first.checkpointer.close()
+    second = noisy(Run(tmp_path / "a", seed=5, every=4))
+    assert second.checkpointer.restore() is not None
+    assert losses[:8] + second.train(14, 8, 1) == whole
+    second.checkpointer.close()
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     run = Run(tmp_path, every=1, keep=2)
     run.train(5)
@@ -200,6 +229,65 @@ def test_what_is_damaged_is_named_and_the_one_before_taken(
     again.checkpointer.close()  # in the place of the damaged one
     assert again.checkpointer.steps() == [2, 4]
     assert ltd.latest_checkpoint(tmp_path).state()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_newest_checkpoint_that_cannot_be_read_now_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(reading, "_PAUSES_S", (0.0, 0.0))
+    run = Run(tmp_path)
+    run.checkpointer.save(1)
+    run.checkpointer.save(2)
+    run.checkpointer.close()
+    fails = 2
+    real = layout.Manifest.read
+
+    def read(path: str) -> Any:
+        nonlocal fails
+        if path.endswith("2") and fails:
+            fails -= 1
+            raise OSError(number, os.strerror(number), path)
+        return real(path)
+
+    monkeypatch.setattr(layout.Manifest, "read", read)
+    again = Run(tmp_path)
+    found = again.checkpointer.restore()
+    assert found is not None and found.step == 2 and fails == 0  # the error has passed
+
+    fails = 1000
+    for restore in (again.checkpointer.restore, lambda: ltd.latest_checkpoint(tmp_path)):
+        with pytest.raises(CheckpointIOError, match="cannot be read, and may be whole") as raised:
+            restore()
+        assert raised.value.errno == number and "restore(step=)" in str(raised.value)
+    assert again.checkpointer.restore(step=1).step == 1  # type: ignore[union-attr]
+    fails = 0
+    again.checkpointer.close()
+    assert ltd.latest_checkpoint(tmp_path).step == 2  # type: ignore[union-attr]
+
+
+def test_a_kill_while_an_old_one_is_removed_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, keep=1, background=False)
+    run.checkpointer.save(1)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(path: str) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "discard", killed)
+        with pytest.raises(Killed):
+            run.checkpointer.save(2)
+    assert run.checkpointer.steps() == [2]
+    run.checkpointer.close()
+    Run(tmp_path).checkpointer.close()  # sweeps
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith("step_")) == [
+        "step_000000002"
+    ]
 
 
 def test_if_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
@@ -720,7 +808,39 @@ def test_sigterm_becomes_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert stopped.value.code == 143
     assert run.checkpointer.steps() == [3]
     assert f"stopped by SIGTERM; step 3 is in {tmp_path}" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) == before
+    os.kill(os.getpid(), signal.SIGTERM)  # sent again while the process ends: changes nothing
+    again = Run(tmp_path / "again")
+    again.checkpointer.close()
+    assert (
+        signal.getsignal(signal.SIGTERM) == before
+    )  # the next one does not keep what the first left
+
+
+def test_a_process_that_goes_on_after_it_has_stopped_can_be_told_to_end(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, time
+import ltc_dist as ltd
+from ltc_dist.checkpoint import Stopped, stopping
+
+saver = ltd.Checkpointer({str(tmp_path / "runs")!r}, model=torch.nn.Linear(1, 1))
+os.kill(os.getpid(), signal.SIGTERM)
+try:
+    saver.step(1)
+except Stopped:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("goes on", flush=True)
+stopping._AGAIN_S = 0
+time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGTERM)
+print("never")
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", "import torch\n" + script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (process.returncode, process.stdout) == (-signal.SIGTERM, "goes on\n"), process.stderr
 
 
 def test_sigterm_is_left_alone_if_asked_for(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Collectives: what they give, in two processes and in one, and what is said when they do not fit together."""
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist as ltd
-from ltc_core.errors import CollectiveError
+from ltc_core.errors import CollectiveError, RankError
 from ltc_dist.collectives import functions, process_group
 from tests.dist import spawned
 
@@ -46,6 +47,56 @@ def test_two_processes(tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyP
             "x": BOTH[rank],
         }
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(180)  # the compiler runs
+@pytest.mark.parametrize("compile", ["off", "sync"])
+def test_a_mean_of_halves_is_not_infinite(
+    tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DistributedDataParallel, which divides before it adds."""
+    monkeypatch.setenv("LTC_COMPILE", compile)
+    ltd.spawn(spawned.average_halves, (str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        halves, floats, scattered = torch.load(tmp_path / f"{rank}.pt")
+        assert halves.tolist() == [40000.0] * 3 and floats.tolist() == [1.5] * 2
+        assert scattered.tolist() == [60000.0] * 2
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (
+            "gradients",
+            "parameters 0 of 2(?s:.*)parameters 1 of 2|parameters 1 of 2(?s:.*)parameters 0 of 2",
+        ),
+        ("reductions", "all_reduce max"),
+        ("moves", "all_gather along dim 1"),
+        ("roots", "broadcast from 1"),
+        ("kinds", "all_gather"),
+    ],
+)
+def test_collectives_that_were_known_and_do_not_fit(
+    nprocs: int, how: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CollectiveError, match="are at different collectives") as raised:
+        ltd.spawn(spawned.differ_once_known, (how,), nprocs=nprocs)
+    text = str(raised.value)
+    assert re.search(words, text) and text.count("spawned.py:") >= 2  # the lines of both
+    assert "went on" not in capfd.readouterr().out
+
+
+@pytest.mark.dist
+def test_a_message_of_another_size_is_never_a_number(capfd: pytest.CaptureFixture[str]) -> None:
+    """gloo ends the process that gets more than it expects."""
+    with pytest.raises(RankError, match="rank [01] .*(SIGABRT|has ended while rank)"):
+        ltd.spawn(spawned.differ_once_known, ("sizes",), nprocs=2)
+    said = capfd.readouterr()
+    assert "went on" not in said.out and "preamble.length" in said.err
 
 
 COMBINED = {

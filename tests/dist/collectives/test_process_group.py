@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from ltc_dist.collectives import process_group
-from ltc_dist.collectives.process_group import Group, ProcessTransport
+from ltc_core.errors import CollectiveError
+from ltc_core.graph.collective import Route
+from ltc_dist.collectives import transport
+from ltc_dist.collectives.transport import Line
 
 SCRIPT = Path(__file__).parent / "two_devices.py"
 
@@ -39,28 +41,71 @@ class Work:
 
 
 @pytest.fixture
-def transport(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One of two processes; the other is late."""
-    monkeypatch.setattr(process_group, "LOOK_S", 0.005)
-    found = object.__new__(ProcessTransport)
-    found._group, found._rank = Group("0,1", (0, 1), 0), 0
-    found._job_store = torch.distributed.HashStore()
-    found._known, found._plan = set(), "all_reduce of x"
-    return found
+def store() -> Any:
+    return torch.distributed.HashStore()
+
+
+@pytest.fixture
+def line(store: Any, monkeypatch: pytest.MonkeyPatch) -> Line:
+    """That of one of two processes; the other is late."""
+    monkeypatch.setattr(transport, "LOOK_S", 0.005)
+    return Line("0,1", (0, 1), 0, store, None)
+
+
+def begun(line: Line, plan: str = "all_reduce of x") -> Any:
+    line._known.add(plan)  # both have run it before
+    return line.begin(plan, Route("0,1", 0, "train.py:7"))[0]
 
 
 def test_a_late_process_does_not_abort_the_communicator_of_gpus(
-    transport: Any, monkeypatch: pytest.MonkeyPatch
+    line: Line, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "_nccl_is_used", lambda: True)
-    late = Work(looks=50)
-    transport._wait(late)
-    assert late.was_waited_for and transport._job_store.get("at/0,1/0") == b"all_reduce of x"
+    monkeypatch.setattr(transport, "is_on_gpus", lambda: True)
+    told: list[bytes] = []
+
+    class Late(Work):
+        def is_completed(self) -> bool:
+            if store.check(["at/0,1/0"]):
+                told.append(store.get("at/0,1/0"))
+            return super().is_completed()
+
+    late = Late(looks=50)
+    line.wait(late, begun(line))
+    assert late.was_waited_for and set(told) == {b"1\n0\ntrain.py:7\nall_reduce of x"}
     with pytest.raises(RuntimeError, match="a GPU fell off the bus"):
-        transport._wait(Work(looks=3, error="a GPU fell off the bus"))
+        line.wait(Work(looks=3, error="a GPU fell off the bus"), begun(line))
 
 
-def test_what_is_done_just_after_the_time_is_up_has_not_failed(transport: Any) -> None:
+def test_what_a_late_process_told_does_not_outlive_its_wait(line: Line, store: Any) -> None:
+    class Slow(Work):
+        def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+            if not self.is_completed():
+                raise RuntimeError("Operation timed out!")
+            return True
+
+    slow = Slow(looks=5)
+    line.wait(slow, begun(line))
+    assert slow.looks <= 0 and store.get("at/0,1/0") == b""
+    other = Line("0,1", (0, 1), 1, store, None)
+    for _ in range(10):
+        call = begun(other)
+    store.set("at/0,1/0", "1\n0\n\nall_reduce of y")  # told long ago
+    other.wait(Slow(looks=3), call)
+
+
+def test_a_process_that_is_elsewhere_is_named_with_its_line(line: Line, store: Any) -> None:
+    store.set("at/0,1/1", "1\n0\neval.py:9\nbroadcast from 0 of float32[2]")
+
+    class Never(Work):
+        def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+            raise RuntimeError("Operation timed out!")
+
+    with pytest.raises(CollectiveError, match="rank 0 and rank 1 are at different") as raised:
+        line.wait(Never(looks=1000), begun(line))
+    assert "train.py:7" in str(raised.value) and "eval.py:9" in str(raised.value)
+
+
+def test_what_is_done_just_after_the_time_is_up_has_not_failed(line: Line) -> None:
     class JustDone(Work):
         def wait(self, timeout: datetime.timedelta | None = None) -> bool:
             if timeout is not None:
@@ -69,19 +114,19 @@ def test_what_is_done_just_after_the_time_is_up_has_not_failed(transport: Any) -
             return True
 
     work = JustDone(looks=1)
-    transport._wait(work)
+    line.wait(work, begun(line))
     assert work.was_waited_for
 
 
-@pytest.mark.dist
-def test_two_devices_in_each_of_two_processes() -> None:
+def run_two_devices(*arguments: str) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of two processes with two devices each."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     same = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     more = {"LTC_NUM_DEVICES": 2, "OMP_NUM_THREADS": 1, "PYTHONPATH": SCRIPT.parents[2]}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
+            [sys.executable, str(SCRIPT), *arguments],
             env={
                 **os.environ,
                 **{k: str(v) for k, v in (same | more | {"RANK": r, "LOCAL_RANK": r}).items()},
@@ -98,4 +143,20 @@ def test_two_devices_in_each_of_two_processes() -> None:
         for process in processes:
             process.kill()
             process.communicate()
-    assert [process.returncode for process in processes] == [0, 0], said
+    return [process.returncode for process in processes], said
+
+
+@pytest.mark.dist
+def test_two_devices_in_each_of_two_processes() -> None:
+    codes, said = run_two_devices()
+    assert codes == [0, 0], said
+
+
+@pytest.mark.dist
+def test_devices_that_reduce_in_another_order() -> None:
+    codes, said = run_two_devices("in_another_order")
+    assert codes == [1, 1], said
+    for text in said:
+        assert [line for line in text.splitlines() if line.startswith("[")] == ["[0, 0]"] * 3
+        assert "are at different collectives" in text
+        assert "on device 0" in text and "on device 1" in text

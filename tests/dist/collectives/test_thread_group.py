@@ -7,19 +7,19 @@ import pytest
 
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError
 from ltc_core.settings import settings
-from ltc_dist.collectives.thread_group import Meeting, Stopped, ThreadTransport
+from ltc_dist.collectives.thread_group import Stopped, ThreadGroup, ThreadTransport
 
 
 def both(
     call: Callable[[ThreadTransport, int], object], devices: tuple[int, ...] = (0, 1)
 ) -> list[object]:
     """What `call` gives, or raises, in each of two threads."""
-    meeting = Meeting(len(devices))
+    group = ThreadGroup(len(devices))
     found: list[object] = [None, None]
 
     def run(k: int) -> None:
         try:
-            found[k] = call(ThreadTransport(meeting, k, devices), k)
+            found[k] = call(ThreadTransport(group, k, devices), k)
         except CollectiveError as error:
             found[k] = error
 
@@ -59,14 +59,14 @@ def test_different_programs_are_an_error_in_both() -> None:
 
 
 def test_a_thread_that_does_not_come_is_named_and_all_are_stopped() -> None:
-    meeting = Meeting(3)
-    transport = ThreadTransport(meeting, 1, (0, 1, 2))
+    group = ThreadGroup(3)
+    transport = ThreadTransport(group, 1, (0, 1, 2))
     text = r"replica 0 did not come within 0.1 s(?s:.*)missing: replicas 0, 2"
     with (
         settings.override(collective_timeout_s=0.1),
         pytest.raises(CollectiveTimeoutError, match=text),
     ):
         transport.agree("a program")
-    assert meeting.is_stopped
+    assert group.is_stopped
     with pytest.raises(Stopped, match="replica 0 did not come"):
-        ThreadTransport(meeting, 0, (0, 1, 2)).agree("a program")
+        ThreadTransport(group, 0, (0, 1, 2)).agree("a program")

@@ -69,7 +69,18 @@ def on_its_own() -> int:
     return int(ltd.all_reduce("sum", given).tolist() != [float(ltd.world_size())] * 2)
 
 
+def in_another_order() -> None:
+    """Print the sums of two devices, which the last time reduce in another order in rank 1."""
+    for step in range(4):
+        order = (1, 0) if step == 3 and ltd.get_ordinal() == 1 else (0, 1)
+        sums = {k: reduce(k, 0) for k in order}
+        print([int(wrong_sum(sums[k], k, 0)) for k in (0, 1)], flush=True)
+
+
 if __name__ == "__main__":
+    if "in_another_order" in sys.argv:
+        in_another_order()
+        sys.exit()
     wrong = {call.__name__: call() for call in (on_its_own, in_threads, in_one_thread)}
     print(f"wrong sums: {wrong}", file=sys.stderr)
     sys.exit(any(wrong.values()))

@@ -520,6 +520,66 @@ def test_a_loader_with_a_state_of_its_own_is_asked_for_it(device: torch.device) 
     assert other.state_dict() == {"loader": {"position": 0}}
 
 
+class Live(Stateful):
+    """Its state is one dict, which reading changes: a number in it, a list in it, and a tensor in it."""
+
+    def __init__(self, n: int = 27) -> None:
+        super().__init__(n)
+        self.state: dict[str, Any] = {"at": 0, "in": {"read": []}, "sum": torch.zeros(4)[:1]}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.state["at"] < self.n:
+            k = self.state["at"]
+            self.state["at"] += 1
+            self.state["in"]["read"].append(k)
+            self.state["sum"] += k
+            yield torch.tensor([float(k)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_state_that_is_live_is_that_of_the_batches_taken(device: torch.device) -> None:
+    loader = MpDeviceLoader(Live(), device)
+    fresh = loader.state_dict()
+    batches = iter(loader)
+    started = loader.state_dict()
+    assert [float(next(batches)) for _ in range(3)] == [0, 1, 2]
+    state = loader.state_dict()
+    rest = seen(batches)
+    end = loader.state_dict()["loader"]
+    for at_first in (fresh, started):
+        assert at_first == {"loader": {"at": 0, "in": {"read": []}, "sum": torch.zeros(1)}}
+    assert state == {"loader": {"at": 3, "in": {"read": [0, 1, 2]}, "sum": torch.tensor([3.0])}}
+    assert state["loader"]["sum"].untyped_storage().nbytes() == 4  # of the part, not of the whole
+    assert end["at"] == 27 and rest == list(range(3, 27))
+    for _ in range(2):  # the second time too: a loader changes the state it was given
+        other = MpDeviceLoader(Live(), device)
+        other.load_state_dict(state)
+        assert seen(other) == rest
+
+
+def test_a_state_that_cannot_be_copied_is_refused_when_it_is_asked_for(
+    device: torch.device,
+) -> None:
+    class Locked(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"position": self.position, "lock": threading.Lock()}
+
+    loader = MpDeviceLoader(Locked(3), device)
+    words = r"state cannot be copied\n  got: TypeError: cannot pickle '_thread.lock'(.|\n)*let its state_dict return"
+    with pytest.raises(LoaderError, match=words):
+        loader.state_dict()
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(LoaderError, match=words):
+        loader.state_dict()
+    assert seen(batches) == [1, 2]
+
+
 def test_the_state_of_another_kind_of_loader_is_refused(device: torch.device) -> None:
     with pytest.raises(LoaderError, match="the names loader, expected num_batches, rng_state"):
         MpDeviceLoader(numbers(), device).load_state_dict({"loader": {}})

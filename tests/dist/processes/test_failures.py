@@ -11,6 +11,7 @@ from ltc_dist.processes.failures import (
     CAUSE,
     CONSEQUENCE,
     SILENT,
+    VANISHED,
     Failure,
     first_failure,
     has_cause,
@@ -23,6 +24,7 @@ from ltc_dist.processes.failures import (
 KILLED = Failure(5, -signal.SIGKILL)
 RAISED = Failure(4, 1, CAUSE, 9.0)
 EXITED = Failure(3, 7)
+GONE = Failure(3, 0, VANISHED)
 ABORTED = Failure(3, -signal.SIGABRT)
 LOST = Failure(2, 1, CONSEQUENCE, 3.0)
 STOPPED = Failure(1, -signal.SIGTERM, was_stopped=True)
@@ -36,6 +38,8 @@ STOPPED_AND_RAISED = Failure(0, 1, CAUSE, 1.0, was_stopped=True)
         (KILLED, RAISED, EXITED, LOST, STOPPED),
         (RAISED, EXITED, LOST, STOPPED_HARD),
         (RAISED, ABORTED, LOST, STOPPED),
+        (RAISED, EXITED, GONE, ABORTED, LOST),
+        (GONE, LOST, STOPPED),
         (EXITED, LOST, STOPPED_AND_RAISED),
         (LOST, STOPPED_HARD),
         (RAISED, Failure(0, 1, CAUSE, 9.5)),
@@ -115,3 +119,4 @@ def test_the_last_line() -> None:
 def test_how_it_ended() -> None:
     assert how_it_ended(-9) == "was killed by SIGKILL"
     assert how_it_ended(3) == "ended with exit code 3"
+    assert "os._exit" in how_it_ended(0)

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from ltc_dist.processes import spawn as xmp
 from ltc_dist.processes.failures import last_line
 from ltc_dist.processes.main_guard import is_unguarded
 from tests.dist import spawned
+from tests.launching import Job, launcher
 
 pytestmark = pytest.mark.dist
 METHODS = ("spawn", "fork", "forkserver")
@@ -89,6 +91,93 @@ def test_without_waiting(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankError, match="was killed by SIGKILL"):
         context.join()
+
+
+TUTORIAL = """
+import os, sys, socket
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+import ltc_core as ltc, ltc_dist as ltd
+from ltc_dist.processes import spawn as xmp
+
+def demo(rank, port):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(2, 1))
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    ours = torch.nn.Linear(1, 1).to(ltc.lazy_device())
+    ours(torch.full((1, 1), rank + 1.0, device=ltc.lazy_device())).sum().backward()
+    ltd.reduce_gradients(torch.optim.SGD(ours.parameters(), 0.1))  # meets at the job's own store
+    dist.destroy_process_group()
+    print(model.module.weight.grad.tolist(), ours.weight.grad.tolist(), flush=True)
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        xmp.spawn(demo, args=(port,), nprocs=2)
+    else:
+        demo(int(os.environ["RANK"]), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["spawn", "launcher"])
+def test_a_script_may_set_its_own_master_port(tmp_path: Path, how: str) -> None:
+    """As PyTorch's DDP tutorial does."""
+    (tmp_path / "script.py").write_text(TUTORIAL)
+    if how == "spawn":
+        command = [sys.executable, "script.py"]
+    else:
+        with socket.create_server(("localhost", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = [*launcher("--nprocs", "2"), "script.py", str(port)]
+    code, out, err = Job(command, tmp_path).end(within_s=60)
+    lines = [line[-len("[[1.5, 1.5]] [[1.5]]") :] for line in out.splitlines()]  # past "[0] "
+    assert (code, lines) == (0, ["[[1.5, 1.5]] [[1.5]]"] * 2), err
+
+
+AFTER_SIGTERM = """
+import signal, sys, time
+from ltc_dist.processes import spawn as xmp
+
+def goes_on(rank):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("runs", flush=True)
+    time.sleep(100)
+
+def fails(rank):
+    def end(number, frame):
+        raise OSError(f"rank {rank} cannot save its work")
+    if rank == 1:
+        signal.signal(signal.SIGTERM, end)
+    print("runs", flush=True)
+    time.sleep(100)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "fails":
+        xmp.spawn(fails, nprocs=2)
+    xmp._SIGTERM_GRACE_S = 1.0
+    xmp.spawn(goes_on, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("fails", "OSError: rank 1 cannot save its work\nltc: rank 1 (pid"),
+        ("goes on", "ltc: rank 0 still ran 1 s after SIGTERM, and was killed\nltc: rank 1 still"),
+    ],
+)
+def test_what_processes_do_after_sigterm_is_told(tmp_path: Path, how: str, said: str) -> None:
+    (tmp_path / "script.py").write_text(AFTER_SIGTERM)
+    job = Job([sys.executable, "script.py", how], tmp_path)
+    job.wait_for("runs", times=2)
+    job.process.terminate()
+    code, _, err = job.end(within_s=30)
+    assert code == -signal.SIGTERM and said in err, err
 
 
 def test_one_that_has_failed_before_it_is_waited_for(tmp_path: Path) -> None:
