@@ -49,7 +49,7 @@ help:
 	@echo "make test-sanitize  run tests with the C++ parts under sanitizers (ARGS=\"--kind thread\" for races)"
 	@echo "make test-public  compare all of PyTorch's own databases of modules and optimizers with eager"
 	@echo "make check   formatting, lint, types"
-	@echo "make bench   measure recording speed, memory, and training beside its peers (over an hour)"
+	@echo "make bench   measure recording speed, memory, and training beside its peers, many models (hours)"
 
 setup: $(STAMP)
 
@@ -141,6 +141,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.memory $(ARGS)
 	$(BIN)/python -m benchmarks.distributed $(ARGS)
 	$(BIN)/python -m benchmarks.peers $(ARGS)
+	$(BIN)/python -m benchmarks.breadth $(ARGS)
 
 clean:
 	rm -rf .venv .venv-xla build ltc.egg-info .mypy_cache .pytest_cache .ruff_cache

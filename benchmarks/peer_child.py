@@ -22,6 +22,9 @@ def _claim_stdout() -> TextIO:
     return answers
 
 
+Begin = Callable[[str, str, str], tuple[dict[str, Any], Callable[..., Any]]]
+
+
 def _begin(peer_name: str, model: str, device: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Train until the first loss; return what that took, and what answers commands."""
     started = time.perf_counter()
@@ -64,16 +67,21 @@ def _begin(peer_name: str, model: str, device: str) -> tuple[dict[str, Any], Cal
     return hello, answer
 
 
-def main() -> None:
-    """Answer until the input ends, or something fails."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peer_child", description=__doc__)
+def serve(begin: Begin, prog: str, description: str | None) -> None:
+    """Answer until the input ends, or something fails.
+
+    Args:
+        begin: is called with the peer, the model and the device; returns what is said first, and what
+            answers a command with its arguments.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("peer")
     parser.add_argument("model")
     parser.add_argument("device")
     args = parser.parse_args()
     answers = _claim_stdout()
     try:
-        hello, answer = _begin(args.peer, args.model, args.device)
+        hello, answer = begin(args.peer, args.model, args.device)
         print(json.dumps(hello), file=answers)
         for line in sys.stdin:
             print(json.dumps(answer(**json.loads(line))), file=answers)
@@ -84,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_begin, "python -m benchmarks.peer_child", __doc__)

@@ -133,6 +133,7 @@ def _ltc(hardware: str) -> Peer:
         wait_compiler=_ltc_wait_compiler,
         is_compiled=_ltc_is_compiled,
         execute_s=_ltc_execute_s,
+        counts=_ltc_counts,
         versions=_versions(hardware),
     )
 
@@ -157,12 +158,15 @@ def _ltc_execute_s() -> float:
     return 0.0 if data is None else data[1] / 1e9
 
 
-def _ltc_xla_counts() -> dict[str, int]:
+def _ltc_counts() -> dict[str, int]:
     from ltc_core import metrics
 
     counters = {"programs": "CompiledProgram", "graphs": "UncachedCompile"}
-    ours = {name: metrics.counter_value(counter) or 0 for name, counter in counters.items()}
-    return _xla_counts() | ours
+    return {name: metrics.counter_value(counter) or 0 for name, counter in counters.items()}
+
+
+def _ltc_xla_counts() -> dict[str, int]:
+    return _xla_counts() | _ltc_counts()
 
 
 PEERS: dict[str, Callable[[str], Peer]] = {

@@ -1,7 +1,8 @@
 """The parent's hold on one peer: starts its process, asks it, watches its memory, ends it.
 
 While it waits for an answer it looks at the memory of the peer's own children (a compiler), but not
-while the peer is timed. Comes from peer_child.py, the other end; goes to peers.py.
+while the peer is timed. The other end is peer_child.py or
+breadth_child.py. Goes to peers.py and breadth.py.
 """
 
 import json
@@ -33,6 +34,7 @@ class PeerProcess:
         python: the interpreter, which has what the peer needs.
         environ: variables in addition to those of this process.
         timeout_s: the longest that any answer may take.
+        module: what the process runs; it answers commands as peer_child.py does.
 
     Raises:
         PeerFailed: there is no such interpreter, or the first step failed.
@@ -40,7 +42,7 @@ class PeerProcess:
 
     def __init__(
         self, python: str, peer: str, model: str, device: str, environ: Mapping[str, str],
-        timeout_s: float,
+        timeout_s: float, module: str = "benchmarks.peer_child",
     ) -> None:  # fmt: skip
         self._timeout_s = timeout_s
         self._pending = b""
@@ -48,7 +50,7 @@ class PeerProcess:
         self.children_peak_bytes = 0
         try:
             self._process = subprocess.Popen(
-                [python, "-m", "benchmarks.peer_child", peer, model, device],
+                [python, "-m", module, peer, model, device],
                 cwd=_ROOT,
                 env={**os.environ, "PYTHONPATH": str(_ROOT), **environ},
                 stdin=subprocess.PIPE,

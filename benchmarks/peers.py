@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import add_json, check, positive
 from benchmarks.models import WORKLOADS
 from benchmarks.peer_figures import OURS, ModelFigures, PeerFigures, compare, steady_s
 from benchmarks.peer_kinds import PEERS
@@ -284,13 +285,6 @@ def _names(text: str, known: list[str], parser: argparse.ArgumentParser) -> tupl
     return names
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
-
-
 def _parse() -> tuple[Options, str]:
     """Parse the command line: the options, and where the figures go: a file, - (stdout) or nowhere."""
     models = [name for name in WORKLOADS if name != _TRIAL_MODEL]
@@ -302,10 +296,10 @@ def _parse() -> tuple[Options, str]:
         "--peers",
         help=f"(default: {','.join(PEERS)}; with --executor torch_xla {','.join(_ON_XLA)})",
     )
-    add("--rounds", type=_positive, default=Options.rounds, help=f"of each model {default}")
-    add("--steps", type=_positive, default=0, help="of a block (default: for 0.5 s)")
+    add("--rounds", type=positive, default=Options.rounds, help=f"of each model {default}")
+    add("--steps", type=positive, default=0, help="of a block (default: for 0.5 s)")
     add(
-        "--starts", type=_positive, default=Options.starts,
+        "--starts", type=positive, default=Options.starts,
         help=f"cold and warm ones of eager and ltc; one of the others {default}",
     )  # fmt: skip
     add("--device", default="cpu", choices=("cpu", "cuda"))
@@ -315,15 +309,9 @@ def _parse() -> tuple[Options, str]:
         f"torch_xla (this one if none is named) {default}",
     )  # fmt: skip
     add("--torch-xla-python", default="", metavar="PATH", help="an interpreter that has torch_xla")
-    add(
-        "--json", nargs="?", default="", const="-", metavar="FILE",
-        help="write the figures there, beside the tables in Markdown; alone: print them instead",
-    )  # fmt: skip
+    add_json(parser)
     args = parser.parse_args()
-    if not Path("/proc/self/status").exists():
-        parser.error("the peak of a process is read from /proc, which only Linux has")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        parser.error(f"there is no directory for {args.json}")
+    check(parser, args.json)
     peers = ",".join(PEERS)
     if args.executor == "torch_xla":
         peers = ",".join(_ON_XLA)

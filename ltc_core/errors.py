@@ -166,6 +166,11 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """A process did not reach its collective in time."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; its type, if it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def listed(items: Iterable[object], limit: int = _MAX_QUOTED) -> str:
     """Quote at most `limit` items and count the rest: 'a, b, c and 7 more'."""
     texts = [str(item) for item in items]

@@ -216,6 +216,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("compiled_cache_read_only", "LTC_COMPILED_CACHE_READ_ONLY",
             ("XLA_PERSISTENT_CACHE_READ_ONLY",), bool, False,
             "Load compiled programs from there, and keep new ones for this process only."),
+    Setting("replay", "LTC_REPLAY", (), str, "auto",
+            "Whether ops that run one by one run in C++: from the second run of a graph, from the first, or never.",
+            choices=("auto", "always", "never")),
     Setting("keep_memory", "LTC_KEEP_MEMORY", (), bool, True,
             "Keep memory that a step frees for the next one."),
     Setting("fallback", "LTC_FALLBACK", (), str, "allow",
@@ -314,6 +317,7 @@ class Settings:
     compiled_cache_bytes: int
     compiled_cache_dir: str
     compiled_cache_read_only: bool
+    replay: str
     keep_memory: bool
     fallback: str
     force_fallback: frozenset[str]

@@ -13,16 +13,18 @@ from ltc_core import metrics, native_extension, profiler, uninterrupted
 from ltc_core.api import c10d, closures
 from ltc_core.debug import explain, frequent
 from ltc_core.device import module, register
-from ltc_core.executors import host_memory, openmp
+from ltc_core.executors import host_memory, openmp, replay
 from ltc_core.executors.inductor import artifacts, service, tier_report
 from ltc_core.ops import (
     as_strided,
     attention,
     autocast,
     backward,
+    cpu_kernels,
     dispatch,
     encoder,
     factories,
+    rnn,
     sgd_momentum,
     torch_load,
 )
@@ -45,7 +47,7 @@ def set_up() -> None:
 
 def _register_device() -> None:
     # A thread compiles these C++ parts while the import goes on; `register` below waits for the device's own part.
-    native_extension.build_ahead(host_memory.extension, fast_path.extension)
+    native_extension.build_ahead(host_memory.extension, fast_path.extension, replay.extension)
     lazy_tensor.use_handlers(dispatch.handler_of)
     register.register(device_hooks.install())
     # From here on PyTorch knows the device's name, which registering kernels needs.
@@ -53,6 +55,8 @@ def _register_device() -> None:
     torch_load.register_loading()
     autocast.register_autocast()
     attention.register_attention()
+    cpu_kernels.register_cpu_kernels()
+    rnn.register_rnn()
     encoder.register_encoder()
     # PyTorch decides by the type of a tensor which methods and which foreach implementations it uses.
     lazy_tensor.name_methods()
@@ -82,6 +86,7 @@ def _register_fork_handlers() -> None:
         artifacts.after_fork_in_child,  # file locks of the compile cache are the parent's
         service.after_fork_in_child,
         closures.after_fork_in_child,
+        openmp.after_fork_in_child,
     ):
         os.register_at_fork(after_in_child=renew)
     # Runs after `devices.before_fork`: no graph runs any more, so the OpenMP team can be released.

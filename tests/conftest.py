@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -37,6 +38,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 for _name in ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"):
     os.environ.pop(_name, None)
 sys.dont_write_bytecode = False
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # as in `nohup make test &`: processes of tests would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if os.environ.get("LTC_DEVICE") == "xla":
     # Traced ops import it; what it makes in TMPDIR goes at exit.

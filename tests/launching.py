@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from ltc_dist.processes import child
+
 __all__ = ["Job", "launcher"]
 
 ROOT = Path(__file__).parents[1]
@@ -93,12 +95,31 @@ class Job:
             is_killed: whether processes were killed that could not remove their temporary directories then. The
                 next launcher removes that of a launcher; those of Python's multiprocessing stay.
         """
+        is_over = True
         try:
             out, err = self.process.communicate(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            is_over = False
+            self._tell_stacks()
         finally:
             left = self._left(is_killed)
+        if not is_over:
+            out, err = self.process.communicate(timeout=within_s)
+        said = out.decode(errors="replace"), err.decode(errors="replace")
+        assert is_over, "\n".join([f"not over after {within_s:.0f} s", *said])
         assert not left, left
-        return self.process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+        return self.process.returncode, *said
+
+    def _tell_stacks(self) -> None:
+        """Have the ranks of a job that hangs write where their threads are: each has a signal registered for it."""
+        for process in self.processes():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                caught = re.search(
+                    r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text()
+                )
+                if caught and int(caught[1], 16) >> (child.STACKS - 1) & 1:
+                    process.send_signal(child.STACKS)
+        time.sleep(_LEAVE_S)
 
     def _left(self, is_killed: bool) -> list[str]:
         deadline = time.monotonic() + _LEAVE_S

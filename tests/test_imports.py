@@ -25,7 +25,9 @@ ORDER = {
         expected_name job/ collectives/ processes/ data/ train/ checkpoint/
         multiprocessing parallel_loader data_parallel serialization setup __init__ compat/
     """,
-    "ltc_launch": "spec status heartbeat rendezvous agent shim cli __main__ __init__",
+    "ltc_launch": """
+        spec status output user_signals temporary heartbeat lease rendezvous script agent shim cli __main__ __init__
+    """,
 }
 
 # (file, what it imports inside a function) -> why that import cannot stand at the top.

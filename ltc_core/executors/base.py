@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import enum
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -96,18 +97,32 @@ def run_to_end(steps: Generator[None, None, list[Any]]) -> list[Any]:
             return end.value  # type: ignore[no-any-return]
 
 
+class Tier(enum.Enum):
+    """How a program runs.
+
+    Attributes:
+        OP_BY_OP: Python calls each op, or launches it; it holds the GIL, so that recording cannot run beside it.
+        REPLAY: C++ calls each op; values are eager's.
+        COMPILED: code of its own runs; with another number of threads it may round otherwise.
+    """
+
+    OP_BY_OP = enum.auto()
+    REPLAY = enum.auto()
+    COMPILED = enum.auto()
+
+
 class Program(abc.ABC):
     """A compiled graph.
 
     Attributes:
         peak_bytes: peak memory of its intermediate values.
         reuses: output -> donated input whose memory it overwrites.
-        holds_lock: whether a run holds the GIL most of the time, so that recording cannot run beside it.
+        tier: how the next run will be made.
     """
 
     peak_bytes: int = 0
     reuses: dict[int, int]
-    holds_lock: bool = True
+    tier: Tier = Tier.OP_BY_OP
 
     @abc.abstractmethod
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
@@ -125,6 +140,10 @@ class Program(abc.ABC):
         """As `run`, but yield before the program blocks on a collective: the rest may run in another thread."""
         return self.run(inputs, scalars)
         yield
+
+    def prefer(self, tier: Tier) -> None:
+        """Run in this tier from now on, if there is a choice: steps of the script have shown it to be quicker."""
+        return
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
         """What is left of the outputs if the graph cannot run because inputs are lost (None).

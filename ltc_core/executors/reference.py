@@ -1,8 +1,9 @@
 """The reference executor: ATen on ordinary tensors, op by op. It defines the semantics of a graph.
 
 A program is a list of instructions over a list of values. A value is freed at its last use. A write overwrites the old
-value's memory if the plan (`graph.passes.plan`) allows it, else a copy. Chosen in `executors`; the other executors use
-it for subgraphs that run op by op (`partitioned_program`, `xla.executor`).
+value's memory if the plan (`graph.passes.plan`) allows it, else a copy. From its second run on a program runs in C++
+(`replay`). Chosen in `executors`; the other executors use it for subgraphs that run op by op (`partitioned_program`,
+`xla.executor`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,24 @@ from typing import Any
 import torch
 
 from ltc_core.compile.default_dtype import in_recorded_dtype
-from ltc_core.executors.base import CPU, Executor, NodeFailure, Program, Salvaged, SubgraphFailure
+from ltc_core.executors import replay
+from ltc_core.executors.base import (
+    CPU,
+    Executor,
+    NodeFailure,
+    Program,
+    Salvaged,
+    SubgraphFailure,
+    Tier,
+)
 from ltc_core.executors.narrow_dtypes import StorageTypes
 from ltc_core.executors.salvage import salvage
 from ltc_core.graph.arguments import leaves, place_results
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import close_lens, open_lens, real_view
+from ltc_core.graph.op_schema import runs_with_grad
 from ltc_core.graph.passes import MemoryPlan, plan
+from ltc_core.settings import settings
 
 __all__ = ["ReferenceExecutor", "ReferenceProgram", "on_cpu", "rest_runner"]
 
@@ -44,6 +56,8 @@ class _Instruction:
     ) -> None:
         self.node = node
         call: Callable[..., Any] = real_view(node.op)
+        if runs_with_grad(node.op, node.args):
+            call = torch.enable_grad()(call)
         draws = "generator" in node.kwargs
         if draws and hardware.type != "cpu":
             call = on_cpu(call, hardware)
@@ -172,8 +186,26 @@ def _is_filled(item: Any) -> bool:
     return any(type(i) in (Ref, Scalar, Write) for i in leaves(item))
 
 
+class _Code:
+    """The instructions of a program, and the generator that they draw from."""
+
+    def __init__(self, instructions: list[_Instruction]) -> None:
+        self.instructions = instructions
+        self.generator = torch.Generator()
+
+    def run_one(self, position: int, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        """Run the instruction at a position on some of the values. Called from C++."""
+        self.instructions[position].run(values, scalars, self.generator)
+
+
 class ReferenceProgram(Program):
-    """Runs the instructions of a graph in order."""
+    """Runs the instructions of a graph in order.
+
+    Attributes:
+        is_replayed: whether the last run was in C++.
+    """
+
+    is_replayed = False
 
     def __init__(
         self,
@@ -190,16 +222,35 @@ class ReferenceProgram(Program):
         stored = (lambda dtype: dtype) if types is None else types.of
         self._outputs = [(i, i in memory.copied, stored(metas[i].dtype)) for i in graph.outputs]
         self._origins = memory.origins
-        self._code = [
-            _Instruction(node, reuse, frees, types, hardware)
-            for node, reuse, frees in zip(graph.nodes, memory.in_place, memory.frees, strict=True)
-        ]
+        self._nodes = graph.nodes
+        self._code = _Code(
+            [
+                _Instruction(node, reuse, frees, types, hardware)
+                for node, reuse, frees in zip(
+                    graph.nodes, memory.in_place, memory.frees, strict=True
+                )
+            ]
+        )
         last = graph.nodes[-1] if graph.nodes else None
         self._size = max([*graph.inputs, -1]) + 1
         if last is not None:
             self._size = max(self._size, last.first + len(last.outs))
-        self._generator = torch.Generator()
         self._types, self._hardware = types, hardware
+        # A GPU draws on the CPU, and narrow dtypes are converted at each op: that is Python's.
+        can_replay = bool(graph.nodes) and types is None and hardware.type == "cpu"
+        self._plan = memory if can_replay else None  # until it is built
+        self._replay: replay.Replay | None = None
+        self._has_run = False
+
+    @property
+    def tier(self) -> Tier:  # type: ignore[override]
+        return Tier.OP_BY_OP if self._replay is None else Tier.REPLAY
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether its next runs but one are in C++."""
+        is_near = self._plan is not None and replay.extension.loaded is not None
+        return settings.replay != "never" and (self._replay is not None or is_near)
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         try:
@@ -217,19 +268,59 @@ class ReferenceProgram(Program):
         Raises:
             SubgraphFailure: an op failed; chained to its exception.
         """
+        if self._plan is not None and settings.replay != "never":
+            self._choose()
+        if self._replay is not None:
+            results = self._run_replay(self._replay, inputs, scalars)
+            if results is not None:
+                return results
+        self.is_replayed = False
         values: list[Any] = [None] * self._size
         for i, data in zip(self._inputs, inputs, strict=True):
             values[i] = data
-        generator = self._generator
-        for instruction in self._code:
+        generator = self._code.generator
+        for instruction in self._code.instructions:
             try:
                 instruction.run(values, scalars, generator)
             except Exception as error:
-                node = instruction.node
-                values[node.first : node.first + len(node.outs)] = [None] * len(node.outs)
                 there = {i: data for i, data in enumerate(values) if data is not None}
-                raise SubgraphFailure(node, there) from error
+                raise _failure(instruction.node, there) from error
         return [self._output(values[i], copied, dtype) for i, copied, dtype in self._outputs]
+
+    def _choose(self) -> None:
+        """Build the replay at the second run: most graphs that run once never run again.
+
+        Not before the C++ part is built, which a thread of the background does.
+        """
+        is_waited_for = settings.replay == "always"
+        if not is_waited_for and not (self._has_run and replay.extension.loaded):
+            self._has_run = True
+            return
+        assert self._plan is not None
+        memory, self._plan = self._plan, None
+        self._replay = replay.build(
+            self._nodes,
+            memory,
+            self._inputs,
+            self._donated,
+            self._outputs,
+            self._size,
+            self._code.run_one,
+        )
+
+    def _run_replay(
+        self, program: replay.Replay, inputs: Sequence[Any], scalars: Sequence[Any]
+    ) -> list[Any] | None:
+        """Results of a run in C++; None if it does not take these scalars, and Python has to run it."""
+        found = program.run(inputs if type(inputs) is list else list(inputs), scalars)
+        if found is None:
+            return None
+        self.is_replayed = True
+        if isinstance(found, replay.Failed):
+            if not isinstance(found.error, Exception):
+                raise found.error
+            raise _failure(self._nodes[found.position], found.values) from found.error
+        return found
 
     @staticmethod
     def _output(data: torch.Tensor, copied: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -254,7 +345,7 @@ class ReferenceProgram(Program):
                 values.setdefault(i, data)
                 if i not in self._donated:
                     taken.add(data.untyped_storage()._cdata)
-        nodes = [instruction.node for instruction in self._code]
+        nodes = self._nodes
         rest = nodes[nodes.index(failed) :] if failed is not None else nodes
         firsts = (failed.first,) if failed is not None else ()
         run = rest_runner(scalars, self._types, self._hardware)
@@ -265,6 +356,12 @@ class ReferenceProgram(Program):
             found.data[output] = self._output(data, storage in taken, dtypes[output])
             taken.add(storage)
         return found
+
+
+def _failure(node: Node, values: dict[int, Any]) -> SubgraphFailure:
+    """The failure of a node; what it may have half made is not among the values."""
+    made = range(node.first, node.first + len(node.outs))
+    return SubgraphFailure(node, {i: data for i, data in values.items() if i not in made})
 
 
 def rest_runner(

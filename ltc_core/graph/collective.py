@@ -2,17 +2,21 @@
 
 Each collective writes the token of its group. So a group's collectives run in recorded order on every executor, and
 none is pruned when its result is unused: the other processes wait for it. `TRANSPORTS` holds the connected processes
-of each group. Recorded by `ltc_dist.collectives.ops`, run by the executors op by op.
+of each group; the last argument of an op, a `Route`, names them. Recorded by `ltc_dist.collectives.ops`, run by the
+executors op by op.
 
 Many tensors are reduced in a few flat vectors, one for each bucket. With an `Overlapping` transport an executor may
 replace the op by `all_reduce.start` for each vector and one `all_reduce.finish`, and compute between them. The data
-on the wire is the same, so one process may run op by op while another runs compiled code.
+on the wire is the same, so one process may run op by op while another runs compiled code. The last `TRAILER` elements
+of a vector belong to the transport, which tells by them that all members reduce the same thing.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,18 +30,23 @@ __all__ = [
     "FINISHES",
     "OPS",
     "STARTS",
+    "TRAILER",
     "TRANSPORTS",
     "Overlapping",
     "Replicated",
+    "Route",
+    "Routed",
     "Transport",
     "all_reduce_in_vectors",
-    "groups_of",
+    "is_scaled_first",
+    "lines_of",
     "ops",
     "packed",
     "plan_text",
     "reduction_plan",
     "rows_to_ints",
     "scaled",
+    "transport_of",
     "unpacked",
 ]
 
@@ -50,6 +59,35 @@ COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
 }
+
+
+TRAILER = 64  # elements
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which way a collective goes. Its text is the last argument of the op.
+
+    Attributes:
+        line: name of the transport.
+        device: index of the device that recorded the op; -1 if the line's order does not depend on it.
+        where: the user's line, for messages.
+    """
+
+    line: str
+    device: int = -1
+    where: str = ""
+
+    def text(self) -> str:
+        return f"{self.line}; device {self.device}; {self.where}"
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(text: str) -> Route:
+        """The route of a text; a name alone is a line."""
+        line, _, rest = text.partition("; device ")
+        device, _, where = rest.partition("; ")
+        return Route(line, int(device or -1), where)
 
 
 class Transport(Protocol):
@@ -73,11 +111,21 @@ class Transport(Protocol):
 
 
 @runtime_checkable
+class Routed(Protocol):
+    """Processes that want to know what is recorded where, to tell whether all run the same collectives."""
+
+    def on(self, route: Route) -> Transport:
+        """The transport of one op. Cost: 1 us."""
+
+
+@runtime_checkable
 class Overlapping(Transport, Protocol):
     """A transport that reduces while the process computes."""
 
     def start_all_reduce(self, flat: torch.Tensor, kind: str, plan: str) -> None:
-        """Start to reduce a vector in place. All members start the same vectors in the same order.
+        """Start to reduce a vector in place, whose last `TRAILER` elements are the transport's own.
+
+        All members start the same vectors in the same order.
 
         Args:
             plan: text of the whole reduction, the same in all members.
@@ -127,11 +175,19 @@ def all_reduce_in_vectors(
     """Reduce tensors in buckets: a bucket is packed while the earlier ones are in flight."""
     plan = reduction_plan(kind, label, values)
     buckets = list(deal_backwards(values, settings.bucket_mb))
-    flats = []
+    flats, scales = [], []
     for chosen in buckets:
-        flats.append(packed(values, chosen))
-        to.start_all_reduce(flats[-1], kind, plan)
-    return _finished(to, flats, buckets, [v.shape for v in values], scale)
+        flat = packed(values, chosen)
+        is_first = is_scaled_first(flat.dtype, kind)
+        flats.append(flat.mul_(scale) if is_first else flat)
+        scales.append(1.0 if is_first else scale)
+        to.start_all_reduce(flat, kind, plan)
+    return _finished(to, flats, buckets, [v.shape for v in values], scales)
+
+
+def is_scaled_first(dtype: torch.dtype, kind: str) -> bool:
+    """Whether values are scaled before they are added: a sum of float16 may be too large where the mean is not."""
+    return dtype is torch.float16 and kind == "sum"
 
 
 def _finished(
@@ -139,19 +195,20 @@ def _finished(
     flats: Sequence[torch.Tensor],
     buckets: Iterable[Sequence[int]],
     shapes: Sequence[Sequence[int]],
-    scale: float,
+    scales: Iterable[float],
 ) -> list[torch.Tensor]:
     """Wait for the vectors, scale them, and return the tensors in them."""
     results = []
-    for flat in flats:
+    for flat, scale in zip(flats, scales, strict=True):
         to.finish_all_reduce(flat)
         results.append(scaled(flat, scale))
     return unpacked(results, buckets, shapes)
 
 
 def packed(values: Sequence[torch.Tensor], chosen: Sequence[int]) -> torch.Tensor:
-    """One flat vector of the chosen tensors."""
-    return torch.cat([values[k].reshape(-1) for k in chosen])
+    """One flat vector of the chosen tensors, with a trailer of zeros."""
+    first = values[chosen[0]]
+    return torch.cat([*(values[k].reshape(-1) for k in chosen), first.new_zeros(TRAILER)])
 
 
 def unpacked(
@@ -162,7 +219,7 @@ def unpacked(
     """The tensors that are packed in the vectors, as views of them."""
     results = [flats[0]] * len(shapes)
     for flat, chosen in zip(flats, buckets, strict=True):
-        parts = flat.split_with_sizes([math.prod(shapes[k]) for k in chosen])
+        *parts, _ = flat.split_with_sizes([*(math.prod(shapes[k]) for k in chosen), TRAILER])
         for k, part in zip(chosen, parts, strict=True):
             results[k] = part.view(shapes[k])
     return results
@@ -187,20 +244,28 @@ def _rows(ints: Sequence[int]) -> Iterator[Sequence[int]]:
         at += 1 + ints[at]
 
 
-# name of a group, which is the last argument of an op -> transport
-TRANSPORTS: dict[str, Transport] = {}
+# name of a line (`Route.line`) -> transport
+TRANSPORTS: dict[str, Transport | Routed] = {}
+
+
+def transport_of(route: str) -> Transport | None:
+    """The transport that the last argument of an op names, if its processes are connected."""
+    way = Route.of(route)
+    found = TRANSPORTS.get(way.line)
+    return found.on(way) if isinstance(found, Routed) else found
+
 
 ops = torch.ops.ltc_collective
 _library: Any = torch.library.Library("ltc_collective", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _define(schema: str, meta: Callable[..., Any] | None, call: Callable[..., Any]) -> None:
-    """Define an op; `call` runs it, with the transport and all arguments but token and group."""
+    """Define an op; `call` runs it, with the transport and all arguments but token and route."""
     name = schema.partition("(")[0]
 
     def run(value: Any, token: torch.Tensor, *more: Any) -> Any:
-        *rest, group = more
-        return call(TRANSPORTS[group], value, *rest)
+        *rest, route = more
+        return call(transport_of(route), value, *rest)
 
     _library.define(schema)
     if meta is not None:
@@ -242,55 +307,55 @@ def _reduce_all(
 
 
 _define(
-    "all_reduce(Tensor value, Tensor(a!) token, str kind, float scale, str label, str group) -> Tensor",
+    "all_reduce(Tensor value, Tensor(a!) token, str kind, float scale, str label, str route) -> Tensor",
     _like,
     _reduce_one,
 )
 _define(
-    "all_reduce_(Tensor(a!)[] values, Tensor(b!) token, str kind, float scale, str label, str group) -> ()",
+    "all_reduce_(Tensor(a!)[] values, Tensor(b!) token, str kind, float scale, str label, str route) -> ()",
     lambda *args: None,
     _reduce_all,
 )
 # Executors insert these two ops; they are never recorded.
 _define(
-    "all_reduce.start(Tensor(a!) flat, Tensor(b!) token, str kind, str plan, str group) -> ()",
+    "all_reduce.start(Tensor(a!) flat, Tensor(b!) token, str kind, str plan, str route) -> ()",
     None,
     lambda to, flat, kind, plan: to.start_all_reduce(flat, kind, plan),
 )
 _define(
-    "all_reduce.finish(Tensor[] flats, Tensor(a!) token, int[] buckets, int[] shapes, float scale, str group)"
+    "all_reduce.finish(Tensor[] flats, Tensor(a!) token, int[] buckets, int[] shapes, float[] scales, str route)"
     " -> Tensor[]",
     None,
-    lambda to, flats, buckets, shapes, scale: _finished(
-        to, flats, _rows(buckets), list(_rows(shapes)), scale
+    lambda to, flats, buckets, shapes, scales: _finished(
+        to, flats, _rows(buckets), list(_rows(shapes)), scales
     ),
 )
 _define(
-    "all_gather(Tensor value, Tensor(a!) token, int dim, int count, str group) -> Tensor",
-    lambda value, token, dim, count, group: _resized(value, [(dim, lambda n: n * count)]),
+    "all_gather(Tensor value, Tensor(a!) token, int dim, int count, str route) -> Tensor",
+    lambda value, token, dim, count, route: _resized(value, [(dim, lambda n: n * count)]),
     lambda to, value, dim, count: to.all_gather(value, dim),
 )
 _define(
-    "reduce_scatter(Tensor value, Tensor(a!) token, str kind, float scale, int dim, int count, str group) -> Tensor",
-    lambda value, token, kind, scale, dim, count, group: _resized(
+    "reduce_scatter(Tensor value, Tensor(a!) token, str kind, float scale, int dim, int count, str route) -> Tensor",
+    lambda value, token, kind, scale, dim, count, route: _resized(
         value, [(dim, lambda n: n // count)]
     ),
     lambda to, value, kind, scale, dim, count: to.reduce_scatter(value, kind, scale, dim),
 )
 _define(
-    "all_to_all(Tensor value, Tensor(a!) token, int split_dim, int concat_dim, int count, str group) -> Tensor",
-    lambda value, token, split_dim, concat_dim, count, group: _resized(
+    "all_to_all(Tensor value, Tensor(a!) token, int split_dim, int concat_dim, int count, str route) -> Tensor",
+    lambda value, token, split_dim, concat_dim, count, route: _resized(
         value, [(split_dim, lambda n: n // count), (concat_dim, lambda n: n * count)]
     ),
     lambda to, value, split_dim, concat_dim, count: to.all_to_all(value, split_dim, concat_dim),
 )
 _define(
-    "permute(Tensor value, Tensor(a!) token, int[] pairs, str group) -> Tensor",
+    "permute(Tensor value, Tensor(a!) token, int[] pairs, str route) -> Tensor",
     _like,
     lambda to, value, pairs: to.permute(value, pairs),
 )
 _define(
-    "broadcast(Tensor[] values, Tensor(a!) token, int root, str group) -> Tensor[]",
+    "broadcast(Tensor[] values, Tensor(a!) token, int root, str route) -> Tensor[]",
     _all_like,
     lambda to, values, root: to.broadcast(values, root),
 )
@@ -311,6 +376,6 @@ OPS = frozenset(
 ).union(STARTS, FINISHES)
 
 
-def groups_of(nodes: Iterable[Node]) -> tuple[str, ...]:
-    """Names of the groups whose collectives are among the nodes."""
-    return tuple({node.args[-1]: None for node in nodes if node.op in OPS})
+def lines_of(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """Names of the lines whose collectives are among the nodes."""
+    return tuple({Route.of(node.args[-1]).line: None for node in nodes if node.op in OPS})

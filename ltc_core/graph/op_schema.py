@@ -8,11 +8,12 @@ random numbers. Made from an `OpOverload`; used by `shapes`, `record` and `ops`.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["Arg", "OpSchema", "is_view_op"]
+__all__ = ["Arg", "OpSchema", "is_view_op", "runs_with_grad"]
 
 aten = torch.ops.aten
 
@@ -77,6 +78,15 @@ def is_view_op(op: torch._ops.OpOverload) -> bool:
     return first is not None and not first.is_write
 
 
+def runs_with_grad(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether a kernel is to make what its backward reads.
+
+    oneDNN's layer asks the grad mode, which a run of a graph has turned off. `ops.rnn` records the mode of the call as
+    the last argument, `train`, which the kernel does not read.
+    """
+    return op is aten.mkldnn_rnn_layer.default and bool(args[-1])
+
+
 class OpSchema:
     """The facts about one overload that recording needs; `aten::name` is `counter`.
 
@@ -132,11 +142,12 @@ class OpSchema:
 
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:
-    """Whether the op is implemented by other ops alone (CompositeImplicitAutograd)."""
+    """Whether the op is implemented by other ops alone (CompositeImplicitAutograd), also on the CPU."""
     try:
         name = f"{op.namespace}::{op._opname}"
         if op._overloadname != "default":
             name += f".{op._overloadname}"
-        return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
     except RuntimeError:  # an operator without any kernel
         return False

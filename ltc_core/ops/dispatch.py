@@ -88,10 +88,10 @@ def _checked(schema: OpSchema, handler: Handler) -> Handler:
             with contextlib.suppress(NotRecordable):  # no operand is a lazy tensor
                 trace = find_trace(args, kwargs)
                 with trace.lock:
-                    if not trace.count == len(trace.refs) == trace.cursor.end:
+                    if not trace.count == len(trace.values) == trace.cursor.end:
                         raise errors.GraphError(
                             f"the trace is not that of its last step after {schema.op}",
-                            got=f"{trace.count} values, {len(trace.refs)} of them known; {trace.cursor.end} expected",
+                            got=f"{trace.count} values, {len(trace.values)} of them known; {trace.cursor.end} expected",
                             where=source.user_line(),
                             next="report this, with the program that recorded it",
                         )

@@ -1,13 +1,12 @@
 """Special handlers: ops that are free, ops that move data, ops that change the shape or the memory of a tensor.
 
 Free ops share the operand's memory or its value (values are immutable, so `clone` copies nothing until one of
-the two is written). Moves go to and from the CPU and between devices. Shape changers (`resize_`, `set_`, `t_`)
+the two is written). Moves go to and from the CPU and between devices. Shape changers (`resize_`, `set_`)
 give a tensor another handle. Each row takes (args, kwargs) of the op.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from ltc_core.graph.ir import TensorMeta, ViewStep, contiguous_stride
 from ltc_core.graph.lens import Lens, steps_to_memory
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.ops.backward import note_crossing
+from ltc_core.ops.in_place_view import IN_PLACE_VIEWS
 from ltc_core.ops.set_data import set_data
 from ltc_core.ops.torch_load import HostStorage
 from ltc_core.ops.uninitialized import check_possible
@@ -28,9 +28,9 @@ from ltc_core.record.view_recorder import make_operand, record_view_step
 from ltc_core.runtime.devices import checked, context, fetch, real, upload
 from ltc_core.settings import settings
 from ltc_core.shapes.shape_inference import infer
-from ltc_core.tensor.alive import alive
 from ltc_core.tensor.handles import Cell, Value, View, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, set_handle, wrap
+from ltc_core.tensor.sharing import is_alone
 from ltc_core.thread_state import in_own_state
 from ltc_core.uninterrupted import uninterrupted
 
@@ -327,18 +327,6 @@ def _as_strided_in_place(args: Any, kwargs: Any) -> Any:
     return t
 
 
-def _in_place_view(op: torch._ops.OpOverload) -> Handler:
-    """Return the handler of `t_`, `squeeze_`, ...: the tensor becomes a view of its own memory."""
-    schema = OpSchema.of(op)
-    record = recorder(schema)
-
-    def handle(args: Any, kwargs: Any) -> Any:
-        set_handle(args[0], record(args, kwargs)._h)
-        return args[0]
-
-    return handle
-
-
 def _resize(args: Any, kwargs: Any) -> Any:
     t, size = args[0], tuple(args[1])
     if (kwargs or {}).get("memory_format") not in (
@@ -356,8 +344,8 @@ def _resize(args: Any, kwargs: Any) -> Any:
         set_handle(t, _strided_view(t, size, contiguous_stride(size), handle.meta.offset))
         return t
     has_elements = base_of(handle).meta.numel > 0
-    del handle  # `_is_alone` counts references
-    if has_elements and not _is_alone(t):
+    del handle  # `is_alone` counts references
+    if has_elements and not is_alone(t):
         raise errors.UnsupportedOpError(
             "resize_ would grow memory that other tensors share",
             got=f"{list(t._h.meta.size)} -> {list(size)}; {held} elements from its first one on",
@@ -372,30 +360,6 @@ def _resize(args: Any, kwargs: Any) -> Any:
         )
     set_handle(t, grown._h)
     return t
-
-
-def _is_alone(t: LazyTensor) -> bool:
-    """Whether no other tensor lies in the memory of `t`.
-
-    Cost: 3 us if only `t` refers to its memory; else it looks at every object of the process (`alive`).
-    """
-    return _has_no_other_reference(t) or not any(
-        other is not t and _is_in(other, base_of(t._h)) for other in alive(LazyTensor)
-    )
-
-
-def _has_no_other_reference(t: LazyTensor) -> bool:
-    """Whether Python counts no more references to the memory of `t` than to that of a tensor that was just made."""
-    new = wrap(Cell(t._h.trace, base_of(t._h).value, t._h.meta))
-    most = sys.getrefcount(new._h)
-    if sys.getrefcount(t._h) > most:
-        return False
-    return type(t._h) is not View or sys.getrefcount(t._h.base) <= most
-
-
-def _is_in(t: LazyTensor, base: Cell) -> bool:
-    handle = getattr(t, "_h", None)  # none yet, where another thread is making it
-    return handle is not None and base_of(handle) is base
 
 
 def _set_tensor(args: Any, kwargs: Any) -> Any:
@@ -455,6 +419,7 @@ def _false(args: Any, kwargs: Any) -> bool:
 
 
 SPECIAL: dict[torch._ops.OpOverload, Handler] = {
+    **IN_PLACE_VIEWS,
     aten.detach.default: share,
     aten.alias.default: share,
     aten.lift_fresh.default: share,
@@ -470,12 +435,6 @@ SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten.huber_loss.default: _huber_loss,
     aten.as_strided.default: _as_strided,
     aten.as_strided_.default: _as_strided_in_place,
-    aten.t_.default: _in_place_view(aten.t.default),
-    aten.transpose_.default: _in_place_view(aten.transpose.int),
-    aten.squeeze_.default: _in_place_view(aten.squeeze.default),
-    aten.squeeze_.dim: _in_place_view(aten.squeeze.dim),
-    aten.squeeze_.dims: _in_place_view(aten.squeeze.dims),
-    aten.unsqueeze_.default: _in_place_view(aten.unsqueeze.default),
     aten.resize_.default: _resize,
     aten.set_.source_Tensor: _set_tensor,
     aten.set_.source_Tensor_storage_offset: _set_strided,

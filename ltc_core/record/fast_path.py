@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ltc_core import uninterrupted
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
@@ -54,6 +55,7 @@ def install() -> bool:
     with _lock:
         if _native is None:
             dispatch = LazyTensor.__torch_dispatch__
+            native.share_pauses(uninterrupted.calls, uninterrupted.paused)
             native.setup(detach, dispatch, make_empty, empty, random_state.stream, *types)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Callable
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ from ltc_core.tensor.handles import Cell, Value, View
 __all__ = ["Cut", "Step", "Trace"]
 
 _epochs = itertools.count(1)
+# Counts of references, as `map` sees them. A weak reference would not tell whether somebody holds a value: the garbage
+# collector clears those to all garbage before it calls the first finalizer, and the others may still record ops on it.
+_HELD_BY_LIST = next(map(getrefcount, [object()]))
+_HELD_BY_ROW = _HELD_BY_LIST + 1  # by a list that is made for the count, and by the row
 
 
 class Step:
@@ -72,14 +76,21 @@ class Step:
 
 
 class Cut:
-    """What a cut takes out of a trace: the last step of its path, the inputs, the scalars and the alive values."""
+    """What a cut takes out of a trace.
+
+    Attributes:
+        path: the last step.
+        inputs: (number, value, buffer); the value is None if nobody else holds it.
+        scalars: the Python numbers.
+        alive: (number, value) of the results that somebody holds.
+    """
 
     __slots__ = ("alive", "inputs", "path", "scalars")
 
     def __init__(
         self,
         path: Step,
-        inputs: list[tuple[int, weakref.ref[Value], Any]],
+        inputs: list[tuple[int, Value | None, Any]],
         scalars: list[Any],
         alive: list[tuple[int, Value]],
     ) -> None:
@@ -100,8 +111,8 @@ class Trace:
     """
 
     __slots__ = (
-        "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "memory", "on_limit", "refs",
-        "root", "scalars", "steps",
+        "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "memory", "on_limit", "root",
+        "scalars", "steps", "values",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
@@ -118,8 +129,8 @@ class Trace:
     cursor: Step
     count: int
     limit: int
-    refs: list[weakref.ref[Value] | None]
-    inputs: list[tuple[int, weakref.ref[Value], Any, TensorMeta]]
+    values: list[Value | None]
+    inputs: list[tuple[int, Value, Any, TensorMeta]]
     scalars: list[Any]
 
     def _restart(self) -> None:
@@ -128,7 +139,7 @@ class Trace:
         self.cursor = self.root
         self.count = 0
         self.limit = self.first_limit
-        self.refs = []
+        self.values = []
         self.inputs = []
         self.scalars = []
 
@@ -155,8 +166,8 @@ class Trace:
         value.epoch = self.epoch
         value.index = index
         self.count = index + 1
-        self.refs.append(None)
-        self.inputs.append((index, weakref.ref(value), buffer, meta))
+        self.values.append(None)
+        self.inputs.append((index, value, buffer, meta))
         return meta
 
     def rewind(self) -> None:
@@ -167,11 +178,10 @@ class Trace:
         """
         end = self.cursor.end
         while self.inputs and self.inputs[-1][0] >= end:
-            value = self.inputs.pop()[1]()
-            if value is not None:
-                value.epoch = value.index = -1
-        self.refs[end:] = []
-        self.refs += [None] * (end - len(self.refs))
+            value = self.inputs.pop()[1]
+            value.epoch = value.index = -1
+        self.values[end:] = []
+        self.values += [None] * (end - len(self.values))
         self.count = end
         missing = self.cursor.num_scalars - len(self.scalars)
         self.scalars[self.cursor.num_scalars :] = []
@@ -216,36 +226,41 @@ class Trace:
         return found[::-1]
 
     def define(self) -> Value:
-        """A new value of the trace with the next number. It is alive at the cut if somebody still holds it."""
+        """A new value of the trace with the next number. It is alive at the cut if somebody else still holds it."""
         index = self.count
         value = Value(self.epoch, index)
-        self.refs.append(weakref.ref(value))
+        self.values.append(value)
         self.count = index + 1
         return value
 
     def define_view(self) -> Value:
         """A view's new value with the next number. The cut drops it: it can be recorded again from its base."""
         index = self.count
-        self.refs.append(None)
+        self.values.append(None)
         self.count = index + 1
         return Value(self.epoch, index)
 
     def skip(self) -> None:
         """Use up the next number for an undefined result."""
-        self.refs.append(None)
+        self.values.append(None)
         self.count += 1
 
     # -- the cut -------------------------------------------------------------------------------
 
     def cut(self) -> Cut:
         """End the trace and start the next one at the root of the trie."""
-        alive = []
-        for index, ref in enumerate(self.refs):
-            if ref is not None:
-                value = ref()
-                if value is not None:
-                    alive.append((index, value))
-        cut = Cut(self.cursor, [item[:3] for item in self.inputs], self.scalars, alive)
+        counts = list(map(getrefcount, self.values))
+        alive = [
+            (index, value)
+            for index, (value, count) in enumerate(zip(self.values, counts, strict=True))
+            if value is not None and count > _HELD_BY_LIST
+        ]
+        counts = list(map(getrefcount, [value for _, value, _, _ in self.inputs]))
+        inputs = [
+            (index, value if count > _HELD_BY_ROW else None, buffer)
+            for (index, value, buffer, _), count in zip(self.inputs, counts, strict=True)
+        ]
+        cut = Cut(self.cursor, inputs, self.scalars, alive)
         self._restart()
         return cut
 

@@ -17,11 +17,13 @@ import torch
 
 from ltc_core import debug, errors, metrics, source
 from ltc_core.executors import make
-from ltc_core.executors.openmp import release_team
+from ltc_core.executors.base import Tier
+from ltc_core.executors.openmp import release_team, spin_briefly
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
+from ltc_core.runtime import fork_gate
 from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
@@ -77,6 +79,7 @@ class DeviceContext:
             return None
         # Here Ctrl-C loses nothing yet. The lock is not held: a finalizer in the worker's thread may record ops.
         self.worker.wait_for_slot()
+        fork_gate.pass_through()
         with self.trace.lock:
             if not self.trace:
                 return None
@@ -97,7 +100,7 @@ class DeviceContext:
         cut = self.trace.cut()
         if not cut.alive:
             return None, None
-        donated = tuple(index for index, ref, _ in cut.inputs if ref() is None)
+        donated = tuple(index for index, value, _ in cut.inputs if value is None)
         try:
             compiled = self.compiler.compile(self.trace, cut, donated, reason)
         except BaseException as error:
@@ -114,7 +117,7 @@ class DeviceContext:
         """Restore the values that a failed compile would have rebound; values without an older buffer are lost."""
         nodes = [step.node for step in self.trace.path(cut.path) if step.node is not None]
         chains = origins(nodes, [index for index, _ in cut.alive])
-        given = {index: (ref(), buffer) for index, ref, buffer in cut.inputs}
+        given = {index: (value, buffer) for index, value, buffer in cut.inputs}
         for index, value in cut.alive:
             old, buffer = given.get((index, *chains[index])[-1], (None, None))
             if buffer is None:
@@ -147,7 +150,7 @@ class DeviceContext:
             self.failures,
             num_threads,
         )
-        earlier = self._stand_in_line(compiled.groups, launch) if compiled.groups else []
+        earlier = self._stand_in_line(compiled.lines, launch) if compiled.lines else []
         if placement is Placement.HERE and not earlier:
             self._take_the_cores()
             if launch.begin():
@@ -190,31 +193,37 @@ class DeviceContext:
         self.memory.add(more_bytes)
         return outputs
 
-    def _stand_in_line(self, groups: Sequence[str], job: Job) -> list[Job]:
-        """The jobs of other devices that run collectives of these groups and were handed over before this job.
+    def _stand_in_line(self, lines: Sequence[str], job: Job) -> list[Job]:
+        """The jobs of other devices that run collectives of these lines and were handed over before this job.
 
         All members of a group must run its collectives in one order, whichever device recorded them.
         """
         found = []
         with _last_jobs_lock:
-            for group in groups:
-                index, last = _last_jobs.get(group, (self.device.index, job))
+            for line in lines:
+                index, last = _last_jobs.get(line, (self.device.index, job))
                 if index != self.device.index and not last.is_done:
                     found.append(last)
-                _last_jobs[group] = self.device.index, job
+                _last_jobs[line] = self.device.index, job
         return found
 
     def _placement(self, compiled: CompiledGraph, num_threads: int) -> Placement:
-        if compiled.program.holds_lock:
-            return (
-                Placement.HERE
-                if compiled.placement.is_small and self.worker.is_idle
-                else Placement.WORKER
-            )
-        if settings.compile != "async":
-            # With fewer threads sums round differently, and this run must be reproducible: use all threads.
-            num_threads = 1
-        return compiled.placement.choose(time.perf_counter_ns(), num_threads)
+        policy, tier = compiled.placement, compiled.program.tier
+        if tier is Tier.OP_BY_OP:
+            is_here = policy.is_small and self.worker.is_idle
+            return Placement.HERE if is_here else Placement.WORKER
+        if tier is Tier.REPLAY and policy.is_tiny:
+            return Placement.HERE if self.worker.is_idle else Placement.WORKER
+        # With fewer threads sums round differently, and this run must be reproducible: use all threads.
+        is_async = settings.compile == "async"
+        may_spare = is_async and tier is Tier.COMPILED
+        placement = policy.choose(
+            time.perf_counter_ns(), num_threads, tier, may_spare, may_compete=is_async
+        )
+        if policy.wanted is not None:
+            compiled.program.prefer(policy.wanted)
+        spin_briefly(placement is Placement.YIELDING)
+        return placement
 
     def _take_the_cores(self) -> None:
         """Wait until the worker is idle, so that the cores are free."""

@@ -19,6 +19,7 @@ from ltc_core import errors, metrics, source
 from ltc_core.device import register
 from ltc_core.graph.ir import TensorMeta, contiguous_stride
 from ltc_core.graph.lens import apply_lens
+from ltc_core.runtime import fork_gate
 from ltc_core.runtime.device_context import DeviceContext, forget_jobs
 from ltc_core.settings import settings
 from ltc_core.tensor.handles import Cell, Handle, base_of, lens_of
@@ -42,9 +43,9 @@ __all__ = [
 _contexts: dict[int, DeviceContext] = {}
 _forking = threading.local()  # contexts whose locks the forking thread holds
 _contexts_lock = threading.Lock()
-# Seconds for which a fork waits for devices that other threads use: in all, and at first for one lock.
+# Seconds for which a fork waits for devices that other threads use: in all, and for one lock.
 _FORK_PATIENCE_S = 60.0
-_FIRST_WAIT_S = 0.05
+_LOCK_WAIT_S = 0.1
 metrics.register_gauge(
     "PeakMemory", lambda: max((c.memory.peak_bytes for c in contexts()), default=0)
 )
@@ -213,43 +214,44 @@ def at_exit() -> None:
 
 def before_fork() -> None:
     """Take the locks of recording and wait for running jobs before a fork."""
+    fork_gate.close()
     _forking.held = _held_still(contexts())
 
 
 def _held_still(chosen: Sequence[DeviceContext]) -> list[DeviceContext]:
     """Take the locks of all devices if all are idle, else of none; returns the contexts whose lock is held.
 
-    Each wait has a timeout: a running job, or a thread that records on two devices, may need a lock that is held here.
-    The timeouts grow, since a device that other threads keep busy is idle only some time after its lock was taken.
+    The jobs end first, while no lock is held: they may need one. A thread that records on two devices may need the lock
+    that is held here, so waits for locks are short.
     """
     deadline = time.monotonic() + _FORK_PATIENCE_S
-    wait_s = _FIRST_WAIT_S
     while True:
+        for ctx in chosen:
+            ctx.worker.drain(max(0.0, deadline - time.monotonic()))
         held = []
         for ctx in chosen:
-            if not ctx.trace.lock.acquire(timeout=wait_s):
+            if not ctx.trace.lock.acquire(timeout=_LOCK_WAIT_S):
                 break
             held.append(ctx)
-        if len(held) == len(chosen) and all(ctx.worker.drain(wait_s) for ctx in chosen):
+        if len(held) == len(chosen) and all(ctx.worker.drain(0.0) for ctx in chosen):
             return held
         for ctx in reversed(held):
             ctx.trace.lock.release()
         if time.monotonic() > deadline:
             return []
-        for ctx in chosen:
-            ctx.worker.drain(_FIRST_WAIT_S)
-        wait_s *= 2
 
 
 def after_fork_in_parent() -> None:
     for ctx in reversed(_forking.held):
         ctx.trace.lock.release()
     _forking.held = []
+    fork_gate.open()
 
 
 def after_fork_in_child() -> None:
     global _contexts_lock
     _contexts_lock = threading.Lock()
+    fork_gate.renew_lock()
     forget_jobs()
     held, _forking.held = _forking.held, []
     for ctx in contexts():

@@ -29,13 +29,13 @@ class CompiledGraph:
     """A program, and what the runtime needs to launch it: its inputs and outputs.
 
     `recorded` is the number of ops of the path, dead ones included. `outputs` are, for each output, its bytes and the
-    position of the donated input whose memory it reuses (-1: none). `groups` are those of the graph's collectives.
+    position of the donated input whose memory it reuses (-1: none). `lines` are those of the graph's collectives.
     """
 
     __slots__ = (
         "cause",
         "graph",
-        "groups",
+        "lines",
         "input_slots",
         "key",
         "outputs",
@@ -55,7 +55,7 @@ class CompiledGraph:
         recorded: dict[str, int],
     ) -> None:
         self.graph = graph
-        self.groups = collective.groups_of(graph.nodes)
+        self.lines = collective.lines_of(graph.nodes)
         self.program = program
         self.input_slots = input_slots
         self.outputs = outputs

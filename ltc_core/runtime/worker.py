@@ -18,11 +18,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Job", "Worker"]
+__all__ = ["Job", "Worker", "is_worker"]
 
 # A wait looks this often whether its job is done: the waiter that was to pass the lock on may have been interrupted.
 _LOOK_S = 1.0
 _CANNOT_START = (RuntimeError, MemoryError)  # what `Thread.start` raises if there is no new thread
+
+
+_this_thread = threading.local()
+
+
+def is_worker() -> bool:
+    """Whether this is the thread of a worker: what it does is a part of a job."""
+    return hasattr(_this_thread, "worker")
 
 
 class Job:
@@ -162,6 +170,7 @@ class Worker:
             raise
 
     def _loop(self) -> None:
+        _this_thread.worker = self
         jobs, unfinished = self._queue, self._unfinished
         while True:
             job = jobs.get()

@@ -219,10 +219,11 @@ def discard(path: str) -> None:
         _log.warning("%s is left over and could not be removed: %s", path, error)
 
 
-def sync_directory(path: str) -> None:
-    """Wait until the files of a directory, and the directory, are on the disk."""
+def sync_directory(path: str, progress: Callable[[], None] = lambda: None) -> None:
+    """Wait until the files of a directory, and the directory, are on the disk; `progress` is called after each."""
     for name in os.listdir(path):
         fsync(os.path.join(path, name))
+        progress()
     fsync(path)
 
 

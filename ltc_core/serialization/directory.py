@@ -5,6 +5,8 @@ released one at a time. `streaming` and `ltc_dist.checkpoint` put a directory in
 """
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ import torch
 from ltc_core.errors import CheckpointError, CheckpointFormatError, listed
 from ltc_core.serialization.cpu_copy import cpu_copy, is_on_device, memory_key
 from ltc_core.serialization.index import INDEX_FILE, Index, read_index, write_index
-from ltc_core.serialization.nodes import decode, encode
+from ltc_core.serialization.nodes import DTYPES, decode, encode
 from ltc_core.serialization.tensor_file import (
+    TensorEntry,
     check_size,
     open_file,
     read_tensor,
@@ -21,7 +24,7 @@ from ltc_core.serialization.tensor_file import (
     write_tensor,
 )
 
-__all__ = ["Plan", "Reader", "check_directory", "open_directory", "read_directory"]
+__all__ = ["Plan", "Reader", "StoredTensor", "check_directory", "open_directory", "read_directory"]
 
 
 class Plan:
@@ -60,8 +63,11 @@ class Plan:
             self.nbytes += tensor.numel() * tensor.itemsize
         return self._numbers[key]
 
-    def write(self, directory: str) -> str:
+    def write(self, directory: str, progress: Callable[[], None] = lambda: None) -> str:
         """Write into an empty directory; returns the digest of all of it.
+
+        Args:
+            progress: called for each piece of some megabytes that is written.
 
         Raises:
             OSError: from the operating system, as it is.
@@ -69,7 +75,7 @@ class Plan:
         Cost: one sync, if tensors are on a device; host memory of the largest tensor.
         """
         entries = [
-            write_tensor(directory, number, cpu_copy(tensor))
+            write_tensor(directory, number, cpu_copy(tensor), progress)
             for number, tensor in enumerate(self._tensors)
         ]
         return write_index(directory, Index(self._tree, tuple(entries)))
@@ -96,6 +102,19 @@ def check_directory(directory: int) -> Index:
     if wrong:
         raise CheckpointError(listed(wrong))
     return index
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is in a file: it is known, and has not been read.
+
+    Attributes:
+        read: returns the tensor; sizes and the digest are checked then. Raises as `Reader.read`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
 
 class Reader:
@@ -130,10 +149,29 @@ class Reader:
         Raises:
             CheckpointFormatError: there is nothing.
         """
+        return decode(self._found(path), self._tensor)
+
+    def outline(self, reopen: Callable[[TensorEntry], torch.Tensor], *path: str) -> Any:
+        """Value at a path of keys, with a StoredTensor for each tensor; no file of a tensor is read.
+
+        Args:
+            reopen: reads the tensor of an entry, also when the descriptor of this directory is closed.
+
+        Raises:
+            CheckpointFormatError: there is nothing.
+        """
+
+        def stored(number: Any) -> Any:
+            entry = self._entry(number)
+            return StoredTensor(entry.shape, DTYPES[entry.dtype], lambda: reopen(entry))
+
+        return decode(self._found(path), stored)
+
+    def _found(self, path: tuple[str, ...]) -> Any:
         node = self._node(path)
         if node is _NOTHING:
             raise CheckpointFormatError(f"{INDEX_FILE}: it has no {'/'.join(path)}")
-        return decode(node, self._tensor)
+        return node
 
     def _node(self, path: tuple[str, ...]) -> Any:
         node = self._index.tree
@@ -146,14 +184,18 @@ class Reader:
         return node
 
     def _tensor(self, number: Any) -> torch.Tensor:
+        entry = self._entry(number)
+        if number not in self._loaded:
+            self._loaded[number] = read_tensor(self._directory, entry)
+        return self._loaded[number]
+
+    def _entry(self, number: Any) -> TensorEntry:
         tensors = self._index.tensors
         if type(number) is not int or not 0 <= number < len(tensors):
             raise CheckpointFormatError(
                 f"{INDEX_FILE}: there is no tensor {number!r:.200}", got=f"{len(tensors)} tensors"
             )
-        if number not in self._loaded:
-            self._loaded[number] = read_tensor(self._directory, tensors[number])
-        return self._loaded[number]
+        return tensors[number]
 
 
 _NOTHING = object()

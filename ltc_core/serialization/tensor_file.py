@@ -9,17 +9,19 @@ way, so that no file is read or written twice. An entry describes a file in the 
 
 import ctypes
 import hashlib
+import itertools
 import json
 import math
 import os
 import stat
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from typing import Any
 
 import torch
 
-from ltc_core.errors import CheckpointError, CheckpointFormatError
+from ltc_core.errors import CheckpointError, CheckpointFormatError, first_line
 from ltc_core.serialization.nodes import DTYPES
 
 _CHUNK_BYTES = 16 << 20
@@ -89,8 +91,13 @@ def why_not_storable(tensor: torch.Tensor, on_device: bool) -> str:
     return ""
 
 
-def write_tensor(directory: str, number: int, tensor: torch.Tensor) -> TensorEntry:
+def write_tensor(
+    directory: str, number: int, tensor: torch.Tensor, progress: Callable[[], None] = lambda: None
+) -> TensorEntry:
     """Write a CPU tensor as file `number` of `directory`.
+
+    Args:
+        progress: called for each piece that is written.
 
     Raises:
         OSError: from the operating system, as it is.
@@ -111,14 +118,13 @@ def write_tensor(directory: str, number: int, tensor: torch.Tensor) -> TensorEnt
     header += b" " * (-len(header) % 8)
     digest = hashlib.blake2b(digest_size=32)
     with open(os.path.join(directory, entry.file), "xb") as file:
-        chunks: list[bytes | memoryview] = [
-            len(header).to_bytes(8, "little"),
-            header,
-            *_chunks(data),
-        ]
+        chunks: Iterable[bytes | memoryview] = itertools.chain(
+            [len(header).to_bytes(8, "little"), header], _chunks(data)
+        )
         for chunk in chunks:
             file.write(chunk)
             digest.update(chunk)
+            progress()
         nbytes = file.tell()
     return replace(entry, nbytes=nbytes, digest=digest.hexdigest())
 
@@ -209,7 +215,7 @@ def _allocated(entry: TensorEntry) -> torch.Tensor:
     except RuntimeError as error:  # torch raises it when there is no memory
         raise CheckpointError(
             f"{entry.file}: no memory for its {entry.nbytes} bytes",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             next="free host memory, or load on a machine that has more.",
         ) from error
 

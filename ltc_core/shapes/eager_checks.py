@@ -94,7 +94,7 @@ _REFUSED: dict[str, Callable[..., bool]] = {
     ),
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _of_one_dtype(0, 1)),
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv"), _of_one_dtype(0, 1, 2)),
-    **dict.fromkeys(("sort", "argmax", "argmin"), _no_complex),
+    "sort": _no_complex,
     "topk": lambda *args: _no_complex(*args) or _no_bool(*args),
     **dict.fromkeys(("max", "min"), lambda *args: _no_complex(*args) or _empty_whole(*args)),
     "masked_scatter": lambda x, mask, *rest: mask.dtype is not torch.bool,

@@ -63,7 +63,8 @@ def _tensors(items: Sequence[Any]) -> Iterator[torch.Tensor]:
 def _may_differ(schema: OpSchema, operands: Sequence[TensorMeta]) -> bool:
     if schema.name.startswith("_foreach_"):
         return False
-    if torch.Tag.pointwise not in schema.op.tags and not schema.name.startswith(_CHECKED_INTEGERS):
+    is_checked = schema.op is aten.index.Tensor or schema.name.startswith(_CHECKED_INTEGERS)
+    if torch.Tag.pointwise not in schema.op.tags and not is_checked:
         if any(_is_integer(meta.dtype) for meta in operands):
             return False
     return schema.name.startswith(_TURN_PACKED) or not all(meta.contiguous for meta in operands)

@@ -14,6 +14,7 @@ import torch
 from ltc_core.graph.arguments import map_leaves
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import Arg, OpSchema
+from ltc_core.settings import settings
 from ltc_core.shapes import eager_checks
 from ltc_core.shapes.kernel_strides import with_kernel_strides
 from ltc_core.tensor.handles import base_of
@@ -133,7 +134,30 @@ def _as_processor_gives(schema: OpSchema, args: Any, kwargs: dict[str, Any], met
             for m, o in zip(found, of, strict=True)
         ]  # `meta` returns integers for a boolean base
         return found if isinstance(metas, list) else found[0]
+    if (
+        schema.name in ("_embedding_bag", "_embedding_bag_forward_only")
+        and settings.device == "cpu"
+    ):
+        return _of_embedding_bag(schema, metas, *args, **kwargs)
     return metas
+
+
+def _of_embedding_bag(
+    schema: OpSchema, metas: Any, weight: Any, *rest: Any, padding_idx: int = -1, **kwargs: Any
+) -> Any:
+    """`metas` with the sizes of what the CPU kernel saves for backward. It runs on zeros, with one row of weights."""
+
+    def zeros(meta: TensorMeta) -> torch.Tensor:
+        return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype).zero_()
+
+    row = weight._h.meta
+    one = TensorMeta.of((1, *row.size[1:]), row.stride, 0, row.dtype)
+    given: list[Any] = [zeros(a._h.meta) if isinstance(a, LazyTensor) else a for a in rest]
+    if len(given) > 7:  # padding_idx by position
+        padding_idx = given.pop()
+    named = {k: zeros(v._h.meta) if isinstance(v, LazyTensor) else v for k, v in kwargs.items()}
+    results = schema.op(zeros(one), *given, **named, padding_idx=min(padding_idx, 0))
+    return (metas[0], *(TensorMeta.like(result) for result in results[1:]))
 
 
 def _wants_weights(*args: Any, need_weights: bool = True, **kwargs: Any) -> bool:

@@ -15,15 +15,17 @@ T = TypeVar("T")
 
 
 def alive(kind: type[T]) -> Iterator[T]:
-    """All objects of exactly this type, those last that `gc.freeze()` put out of the collector's sight.
+    """All objects of exactly this type, each once; those last that `gc.freeze()` put out of the collector's sight.
 
     Cost: 90 ms per million objects of the process.
     """
-    yield from [each for each in gc.get_objects() if type(each) is kind]
+    seen = [each for each in gc.get_objects() if type(each) is kind]
+    yield from seen
     if gc.get_freeze_count():
         gc.unfreeze()  # get_objects does not see frozen ones
         try:
-            rest = [each for each in gc.get_objects() if type(each) is kind]
+            every = [each for each in gc.get_objects() if type(each) is kind]
         finally:
             gc.freeze()
-        yield from rest
+        ids = {id(each) for each in seen}
+        yield from [each for each in every if id(each) not in ids]

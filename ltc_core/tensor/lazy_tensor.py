@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.optim.optimizer
 from torch import _tensor_str
+from torch.autograd.graph import increment_version
 from torch.nn import parameter
 from torch.utils import _foreach_utils
 
@@ -298,6 +299,8 @@ class LazyTensor(torch.Tensor):
         extra = {k: v for k, v in self.__dict__.items() if k != "_h"}
         copied.__dict__.update(copy.deepcopy(extra, memo))
         copied.requires_grad_(self.requires_grad)
+        if not is_parameter and not copied.is_inference():
+            increment_version(copied)  # eager's copy was written once
         memo[id(self)] = copied
         return copied
 

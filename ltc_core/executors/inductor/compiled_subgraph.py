@@ -96,8 +96,16 @@ class _CompiledRunner(SubgraphRunner):
             results = self._launch(tensors, values)
             if not self._is_checked:
                 results = self._checked(results, tensors)
-        except Mismatch:
-            raise
+        except Mismatch as mismatch:  # of an op that ran before; nothing has been overwritten
+            self.is_native = False
+            metrics.count("CompileRefused")
+            refuse(
+                f"{self._name()} was compiled for other sizes, and its ops run one by one: {mismatch}",
+                _REPORT_IT,
+                is_printed=False,
+            )
+            self._run_by_reference(values, scalars)
+            return
         except Exception as error:
             if self._written:  # inputs that the library may have overwritten are lost
                 lost = {source for _, source in self._written}

@@ -44,7 +44,7 @@ def _operands(node: Node, metas: Mapping[int, TensorMeta]) -> list[torch.Tensor]
 
     It stays one op if the transport cannot overlap, or if an operand is not a whole contiguous tensor.
     """
-    if not isinstance(collective.TRANSPORTS.get(node.args[-1]), collective.Overlapping):
+    if not isinstance(collective.transport_of(node.args[-1]), collective.Overlapping):
         return None
     if node.op is _all_reduce.default:
         items, numbers = [node.args[0]], [int(node.args[0])]
@@ -65,28 +65,43 @@ def _operands(node: Node, metas: Mapping[int, TensorMeta]) -> list[torch.Tensor]
 def _written_out(
     node: Node, seen: list[torch.Tensor], metas: Mapping[int, TensorMeta], fresh: Iterator[int]
 ) -> Iterator[Node]:
-    first, _, kind, scale, label, group = node.args
+    first, _, kind, scale, label, route = node.args
     *written, token = node.writes
     values = [Ref(v) for v in written] or [first]
     plan = collective.reduction_plan(kind, label, seen)
     buckets = list(deal_backwards(seen, settings.bucket_mb))
     token_meta = metas[token]
-    flats = []
+    flats, scales = [], []
     for chosen in buckets:
         rows = []
         for k in chosen:
             meta = TensorMeta.packed((seen[k].numel(),), seen[k].dtype)
             rows.append(Ref(next(fresh)))
             yield _made(node, aten.reshape.default, (values[k], (-1,)), rows[-1], meta, view=True)
-        size, dtype = sum(seen[k].numel() for k in chosen), seen[chosen[0]].dtype
-        meta = TensorMeta.packed((size,), dtype)
-        flat = rows[0]
+        dtype = seen[chosen[0]].dtype
+        last = TensorMeta.packed((seen[chosen[-1]].numel() + collective.TRAILER,), dtype)
+        padded = Ref(next(fresh))
+        yield _made(
+            node,
+            aten.constant_pad_nd.default,
+            (rows[-1], [0, collective.TRAILER]),
+            padded,
+            last,
+        )
+        meta = TensorMeta.packed(
+            (sum(seen[k].numel() for k in chosen) + collective.TRAILER,), dtype
+        )
+        flat = padded
         if len(rows) > 1:
             flat = Ref(next(fresh))
-            yield _made(node, aten.cat.default, (rows,), flat, meta)
+            yield _made(node, aten.cat.default, ([*rows[:-1], padded],), flat, meta)
+        scales.append(scale)
+        if collective.is_scaled_first(dtype, kind):
+            unscaled, flat, scales[-1] = flat, Ref(next(fresh)), 1.0
+            yield _made(node, aten.mul.Tensor, (unscaled, scale), flat, meta)
         writes = (int(flat), token)
         reduced, token = next(fresh), next(fresh)
-        args = (Write(0, ()), Write(1, ()), kind, plan, group)
+        args = (Write(0, ()), Write(1, ()), kind, plan, route)
         outs = (meta, token_meta)
         yield replace(
             node,
@@ -99,7 +114,7 @@ def _written_out(
         )
         flats.append(Ref(reduced))
     shapes = collective.rows_to_ints([metas[int(v)].size for v in values])
-    finish = (flats, Write(0, ()), collective.rows_to_ints(buckets), shapes, scale, group)
+    finish = (flats, Write(0, ()), collective.rows_to_ints(buckets), shapes, scales, route)
     # Its results keep the numbers of the all-reduce's results or written values; they are views of the vectors.
     numbers = list(range(len(values)))
     yield replace(node, op=_all_reduce.finish, args=finish, writes=(token,), result=numbers)

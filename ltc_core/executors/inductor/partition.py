@@ -42,6 +42,10 @@ _CHECKED = frozenset(
 )  # fmt: skip
 
 
+# oneDNN's layers: the compiler's own call of the forward drops the workspace that the backward reads.
+_ONEDNN = frozenset({aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default})
+
+
 def partition(
     graph: Graph, scalars: Sequence[Any], varied: frozenset[int], refused: frozenset[str]
 ) -> list[Subgraph]:
@@ -80,6 +84,8 @@ def _why_eager(
         return "the compiler refused it"
     if "generator" in node.kwargs:
         return "its random numbers must be those of eager"
+    if node.op in _ONEDNN:
+        return "the compiler does not keep what its gradient needs"
     if node.op in collective.OPS:
         return "it exchanges data with other processes"
     if node.op._opname.rstrip("_") in _CHECKED:

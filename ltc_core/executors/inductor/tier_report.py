@@ -22,6 +22,7 @@ from ltc_core.settings import settings
 __all__ = [
     "COMPILED_RUNS",
     "OP_BY_OP_RUNS",
+    "REPLAYED_RUNS",
     "Reported",
     "State",
     "graph_lines",
@@ -30,9 +31,10 @@ __all__ = [
     "sentences",
 ]
 
-# Names of the counters; each launch of a program adds one to one of them.
+# Names of the counters; each launch adds one to one of the first two. The third counts launches of whole graphs in C++.
 OP_BY_OP_RUNS = "OpByOpRun"
 COMPILED_RUNS = "CompiledRun"
+REPLAYED_RUNS = "ReplayedRun"
 
 _MAX_REASONS = 100  # reasons that are kept apart
 _MAX_QUOTED = 5
@@ -50,6 +52,7 @@ class State(enum.Enum):
     OTHER_VALUES = (
         "op by op, it is compiled for other values of its numbers or of PyTorch's numeric flags"
     )
+    SLOWER = "op by op in C++, which was quicker than compiled code in steps of the script"
     REFUSED = "op by op, it was refused (the reason is below)"
     DROPPED = "op by op, the process ended before it was compiled"
 
@@ -133,7 +136,9 @@ def sentences(counters: Mapping[str, int]) -> list[str]:
     reasons = list(_reasons_told())
     if not op_by_op and not compiled:
         return reasons if counters.get("ExecuteComputation") else []
-    found = [f"Of these runs, {op_by_op} were op by op and {compiled} compiled."]
+    replayed = counters.get(REPLAYED_RUNS, 0)
+    how = f" ({replayed} of them in C++)" if replayed else ""
+    found = [f"Of these runs, {op_by_op} were op by op{how} and {compiled} compiled."]
     programs = _that_ran()
     if programs:
         last = programs[-1]

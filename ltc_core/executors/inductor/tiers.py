@@ -24,7 +24,7 @@ import torch
 from ltc_core import metrics
 from ltc_core.compile.scalar_inputs import same_scalar, vector_metas
 from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.base import Program, Salvaged, run_to_end
+from ltc_core.executors.base import Program, Salvaged, Tier, run_to_end
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.launcher import Model, load
 from ltc_core.executors.inductor.numeric_flags import NumericFlags
@@ -34,6 +34,7 @@ from ltc_core.executors.inductor.service import CompileService, Outcome, service
 from ltc_core.executors.inductor.tier_report import (
     COMPILED_RUNS,
     OP_BY_OP_RUNS,
+    REPLAYED_RUNS,
     Reported,
     State,
     recorded_at,
@@ -87,10 +88,18 @@ class TieredProgram(Program, Reported):
         self._is_dropped = False
         self._fits_none = False  # the last run had other scalars or flags than those compiled
         self._has_none = False  # there is no op that can be compiled
+        self._is_slower = False  # replay was quicker than compiled code
 
     @property
-    def holds_lock(self) -> bool:  # type: ignore[override]
-        return not self._programs
+    def tier(self) -> Tier:  # type: ignore[override]
+        return Tier.COMPILED if self._programs and not self._is_slower else self._reference.tier
+
+    def prefer(self, tier: Tier) -> None:
+        was_slower, can = self._is_slower, self._reference.can_replay
+        self._is_slower = tier is Tier.REPLAY and can
+        if settings.explain and self._is_slower != was_slower:
+            how = "ops called one by one in C++" if self._is_slower else "its compiled code"
+            print(f"[ltc] {self.title}: steps with {how} are measured", file=sys.stderr, flush=True)
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         return run_to_end(self.run_in_steps(inputs, scalars))
@@ -99,10 +108,7 @@ class TieredProgram(Program, Reported):
         self, inputs: Sequence[Any], scalars: Sequence[Any]
     ) -> Generator[None, None, list[Any]]:
         flags = NumericFlags.now()
-        compiled = self._that_fits(scalars, flags)
-        if compiled is None and settings.compile != "off" and not self._given_up:
-            self._note_numbers(scalars)
-            compiled = self._compiled(scalars, flags)
+        compiled = None if self._is_slower else self._program_for(scalars, flags)
         # For the reports: 0.5 us a launch (two busy cores; `timeit` of these lines).
         self.last_run = next(_launches)
         if compiled is None or not compiled.is_native:
@@ -111,13 +117,26 @@ class TieredProgram(Program, Reported):
         else:
             self.compiled_runs += 1
             metrics.count(COMPILED_RUNS)
-        self._fits_none = compiled is None and len(self._programs) > 0
+        self._fits_none = compiled is None and len(self._programs) > 0 and not self._is_slower
         if compiled is None:
-            return self._reference.run(inputs, scalars)
+            results = self._reference.run(inputs, scalars)
+            if self._reference.is_replayed:
+                metrics.count(REPLAYED_RUNS)
+            return results
         return (yield from compiled.run_in_steps(inputs, scalars))
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
         return self._reference.salvage(inputs, scalars)
+
+    def _program_for(
+        self, scalars: Sequence[Any], flags: NumericFlags
+    ) -> PartitionedProgram | None:
+        """Compiled program for a run; None if there is none, and then it may be requested."""
+        compiled = self._that_fits(scalars, flags)
+        if compiled is None and settings.compile != "off" and not self._given_up:
+            self._note_numbers(scalars)
+            compiled = self._compiled(scalars, flags)
+        return compiled
 
     def _note_numbers(self, scalars: Sequence[Any]) -> None:
         """Note which scalars differ from those of the first run."""
@@ -252,6 +271,8 @@ class TieredProgram(Program, Reported):
     def state(self) -> State:
         if self._build is not None:
             return State.BUILDING
+        if self._is_slower:
+            return State.SLOWER
         if self._programs and not self._fits_none:
             is_native = any(program.is_native for _, program in self._programs)
             return State.COMPILED if is_native else State.REFUSED

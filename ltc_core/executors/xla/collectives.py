@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from ltc_core.graph import collective
-from ltc_core.graph.collective import Replicated, ops, plan_text, reduction_plan
+from ltc_core.graph.collective import (
+    Replicated,
+    is_scaled_first,
+    ops,
+    plan_text,
+    reduction_plan,
+)
 from ltc_core.graph.ir import Node
 
 __all__ = ["Collectives", "plan_of"]
@@ -60,8 +66,8 @@ class Collectives:
         return result
 
     def launch(self, plans: Mapping[str, str], start: Callable[[], Any]) -> Any:
-        """Start a program once all members of its groups are about to. `plans` is group -> plan of its collectives."""
-        transports = [(_replicated(group), plan) for group, plan in plans.items()]
+        """Start a program once all members of its groups are about to. `plans` is line -> plan of its collectives."""
+        transports = [(_replicated(line), plan) for line, plan in plans.items()]
         for transport, plan in transports:
             transport.agree(plan)
         result = start()
@@ -74,7 +80,7 @@ class Collectives:
         self._library._set_all_reduce_token(self._device, None)
 
     def _replicas(self, node: Node) -> Sequence[int] | None:
-        transport = collective.TRANSPORTS.get(node.args[-1])
+        transport = collective.transport_of(node.args[-1])
         if not isinstance(transport, Replicated):
             return None
         return transport.replicas(self._own, self._count)
@@ -90,6 +96,8 @@ class Collectives:
         scale: float,
         *rest: Any,
     ) -> Tensor:
+        if is_scaled_first(value.dtype, kind):
+            value, scale = value * scale, 1.0
         return self._library._xla_all_reduce(kind, value, scale, [], True)  # type: ignore[no-any-return]
 
     def all_reduce_(
@@ -101,13 +109,16 @@ class Collectives:
         scale: float,
         *rest: Any,
     ) -> None:
-        reduced = [value.clone() for value in values]
+        if all(is_scaled_first(value.dtype, kind) for value in values):
+            reduced, scale = [value * scale for value in values], 1.0
+        else:
+            reduced = [value.clone() for value in values]
         self._library._xla_all_reduce_inplace(kind, reduced, scale, [], True)  # as one op
         for value, result in zip(values, reduced, strict=True):
             value.copy_(result)
 
     def broadcast(
-        self, replicas: Sequence[int], values: list[Tensor], token: Any, root: int, group: str
+        self, replicas: Sequence[int], values: list[Tensor], token: Any, root: int, route: str
     ) -> list[Tensor]:
         # An input and not a constant, because all replicas run the same program.
         is_root = torch.tensor([self._own == replicas[root]])
@@ -120,7 +131,7 @@ class Collectives:
         ]
 
     def all_gather(
-        self, replicas: Sequence[int], value: Tensor, token: Any, dim: int, count: int, group: str
+        self, replicas: Sequence[int], value: Tensor, token: Any, dim: int, count: int, route: str
     ) -> Tensor:
         found = self._library._xla_all_gather(
             _as_number(value), dim, count, [list(replicas)], True, None, None
@@ -129,7 +140,7 @@ class Collectives:
 
     def reduce_scatter(
         self, replicas: Sequence[int], value: Tensor, token: Any, kind: str, scale: float, dim: int, count: int,
-        group: str,
+        route: str,
     ) -> Tensor:  # fmt: skip
         found, _ = self._library._xla_reduce_scatter(
             kind, value, self._token(), scale, dim, count, [list(replicas)], True, None, None
@@ -138,7 +149,7 @@ class Collectives:
 
     def all_to_all(
         self, replicas: Sequence[int], value: Tensor, token: Any, split_dim: int, concat_dim: int, count: int,
-        group: str,
+        route: str,
     ) -> Tensor:  # fmt: skip
         found, _ = self._library._xla_all_to_all(
             value, self._token(), split_dim, concat_dim, count, [list(replicas)], True
@@ -146,7 +157,7 @@ class Collectives:
         return found  # type: ignore[no-any-return]
 
     def permute(
-        self, replicas: Sequence[int], value: Tensor, token: Any, pairs: list[int], group: str
+        self, replicas: Sequence[int], value: Tensor, token: Any, pairs: list[int], route: str
     ) -> Tensor:
         routes = [list(route) for route in zip(pairs[::2], pairs[1::2], strict=True)]
         found, _ = self._library._xla_collective_permute(value, self._token(), routes)
@@ -156,8 +167,8 @@ class Collectives:
         return self._library._get_all_reduce_token(self._device)
 
 
-def _replicated(group: str) -> Replicated:
-    transport = collective.TRANSPORTS[group]
+def _replicated(line: str) -> Replicated:
+    transport = collective.transport_of(line)
     assert isinstance(transport, Replicated)
     return transport
 

@@ -156,7 +156,7 @@ class Launch:
 def _shape_of(graph: Graph) -> tuple[int, ...]:
     """Shape without elements that identifies a graph by 60 bits of its digest.
 
-    Replicas run the same program but may name the group differently, so names of groups are not digested.
+    Replicas run the same program but may name the group differently, so routes are not digested.
     """
     nodes = tuple(
         dataclasses.replace(node, args=node.args[:-1]) if node.op in collective.OPS else node
@@ -252,9 +252,10 @@ class _Retrace(Retrace):
             return self._draw(node, args, kwargs)
         if node.op in collective.OPS:
             seen = [args[0]] if isinstance(args[0], Tensor) else args[0]
-            before = self.plans.get(args[-1])
+            line = collective.Route.of(args[-1]).line
+            before = self.plans.get(line)
             plan = plan_of(node, seen)
-            self.plans[args[-1]] = plan if before is None else f"{before}; {plan}"
+            self.plans[line] = plan if before is None else f"{before}; {plan}"
             return self._collectives.call(node, args)
         if node.op is _BITS:
             op = self._types.view_bits(op)

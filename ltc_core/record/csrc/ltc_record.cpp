@@ -6,6 +6,7 @@
 // repetition (`Expected`, expected.h). A call that meets it moves the cursor, and its results are made in C++
 // (`NextStep`, next_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
 #include "next_step.h"
+#include "view_function.h"
 
 #include <ATen/core/stack.h>
 #include <c10/core/InferenceMode.h>
@@ -27,14 +28,25 @@ class Locked {
   explicit Locked(PyObject* trace) : lock(Py_NewRef(trace_of.lock.of(trace))) {
     const Object taken(PyObject_CallMethodNoArgs(lock.get(), name_acquire)); // may wait, without the GIL
     is_taken = static_cast<bool>(taken);
-    collects = is_taken && PyGC_Disable();
+    if (!is_taken)
+      return;
+    // As ltc_core/uninterrupted.py: the last call of any thread to end turns collection on again.
+    is_noted = PyList_Append(calls, Py_None) == 0;
+    if (is_noted && PyGC_Disable() && PyList_Append(paused, Py_None) < 0)
+      PyGC_Enable();
+    PyErr_Clear(); // no memory for the note: collection stays on
   }
   ~Locked() {
     if (!is_taken)
       return;
-    if (collects)
-      PyGC_Enable();
     const ErrorAside aside;
+    const Py_ssize_t num_calls = PyList_GET_SIZE(calls);
+    if (is_noted && num_calls > 0)
+      PyList_SetSlice(calls, num_calls - 1, num_calls, nullptr);
+    if (PyList_GET_SIZE(calls) == 0 && PyList_GET_SIZE(paused) > 0) {
+      PyList_SetSlice(paused, 0, PyList_GET_SIZE(paused), nullptr);
+      PyGC_Enable();
+    }
     const Object released(PyObject_CallMethodNoArgs(lock.get(), name_release));
     if (!released)
       PyErr_WriteUnraisable(lock.get());
@@ -42,7 +54,7 @@ class Locked {
   bool is_taken;
 
  private:
-  bool collects;
+  bool is_noted = false;
   const Object lock;
 };
 
@@ -215,7 +227,7 @@ PyObject* setup(PyObject*, PyObject* given) {
   };
   const bool found =
       find(trace, {{&trace_of.lock, "lock"}, {&trace_of.epoch, "epoch"}, {&trace_of.cursor, "cursor"},
-                   {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.refs, "refs"},
+                   {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.values, "values"},
                    {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.device, "device"}}) &&
       find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
                   {&step_of.next_key, "next_key"}, {&step_of.node, "node"},
@@ -243,6 +255,16 @@ PyObject* setup(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
+// share_pauses(calls, paused): the lists of ltc_core/uninterrupted.py. Called before `setup`.
+PyObject* share_pauses(PyObject*, PyObject* given) {
+  PyObject *first, *second;
+  if (!PyArg_ParseTuple(given, "O!O!", &PyList_Type, &first, &PyList_Type, &second))
+    return nullptr;
+  calls = Py_NewRef(first);
+  paused = Py_NewRef(second);
+  Py_RETURN_NONE;
+}
+
 // enable(on): record calls in C++, or leave all of them to Python. Returns the previous setting.
 PyObject* enable(PyObject*, PyObject* on) {
   const bool was_on = is_on.exchange(PyObject_IsTrue(on) == 1);
@@ -254,10 +276,12 @@ PyObject* count(PyObject*, PyObject*) {
 }
 
 PyMethodDef methods[] = {
+    {"share_pauses", share_pauses, METH_VARARGS, nullptr},
     {"setup", setup, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},
     {"enable", enable, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},
+    {"rename_view", rename_view, METH_VARARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_record", nullptr, -1, methods};

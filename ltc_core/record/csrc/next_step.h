@@ -186,10 +186,9 @@ class NextStep : Operands {
   bool bind_inputs() {
     for (const Input& input : inputs) {
       const Object index(PyLong_FromSsize_t(count));
-      const Object weak(PyWeakref_NewRef(input.value, nullptr));
-      if (!index || !weak)
+      if (!index)
         return false;
-      const Object row(PyTuple_Pack(4, index.get(), weak.get(), value_of.buffer.of(input.value), input.meta));
+      const Object row(PyTuple_Pack(4, index.get(), input.value, value_of.buffer.of(input.value), input.meta));
       if (!row || PyList_Append(trace_of.inputs.of(trace), row.get()) < 0 || !take_number(Py_None))
         return false;
       value_of.epoch.set(input.value, epoch);
@@ -207,10 +206,10 @@ class NextStep : Operands {
     return true;
   }
 
-  // Counts one more value of the trace. `ref` is a weak reference to it; None for an input, a view, an undefined one.
-  bool take_number(PyObject* ref) {
+  // Counts one more value of the trace; `value` is None for an input, a view, an undefined one.
+  bool take_number(PyObject* value) {
     ++count;
-    return PyList_Append(trace_of.refs.of(trace), ref) == 0;
+    return PyList_Append(trace_of.values.of(trace), value) == 0;
   }
 
   PyObject* new_value() {
@@ -226,8 +225,7 @@ class NextStep : Operands {
 
   PyObject* define() {
     Object value(new_value());
-    const Object weak(value ? PyWeakref_NewRef(value.get(), nullptr) : nullptr);
-    return weak && take_number(weak.get()) ? value.release() : nullptr;
+    return value && take_number(value.get()) ? value.release() : nullptr;
   }
 
   at::Tensor new_result(PyObject* meta) {

@@ -76,7 +76,7 @@ class Slot {
 };
 
 inline struct {
-  Slot lock, epoch, cursor, count, limit, refs, inputs, scalars, device;
+  Slot lock, epoch, cursor, count, limit, values, inputs, scalars, device;
 } trace_of;
 inline struct {
   Slot parent, next, next_key, node, inputs, num_scalars, lenses, expected;
@@ -103,6 +103,7 @@ inline std::atomic<bool> is_on = true; // also read without the GIL
 inline Py_ssize_t num_followed = 0;
 inline PyObject* make_empty; // (meta, device) -> a lazy tensor without a handle
 inline PyObject* empty_op; // (empty_op, meta) is the key of the step for memory that nobody wrote yet
+inline PyObject *calls, *paused; // lists of ltc_core/uninterrupted.py
 inline PyObject* find_stream; // (trace, generator) -> the cell of a random stream
 
 inline bool is_type(PyObject* object, PyObject* type) {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ltc_core as ltc
 from ltc_core.errors import UnsupportedOpError
-from ltc_core.ops import special
+from ltc_core.tensor import sharing
 from tests.core.beside_eager import beside_eager
 
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -143,7 +143,7 @@ def test_shared_memory_that_is_frozen_does_not_grow(frozen: Callable[[], None]) 
 
 
 def test_what_is_alone_grows_without_a_look_at_all_objects(monkeypatch: Any) -> None:
-    monkeypatch.setattr(special, "alive", None)
+    monkeypatch.setattr(sharing, "alive", None)
     t = torch.zeros(4, device=ltc.lazy_device())
     t.resize_(6)
     part = torch.zeros(4, device=ltc.lazy_device())[2:].data

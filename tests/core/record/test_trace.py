@@ -70,7 +70,7 @@ class Recording:
 
     def state(self) -> tuple[object, ...]:
         trace = self.trace
-        return trace.cursor, trace.count, len(trace.inputs), len(trace.refs), len(trace.scalars)
+        return trace.cursor, trace.count, len(trace.inputs), len(trace.values), len(trace.scalars)
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_an_op_that_was_interrupted_is_recorded_with_dead_results(recording: Rec
     assert last.index == wanted
     assert len(recording.trace.scalars) == len(numbers)
     assert recording.trace.scalars[-1] == 3.5
-    assert len(recording.trace.refs) == recording.trace.count
+    assert len(recording.trace.values) == recording.trace.count
     assert recording.trace.cut().alive == [(last.index, last)]
     assert recording.grown == ["a", "b", "c"]
 
@@ -257,7 +257,7 @@ def test_a_cut_takes_what_is_alive_and_starts_anew(recording: Recording) -> None
     cut = trace.cut()
     assert cut.path is end
     assert cut.alive == [(kept.index, kept)]
-    assert [(index, ref()) for index, ref, _ in cut.inputs] == [(0, x)]
+    assert [(index, value) for index, value, _ in cut.inputs] == [(0, x)]
     assert cut.scalars == [0.5]
     assert not trace
     assert trace.epoch != epoch
@@ -270,7 +270,7 @@ def test_a_cut_tells_which_inputs_nobody_holds_any_more(recording: Recording) ->
     recording.op("a", x, y)
     del x
     cut = recording.trace.cut()
-    assert [ref() for _, ref, _ in cut.inputs] == [None, y]
+    assert [value for _, value, _ in cut.inputs] == [None, y]
     assert cut.inputs[0][2] is buffer  # the cut holds the memory
 
 

@@ -11,23 +11,25 @@ import ltc_core as ltc
 from ltc_core.record import fast_path
 from tests.core import child
 
+Results = dict[int, torch.Tensor]
+
 
 class Garbage:
-    """An object in a cycle, whose finalizer records ops on a tensor and keeps their result."""
+    """An object in a cycle, whose finalizer records ops on a tensor and keeps their result, in whichever thread."""
 
-    def __init__(self, t: torch.Tensor, results: list[torch.Tensor]) -> None:
-        self.me, self.t, self.results = self, t, results
+    def __init__(self, t: torch.Tensor, results: Results, number: int) -> None:
+        self.me, self.t, self.results, self.number = self, t, results, number
 
     def __del__(self) -> None:
-        self.results.append((self.t * 2 + 1).sum())
+        self.results[self.number] = (self.t * 2 + 1).sum()
 
 
-def steps(device: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
+def steps(device: Any, results: Results) -> list[torch.Tensor]:
     x, weight = torch.ones(4, 4, device=device), torch.eye(4, device=device)
     found = []
-    for _ in range(3):
+    for step in range(3):
         for k in range(12):
-            Garbage(x, results)
+            Garbage(x, results, 12 * step + k)
             x = torch.tanh(x @ weight) + k
             part = x.view(-1)[1:5]
             part.mul_(0.5)
@@ -36,13 +38,13 @@ def steps(device: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.cpu() for t in found]
 
 
-def run(threshold: int) -> tuple[list[float], list[float]]:
+def run(threshold: int) -> tuple[list[float], dict[int, float]]:
     """What the steps compute, and what the finalizers compute, with a collection after so many new objects."""
     gc.set_threshold(threshold, 1000, 1000)
-    results: list[torch.Tensor] = []
+    results: Results = {}
     found = steps(ltc.lazy_device(), results)
     gc.collect()
-    return [t.item() for t in found], sorted(t.item() for t in results)
+    return [t.item() for t in found], {k: t.item() for k, t in results.items()}
 
 
 @pytest.fixture
@@ -60,11 +62,42 @@ def test_what_they_record_leaves_the_op_right(is_fast: bool, thresholds: None) -
     try:
         wanted = run(100_000)  # collects between steps only
         assert len(wanted[1]) == 36
-        for threshold in range(2, 40):
-            assert run(threshold) == wanted
+        for threshold in range(2, 40, 2):
+            found, recorded = run(threshold)
+            assert (found, recorded) == wanted
     finally:
         fast_path.enable(was_fast)
     assert gc.isenabled()
+
+
+IN_ONE_COLLECTION = """
+import gc
+
+results = {}
+
+class Garbage:
+    def __init__(self, number):
+        self.me, self.number = self, number
+        self.computed = torch.full((4,), float(number), device=device) * 2
+        self.kept = torch.ones(4, device=device)
+        self.kept += number
+        ltc.mark_step()
+        self.kept += 1
+
+    def __del__(self):
+        results[self.number] = self.computed.tolist(), (self.kept * 2).tolist()  # cuts
+
+gc.disable()
+for k in range(3):
+    Garbage(k)
+gc.collect()
+print([sum(a) + sum(b) for _, (a, b) in sorted(results.items())])
+"""
+
+
+def test_what_the_finalizers_of_one_collection_hold_is_alive_when_the_first_one_cuts() -> None:
+    out, err = child.run(IN_ONE_COLLECTION, timeout_s=60, LTC_COMPILE="off")
+    assert (out.strip(), err) == ("[16.0, 32.0, 48.0]", "")
 
 
 IN_THE_WORKER = """
@@ -81,8 +114,8 @@ def job():  # as a program that runs, in which garbage is collected
 
 for _ in range(ltc.settings.max_pending_steps):
     context(0).worker.submit(Job(job))
-is_full.set()
 t += 1
+is_full.set()
 ltc.mark_step()  # waits for a place in the queue
 print([r.tolist() for r in results][0])
 """

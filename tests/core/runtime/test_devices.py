@@ -162,7 +162,8 @@ class TestWhereItRuns:
     def test_recording_goes_on_while_it_runs(
         self, context: DeviceContext, device: torch.device
     ) -> None:
-        with Gate() as gate:
+        # A program that is replayed may be measured in this thread, where it waits for the worker.
+        with settings.override(replay="never"), Gate() as gate:
             held = gate(torch.ones(3, device=device))
             ltc.mark_step()
             assert gate.reached.wait(10)
@@ -193,7 +194,7 @@ class TestWhereItRuns:
     def test_recording_runs_ahead_so_far_and_no_further(self, device: torch.device) -> None:
         """The step that is one too many waits; it does not grow the queue."""
         ahead: list[int] = []
-        with Gate() as gate:
+        with settings.override(replay="never"), Gate() as gate:
             x = gate(torch.ones(3, device=device))
 
             def steps() -> None:
@@ -300,6 +301,8 @@ def interrupted_steps(width, times):
                 step()
         except KeyboardInterrupt:
             thread.join()
+        # PyTorch's `optimizer.step` restores grad mode in Python lines, which an interrupt may come between.
+        torch.set_grad_enabled(True)
         ltc.wait_device_ops()
         assert step().item() <= first
     print("went on", width)

@@ -85,6 +85,24 @@ def test_it_tells_what_eager_gives(name: str) -> None:
         assert meta.stride == tensor.stride()
 
 
+@pytest.mark.parametrize(
+    ("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False), ("max", False)]
+)
+@pytest.mark.parametrize("padding_idx", [-1, 1])
+@pytest.mark.parametrize("include_last", [False, True])
+def test_what_an_embedding_bag_saves(
+    mode: str, padding_idx: int, include_last: bool, weighted: bool
+) -> None:
+    """ATen's meta kernel gives other sizes."""
+    number = ("sum", "mean", "max").index(mode)
+    bags = torch.tensor([4, 1, 1, 0, 2]), torch.tensor([0, 2, 5])
+    weights = torch.rand(5) if weighted else None
+    args = (torch.randn(7, 3), *bags, False, number, False, weights, include_last, padding_idx)
+    for op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default):
+        got = told(op, *torch.utils._pytree.tree_map_only(Tensor, lazy, args))
+        assert [meta.size for meta in got] == [t.shape for t in op(*args)]
+
+
 def test_operands_may_be_metas_already() -> None:
     meta = TensorMeta.packed((2, 3), torch.float32)
     assert told(aten.t.default, meta) is TensorMeta.of((3, 2), (1, 3), 0, torch.float32)

@@ -11,6 +11,7 @@ from ltc_core import metrics
 from ltc_core.executors.base import NodeFailure
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.first_run import shared_outputs, wrong_output
+from ltc_core.executors.inductor.launcher import Mismatch
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.partitioned_program import PartitionedProgram
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, Write
@@ -89,6 +90,21 @@ def test_another_dtype_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ltc"):
         assert [t.dtype for _ in range(2) for t in run(chain)] == [torch.float32] * 4
     assert library.num_runs == 1 and "output 1 is float64[4]" in caplog.text
+
+
+def test_an_input_of_another_size_leaves_the_library() -> None:
+    """An op before it has given other sizes than its meta kernel said."""
+
+    def mismatch(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        raise Mismatch(0, TensorMeta.like(tensors[0]))
+
+    library = _Library(mismatch)
+    chain = program(library)
+    given = torch.arange(3.0)
+    for _ in range(2):
+        results = ended(chain.run_in_steps([given], []))[0]
+        assert [t.tolist() for t in results] == [(-given).tolist()] * 2
+    assert library.num_runs == 1
 
 
 def test_an_overwritten_input_is_an_error_and_no_value() -> None:

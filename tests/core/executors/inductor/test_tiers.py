@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from ltc_core import metrics
+from ltc_core.executors import replay
+from ltc_core.executors.base import Tier
 from ltc_core.executors.inductor import tiers
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.inductor.service import Outcome
+from ltc_core.executors.inductor.tier_report import State
 from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.executors.reference import ReferenceExecutor, ReferenceProgram
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta
@@ -43,7 +46,33 @@ def run(program: TieredProgram, *numbers: Any) -> torch.Tensor:
 
 
 def is_compiled(program: TieredProgram) -> bool:
-    return not program.holds_lock
+    return program.tier is Tier.COMPILED
+
+
+def test_replay_takes_over_where_it_was_quicker_and_compiled_code_again(service: Service) -> None:
+    assert replay.extension.load() is not None
+    program = one_node(aten.mul.Scalar, Scalar(0))
+    for _ in range(4):
+        run(program, 2.0)
+    service.answer()
+    assert is_compiled(program)
+    for tier, state in ((Tier.REPLAY, State.SLOWER), (Tier.COMPILED, State.COMPILED)) * 2:
+        program.prefer(tier)
+        before = program.op_by_op_runs
+        assert program.tier is tier and program.state is state
+        assert torch.equal(run(program, 3.0), torch.tensor([3.0, 6.0, 9.0, 12.0]))
+        assert program.op_by_op_runs - before == (tier is Tier.REPLAY)
+    assert service.asked == 1
+
+
+def test_compiled_code_stays_where_nothing_can_be_replayed(service: Service) -> None:
+    program = one_node(aten.mul.Scalar, Scalar(0))
+    with settings.override(replay="never"):
+        for _ in range(4):
+            run(program, 2.0)
+        service.answer()
+        program.prefer(Tier.REPLAY)
+        assert is_compiled(program)
 
 
 def test_a_graph_that_comes_back_is_compiled_in_the_background(service: Service) -> None:

@@ -1,0 +1,77 @@
+// A program that is replayed: instructions over a vector of values. Built by `ltc_replay.cpp`, run by `replay_run.h`.
+#pragma once
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ltc {
+
+using c10::IValue;
+
+enum class From : uint8_t { constant, value, scalar, list, lens, generator };
+
+struct Argument {
+  From from = From::constant;
+  IValue constant;
+  int32_t slot = 0;                 // of a value, a scalar, or the whole tensor of a lens
+  c10::TypePtr type;                // of a scalar, or of a list's elements
+  std::vector<Argument> items;      // of a list
+  std::vector<int32_t> steps;       // of a lens: calls of the program
+};
+
+// How a call is made on real tensors, whose strides may be others than those recorded (`graph/lens.py`).
+enum class How : uint8_t { boxed, reshape, as_strided, conj, neg, view_dtype, view_as_complex };
+
+struct Call {
+  How how = How::boxed;
+  std::optional<c10::OperatorHandle> op;
+  std::vector<Argument> arguments;
+  int32_t which = -1;               // of a step of a lens: the result it selects, of several
+  bool with_grad = false;           // the kernel asks for the grad mode
+};
+
+struct Write {
+  int32_t before, after;
+  bool in_place;
+};
+
+struct Result {
+  int32_t position, item, slot;     // on the stack; in the list there, or -1
+};
+
+struct Instruction {
+  int32_t call = -1;                // -1: it runs in Python
+  std::vector<Write> writes;
+  std::vector<Result> results;
+  std::vector<int32_t> frees, needs, makes; // `needs` and `makes`: values that a run in Python reads and leaves
+  int32_t draws = -1;               // the value that is the state of the random generator
+  std::optional<c10::ScalarType> default_dtype; // recorded: with another one it runs in Python
+  std::optional<c10::ScalarType> dtype;         // of the result then
+};
+
+struct Output {
+  int32_t slot;
+  bool copied;
+  c10::ScalarType dtype;
+};
+
+struct Program {
+  std::vector<Call> calls;
+  std::vector<Instruction> code;
+  std::vector<int32_t> inputs;
+  std::vector<bool> donated;
+  std::vector<Output> outputs;
+  size_t size = 0;
+  at::Generator generator = at::detail::createCPUGenerator();
+  PyObject* in_python = nullptr;    // (position, {slot: tensor}, scalars): runs one instruction on that dict
+};
+
+} // namespace ltc

@@ -1,0 +1,245 @@
+// One run of a program, without the GIL.
+//
+// Nothing touches Python while the GIL is away, except in `in_python`; the GIL is taken again by a plain call and never
+// in a destructor, since at exit Python ends the thread right there. Values are therefore tensors that no Python object
+// stands for, or are held a second time until the GIL is back: PyTorch asks for the GIL where the last C++ reference
+// beside a Python object goes.
+#pragma once
+#include "replay_arguments.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/conj_physical.h>
+#include <ATen/ops/neg.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+
+namespace torch { // of torch/csrc/Exceptions.h, which brings all of pybind11
+TORCH_PYTHON_API void translate_exception_to_python(const std::exception_ptr&);
+}
+
+namespace ltc {
+
+using Stack = std::vector<IValue>;
+using Values = std::vector<IValue>;
+
+struct InPython {}; // thrown where an instruction cannot be a boxed call this time
+
+struct Run {
+  Program& program;
+  const std::vector<c10::Scalar>& scalars;
+  PyObject* scalar_objects;
+  PyThreadState* state = nullptr;
+  c10::impl::LocalDispatchKeySet outside = c10::impl::tls_local_dispatch_key_set();
+  Values values;
+  Stack stack;
+
+  IValue fill(const Argument& argument) {
+    switch (argument.from) {
+      case From::constant:
+        return argument.constant;
+      case From::value:
+        return values[argument.slot];
+      case From::generator:
+        return program.generator;
+      case From::scalar: {
+        auto number = as_type(scalars[argument.slot], *argument.type);
+        if (!number)
+          throw InPython();
+        return std::move(*number);
+      }
+      case From::list: {
+        std::vector<IValue> items;
+        items.reserve(argument.items.size());
+        for (const auto& item : argument.items)
+          items.push_back(fill(item));
+        auto list = list_of(items, *argument.type);
+        if (!list)
+          throw InPython();
+        return std::move(*list);
+      }
+      case From::lens:
+        return seen(argument);
+    }
+    return {};
+  }
+
+  // The part of a tensor that a lens leads to. A step that copies needs Python, which writes the copy back.
+  IValue seen(const Argument& argument) {
+    at::Tensor part = values[argument.slot].toTensor();
+    const auto* memory = part.storage().unsafeGetStorageImpl();
+    Stack inner;
+    for (const int32_t step : argument.steps) {
+      const Call& call = program.calls[step];
+      inner.clear();
+      inner.emplace_back(part);
+      for (size_t i = 1; i < call.arguments.size(); ++i)
+        inner.push_back(call.arguments[i].constant);
+      invoke(call, inner);
+      part = call.which < 0 ? inner[0].toTensor() : inner[0].toTensorList().get(call.which);
+      if (part.storage().unsafeGetStorageImpl() != memory)
+        throw InPython();
+    }
+    return part;
+  }
+
+  static void invoke(const Call& call, Stack& stack) {
+    switch (call.how) {
+      case How::view_dtype: {
+        const auto to = static_cast<c10::ScalarType>(stack[1].toInt());
+        if (c10::elementSize(to) == stack[0].toTensor().element_size())
+          break;
+        [[fallthrough]];
+      }
+      case How::view_as_complex:
+        stack[0] = stack[0].toTensor().contiguous();
+        break;
+      case How::reshape:
+        return leave(stack, stack[0].toTensor().reshape(stack[1].toIntVector()));
+      case How::as_strided: {
+        const auto packed = stack[0].toTensor().contiguous();
+        const int64_t offset = stack[3].isInt() ? stack[3].toInt() : 0;
+        return leave(
+            stack,
+            packed.as_strided(stack[1].toIntVector(), stack[2].toIntVector(), packed.storage_offset() + offset));
+      }
+      case How::conj:
+        return leave(stack, at::conj_physical(stack[0].toTensor()));
+      case How::neg:
+        return leave(stack, at::neg(stack[0].toTensor()));
+      case How::boxed:
+        break;
+    }
+    const c10::AutoGradMode mode(call.with_grad);
+    call.op->callBoxed(&stack);
+  }
+
+  static void leave(Stack& stack, at::Tensor result) {
+    stack.clear();
+    stack.emplace_back(std::move(result));
+  }
+
+  void native(const Instruction& instruction) {
+    if (instruction.call < 0 || (instruction.default_dtype && *instruction.default_dtype != default_dtype()))
+      throw InPython();
+    const Call& call = program.calls[instruction.call];
+    for (const auto& write : instruction.writes)
+      values[write.after] = write.in_place ? values[write.before] : IValue(values[write.before].toTensor().clone());
+    stack.clear();
+    for (const auto& argument : call.arguments)
+      stack.push_back(fill(argument));
+    if (instruction.draws >= 0) {
+      const auto& position = values[instruction.draws].toTensor();
+      program.generator.set_state(position);
+      invoke(call, stack);
+      position.copy_(program.generator.get_state());
+    } else {
+      invoke(call, stack);
+    }
+    if (instruction.dtype && stack.size() == 1 && stack[0].isTensor())
+      stack[0] = stack[0].toTensor().to(*instruction.dtype);
+    for (const auto& result : instruction.results) {
+      if (result.item < 0)
+        values[result.slot] = stack[result.position];
+      else
+        values[result.slot] = stack[result.position].toTensorList().get(result.item);
+    }
+    stack.clear();
+  }
+
+  static c10::ScalarType default_dtype() {
+    return c10::typeMetaToScalarType(c10::get_default_dtype());
+  }
+
+  // Runs one instruction in Python; false with an exception set, and the GIL held, if it has failed.
+  bool in_python(const Instruction& instruction, int32_t position) {
+    stack.clear();
+    const c10::impl::ForceDispatchKeyGuard as_outside(outside);
+    PyEval_RestoreThread(state);
+    PyObject* there = PyDict_New();
+    bool done = there != nullptr;
+    for (size_t i = 0; done && i < instruction.needs.size(); ++i)
+      done = put(there, instruction.needs[i]);
+    PyObject* left = done ? PyObject_CallFunction(program.in_python, "iOO", position, there, scalar_objects) : nullptr;
+    done = left != nullptr;
+    for (size_t i = 0; done && i < instruction.makes.size(); ++i) {
+      PyObject* key = PyLong_FromLong(instruction.makes[i]);
+      PyObject* item = key ? PyDict_GetItemWithError(there, key) : nullptr;
+      Py_XDECREF(key);
+      // The object may outlive the dict; its tensor gets a second impl, which no object stands for.
+      values[instruction.makes[i]] = item && is_tensor(item) ? IValue(unshared(THPVariable_Unpack(item))) : IValue();
+    }
+    Py_XDECREF(left);
+    Py_XDECREF(there);
+    if (done)
+      state = PyEval_SaveThread();
+    return done;
+  }
+
+  static at::Tensor unshared(const at::Tensor& tensor) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return tensor.detach();
+  }
+
+  bool put(PyObject* dict, int32_t slot) const {
+    if (!values[slot].isTensor() || !values[slot].toTensor().defined())
+      return true;
+    PyObject* key = PyLong_FromLong(slot);
+    PyObject* item = key ? THPVariable_Wrap(values[slot].toTensor()) : nullptr;
+    const bool done = item && PyDict_SetItem(dict, key, item) == 0;
+    Py_XDECREF(key);
+    Py_XDECREF(item);
+    return done;
+  }
+
+  // Runs all; the position of the instruction that failed, or -1. Begins and ends with the GIL held.
+  int32_t all(std::vector<at::Tensor>& outputs) {
+    const c10::AutoGradMode no_grad(false);
+    std::exception_ptr problem;
+    int32_t at = 0;
+    state = PyEval_SaveThread();
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      const auto count = static_cast<int32_t>(program.code.size());
+      for (; at < count; ++at) {
+        const auto& instruction = program.code[at];
+        bool is_native = true;
+        try {
+          native(instruction);
+        } catch (const InPython&) {
+          is_native = false;
+        } catch (...) {
+          problem = std::current_exception();
+          break;
+        }
+        if (!is_native && !in_python(instruction, at))
+          return at; // the GIL is held
+        for (const int32_t slot : instruction.frees)
+          values[slot] = IValue();
+      }
+      if (!problem) {
+        try {
+          for (const auto& output : program.outputs) {
+            const auto& value = values[output.slot].toTensor();
+            const bool same = value.scalar_type() == output.dtype;
+            outputs.push_back(!same ? value.to(output.dtype) : output.copied ? value.clone() : value);
+          }
+        } catch (...) {
+          problem = std::current_exception();
+        }
+      }
+    }
+    PyEval_RestoreThread(state);
+    if (!problem)
+      return -1;
+    torch::translate_exception_to_python(problem);
+    return std::min(at, static_cast<int32_t>(program.code.size()) - 1);
+  }
+};
+
+} // namespace ltc

@@ -1,0 +1,146 @@
+"""Recurrent layers have eager's values to the last bit, and no more ops: an LSTM is one op a layer and direction."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ltc_core as ltc
+from ltc_core.settings import settings
+from tests.core.beside_eager import beside_eager
+from tests.core.counting import Counting
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"num_layers": 2, "dropout": 0.3},
+    {"bidirectional": True, "batch_first": True},
+    {"bias": False, "num_layers": 2, "bidirectional": True},
+]
+
+
+def relu_rnn(*args: Any, **kwargs: Any) -> nn.RNN:
+    return nn.RNN(*args, nonlinearity="relu", **kwargs)
+
+
+def layer_ops(program: Any) -> int:
+    with Counting() as counts:
+        program()
+        ltc.mark_step()
+    return counts.ops.get("mkldnn_rnn_layer", 0)
+
+
+@pytest.mark.parametrize("replay", ["never", "always"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, relu_rnn])
+def test_training_and_evaluation(layer: Any, kind: dict[str, Any], replay: str) -> None:
+    def program(device: torch.device) -> Any:
+        model = layer(5, 7, **kind).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        x = torch.randn(4, 3, 5).to(device).requires_grad_()
+        found = []
+        torch.manual_seed(1)
+        for _ in range(4):
+            y, last = model(x)
+            states = last if isinstance(last, tuple) else (last,)
+            loss = y.square().sum() + sum(state.sum() for state in states)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found += [loss.detach(), *(state.detach() for state in states)]
+            if device.type != "cpu":
+                ltc.mark_step()
+        model.eval()
+        with torch.no_grad():
+            found.append(model(x)[0])
+        found.append(torch.autograd.grad(model(x)[0].sum(), x)[0])  # of a model that is not trained
+        return [*found, x.grad, *(p.detach() for p in model.parameters())]
+
+    with settings.override(replay=replay):
+        beside_eager(program, rounds=1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_cells(kind: Any, bias: bool) -> None:
+    def program(device: torch.device) -> Any:
+        model = kind(5, 7, bias=bias).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        x = torch.randn(4, 3, 5).to(device).requires_grad_()
+        found = []
+        for _ in range(4):
+            state = None
+            for step in x:
+                state = model(step, state)
+            loss = torch.cat(state if isinstance(state, tuple) else (state,)).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+            if device.type != "cpu":
+                ltc.mark_step()
+        return [*found, x.grad, *(p.detach() for p in model.parameters())]
+
+    beside_eager(program, rounds=1)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_the_error_of_a_cell_is_that_of_eager(kind: Any) -> None:
+    def program(device: torch.device) -> list[str]:
+        cell, texts = kind(5, 7).to(device), []
+        for x, h in (((3, 6), (3, 7)), ((3, 5), (3, 8)), ((3, 5), (2, 7))):
+            state = torch.zeros(h, device=device)
+            with pytest.raises(RuntimeError) as raised:
+                cell(
+                    torch.zeros(x, device=device), (state, state) if kind is nn.LSTMCell else state
+                )
+            texts.append(str(raised.value).splitlines()[0])
+        return texts
+
+    beside_eager(program)
+
+
+def test_the_gradient_may_be_of_a_later_step() -> None:
+    """What the backward reads of the forward crosses the cut."""
+
+    def program(device: torch.device) -> Any:
+        model = nn.LSTM(5, 7).to(device)
+        x = torch.randn(4, 3, 5).to(device).requires_grad_()
+        y = model(x)[0]
+        if device.type != "cpu":
+            ltc.mark_step()
+        y.sum().backward()
+        return x.grad
+
+    beside_eager(program)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_it_is_one_op_a_layer_and_direction(kind: dict[str, Any]) -> None:
+    model = nn.LSTM(5, 7, **kind).to(ltc.lazy_device())
+    x = torch.randn(4, 3, 5, device=ltc.lazy_device())
+    directions = 2 if kind.get("bidirectional") else 1
+    assert layer_ops(lambda: model(x)) == kind.get("num_layers", 1) * directions
+
+
+def test_where_eager_has_another_way_so_has_the_device() -> None:
+    device = ltc.lazy_device()
+    x = torch.randn(4, 3, 5, device=device)
+    assert not layer_ops(lambda: nn.LSTM(5, 7, proj_size=3).to(device)(x))
+    assert not layer_ops(lambda: nn.LSTM(5, 7).double().to(device)(x.double()))
+    assert not layer_ops(lambda: nn.LSTM(5, 7).to(device)(x[:, :0]))
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        assert not layer_ops(lambda: nn.LSTM(5, 7).to(device)(x))
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_an_error_is_that_of_eager(layer: Any) -> None:
+    def program(device: torch.device) -> str:
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            layer(5, 7).to(device)(torch.randn(4, 3, 6).to(device))
+        return str(raised.value).splitlines()[0]
+
+    beside_eager(program)
