@@ -19,13 +19,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.util import get_temp_dir
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ltc_dist.processes.child import die_with_thread
 
@@ -33,6 +35,7 @@ __all__ = ["begin", "keep_all"]
 
 _torch_iterator: Any = DataLoader._get_iterator
 _num_keepers = 0
+_ENDING_S = 5  # the kernel has closed the files of a process; soon it has ended
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,31 @@ def _begun(loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
             batches = begin()
         finally:
             loader.worker_init_fn = user
+    if isinstance(batches, _MultiProcessingDataLoaderIter):
+        _name_ended_worker(batches)
     for process in getattr(batches, "_workers", ()):
         _end_by_force(process, batches)
     return batches
+
+
+def _name_ended_worker(batches: _MultiProcessingDataLoaderIter) -> None:
+    """Have the end of a worker told by PyTorch's error, not by that of the connection it leaves behind.
+
+    The kernel closes the files of a process before the process counts as ended, and PyTorch looks only once.
+    """
+    iterator = weakref.ref(batches)
+
+    def try_get_data(*args: Any, **kwargs: Any) -> Any:
+        alive = iterator()
+        assert alive is not None
+        try:
+            return type(alive)._try_get_data(alive, *args, **kwargs)
+        except (EOFError, ConnectionError):
+            connection.wait([process.sentinel for process in alive._workers], _ENDING_S)
+            torch._C._error_if_any_worker_fails()
+            raise
+
+    batches._try_get_data = try_get_data  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

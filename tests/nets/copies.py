@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ltc_core as ltc
 from tests.nets.tiers import TIERS, tier
@@ -117,7 +119,7 @@ def generate(number: int) -> Lines:
     names = _start(number, "cpu")
     lines: Lines = []
     count = len(names)
-    with _refusing():
+    with _refusing(), _Defined():
         while len(lines) < NUM_LINES:
             line = _line(draw, names, count)
             count += 1
@@ -134,6 +136,35 @@ def generate(number: int) -> Lines:
             if draw.random() < 0.2:
                 lines.append(_CUT)
     return lines
+
+
+class _Defined(TorchDispatchMode):
+    """Refuse an op that reads a part of what it writes: eager does not define whether it reads old or new values."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        by_name.update(kwargs or {})
+        written, read = [], []
+        for argument in func._schema.arguments:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            tensors = [
+                t for t in tree_leaves(by_name.get(argument.name)) if isinstance(t, torch.Tensor)
+            ]
+            (written if is_written else read).extend(tensors)
+        if any(_is_part(w, other) for w in written for other in [*read, *written]):
+            raise ArithmeticError
+        return func(*args, **(kwargs or {}))
+
+
+def _is_part(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share some of their elements, and not each at the same place."""
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata or not a.numel() or not b.numel():
+        return False
+    elements = torch.arange(a.untyped_storage().nbytes() // a.element_size())
+    of_a, of_b = (elements.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (a, b))
+    return not torch.equal(of_a, of_b) and bool(torch.isin(of_a, of_b).any())
 
 
 @contextlib.contextmanager

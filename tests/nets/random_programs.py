@@ -41,11 +41,11 @@ _OVERLAP = (
 )
 # Views are values too: one that memory of these strides cannot have is what reshape gives.
 _NO_VIEW = "view size is not compatible with input tensor's size and stride"
-# The device's own refusal.
 # What PyTorch says where a gradient comes to a tensor of integers; whether it does depends on who asks first.
 _NO_GRADIENT = re.compile(
     "Autograd not support dtype|only Tensors of floating point dtype can require gradients"
 )
+# The device's own refusal.
 _GROWTH = "resize_ would grow memory that other tensors share"
 # A program ends before one of its tensors is larger.
 _MOST = 4 * MOST_ELEMENTS

@@ -98,3 +98,21 @@ def test_other_processes_have_the_usual_fork_server() -> None:
     assert [b[0].tolist() for b in wrapped] == [[0, 1], [2, 3]]
     assert forkserver.connect_to_new_process is before
     assert workers._server._forkserver_pid != forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+
+def test_a_worker_whose_connection_ends_before_it_does_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = workers.begin(DataLoader(SignalMask(), batch_size=1, num_workers=1))
+    worker = batches._workers[0]  # type: ignore[attr-defined]
+
+    def get(timeout: float) -> None:
+        os.kill(worker.pid, signal.SIGKILL)
+        raise EOFError
+
+    monkeypatch.setattr(batches._data_queue, "get", get)  # type: ignore[attr-defined]
+    monkeypatch.setattr(worker, "is_alive", lambda: True)
+    with pytest.raises(
+        RuntimeError, match=rf"DataLoader worker \(pid {worker.pid}\) is killed by signal: Killed"
+    ):
+        next(batches)
