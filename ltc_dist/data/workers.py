@@ -159,7 +159,7 @@ def _name_ended_worker(batches: _MultiProcessingDataLoaderIter) -> None:
         alive = iterator()
         assert alive is not None
         try:
-            return type(alive)._try_get_data(alive, *args, **kwargs)
+            return type(alive)._try_get_data(alive, *args, **kwargs)  # type: ignore[no-untyped-call]
         except (EOFError, ConnectionError):
             connection.wait([process.sentinel for process in alive._workers], _ENDING_S)
             torch._C._error_if_any_worker_fails()

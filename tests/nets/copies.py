@@ -119,7 +119,7 @@ def generate(number: int) -> Lines:
     names = _start(number, "cpu")
     lines: Lines = []
     count = len(names)
-    with _refusing(), _Defined():
+    with _refusing(), _Defined():  # type: ignore[no-untyped-call]
         while len(lines) < NUM_LINES:
             line = _line(draw, names, count)
             count += 1
@@ -138,7 +138,7 @@ def generate(number: int) -> Lines:
     return lines
 
 
-class _Defined(TorchDispatchMode):
+class _Defined(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse an op that reads a part of what it writes: eager does not define whether it reads old or new values."""
 
     def __torch_dispatch__(
@@ -146,7 +146,8 @@ class _Defined(TorchDispatchMode):
     ) -> Any:
         by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
         by_name.update(kwargs or {})
-        written, read = [], []
+        written: list[torch.Tensor] = []
+        read: list[torch.Tensor] = []
         for argument in func._schema.arguments:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             tensors = [
