@@ -11,13 +11,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 XLA_STAMP := $(XLA_VENV)/.setup-done
 # What runs on torch_xla: its own tests, the lazy device's parity with eager, and the digits, on one device and on two.
-XLA_TESTS := tests/xla tests/core/programs/test_parity.py tests/core/compile/test_random_draws.py \
-    tests/core/executors/xla/test_library.py tests/examples/test_mnist_threads.py
+XLA_TESTS := tests/xla tests/core/programs/test_parity.py tests/core/program/test_random_draws.py \
+    tests/core/executors/torch_xla/test_library.py tests/examples/test_mnist_threads.py
 # What finds most mistakes in a minute: the graph, recording, parts of compiling, op by op, verbs; no processes.
 QUICK_TESTS := tests/test_imports.py tests/test_documents.py tests/core/graph tests/core/tensor \
-    tests/core/compile tests/core/record/test_trace.py tests/core/record/test_recorder.py \
+    tests/core/program tests/core/record/test_trace.py tests/core/record/test_recorder.py \
     tests/core/record/test_random_state.py tests/core/shapes/test_shape_inference.py \
-    tests/core/executors/test_null.py tests/core/executors/test_reference.py tests/core/executors/test_salvage.py \
+    tests/core/executors/test_null.py tests/core/executors/test_reference.py tests/core/program/test_salvage.py \
     tests/core/ops/test_special.py tests/core/ops/test_composites.py tests/core/runtime/test_worker.py \
     tests/core/runtime/test_placement.py tests/core/runtime/test_program_cache.py tests/core/api/test_closures.py \
     tests/core/programs/test_control_flow.py tests/core/test_errors.py tests/dist/job/test_ranks.py \

@@ -139,7 +139,7 @@ def _ltc(hardware: str) -> Peer:
 
 
 def _ltc_wait_compiler(timeout_s: float) -> bool:
-    from ltc_core.executors.inductor.service import service
+    from ltc_core.executors.inductor.compiler.service import service
 
     return service().wait_idle(timeout_s)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import ltc_core as ltc
 from ltc_core import debug
-from ltc_core.graph.passes import plan
+from ltc_core.program.plan import plan
 from ltc_core.runtime import devices
 from ltc_core.runtime.program_cache import CompiledGraph
 

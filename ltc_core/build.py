@@ -6,8 +6,9 @@ Otherwise each part is built on first use: a few seconds, once for each user and
 import sys
 
 from ltc_core.device import build as device
-from ltc_core.executors import host_memory, replay
+from ltc_core.executors import host_memory
 from ltc_core.executors.inductor import launcher
+from ltc_core.executors.reference import replay
 from ltc_core.record import fast_path
 
 __all__ = ["main"]

@@ -1,7 +1,7 @@
 """The TPU chips of this host, read from its PCI bus, without a TPU library or client.
 
-Used by `settings` for the number of devices, by `executors.xla.topology` for the chip of a process, and by
-`executors.xla.library` for the generation of the chips.
+Used by `settings` for the number of devices, by `executors.torch_xla.topology` for the chip of a process, and by
+`executors.torch_xla.library` for the generation of the chips.
 """
 
 from __future__ import annotations

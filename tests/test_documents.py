@@ -16,6 +16,8 @@ FOLDERS = (
     "launch",
     "docs",
     "ltc_core/executors/inductor",
+    "ltc_core/executors/reference",
+    "ltc_core/program",
     "ltc_core/record",
     "ltc_core/record/csrc",
 )

@@ -18,7 +18,7 @@ ORDER = {
     "ltc_core": """
         errors tpu_chips settings source thread_state uninterrupted private_directory native_extension
         metrics_report metrics
-        graph/ device/ tensor/ shapes/ record/ compile/ executors/ debug/ runtime/ ops/ serialization/ api/
+        graph/ device/ tensor/ shapes/ record/ program/ executors/ debug/ runtime/ ops/ serialization/ api/
         profiler setup build __init__
     """,
     "ltc_dist": """
@@ -32,7 +32,7 @@ ORDER = {
 
 # (file, what it imports inside a function) -> why that import cannot stand at the top.
 INSIDE_FUNCTIONS = {
-    ("ltc_core.executors.inductor.child", "ltc_core.executors.inductor.artifacts"): (
+    ("ltc_core.executors.inductor.compiler.child", "ltc_core.executors.inductor.compiler.artifacts"): (
         "it imports PyTorch: only after the process has lowered its priority and watches its parent"
     ),
     ("ltc_dist.job.host_collectives", "numpy"): "an optional dependency",
@@ -42,7 +42,11 @@ INSIDE_FUNCTIONS = {
 }  # fmt: skip
 
 # What is imported in the compiler's process only, where it may take seconds.
-OF_THE_COMPILER = ("build_artifact", "child", "gemm", "gemm_lowering", "lower")
+OF_THE_COMPILER = (
+    "compiler.build_artifact",
+    "compiler.child",
+    *(f"lowering.{name}" for name in ("gemm", "gemm_lowering", "lower")),
+)
 
 # What a file may not import: what is built on it, and what is no dependency in setup.cfg.
 FORBIDDEN = ("launch", "tests", "examples", "benchmarks", "numpy")

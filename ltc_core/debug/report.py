@@ -16,9 +16,9 @@ import torch
 from ltc_core import errors, source
 from ltc_core.debug.dump import graph_text
 from ltc_core.debug.explain import Cause
-from ltc_core.executors.base import Program
 from ltc_core.graph.ir import Graph
 from ltc_core.metrics_report import bytes_text
+from ltc_core.program.program import Program
 from ltc_core.settings import file_of_rank, settings
 
 __all__ = ["graph_hash", "on_cut", "say"]

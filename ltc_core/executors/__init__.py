@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 
 from ltc_core.errors import DeviceError
-from ltc_core.executors.base import Executor, NodeFailure, Program
+from ltc_core.executors.base import Executor
 from ltc_core.executors.hardware import hardware
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.null import NullExecutor
-from ltc_core.executors.reference import ReferenceExecutor
-from ltc_core.executors.xla.executor import XlaExecutor
+from ltc_core.executors.reference.executor import ReferenceExecutor
+from ltc_core.executors.torch_xla.executor import XlaExecutor
 from ltc_core.settings import settings
 
-__all__ = ["EXECUTORS", "Executor", "NodeFailure", "Program", "make"]
+__all__ = ["EXECUTORS", "Executor", "make"]
 
 # Executors that compute on PyTorch's own devices.
 EXECUTORS: dict[str, Callable[[torch.device], Executor]] = {

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.base import Executor, Program
+from ltc_core.executors.base import Executor
 from ltc_core.graph.ir import Graph, TensorMeta
+from ltc_core.program.program import Program
 
 __all__ = ["NullExecutor"]
 

@@ -1,7 +1,7 @@
 """Buckets: many tensors are grouped, and a collective runs on one flat vector for each group.
 
 In: dtypes and sizes of the tensors. Out: for each bucket, the positions of its tensors. Used by `collective`,
-`executors.inductor.overlap` and `ltc_dist.collectives`.
+`program.passes.overlap` and `ltc_dist.collectives`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 __all__ = ["deal", "deal_backwards"]
 
 _FIRST_MB = 1.0  # the first bucket is small, so that its reduction starts early
-# With less, a second bucket costs more than it gains (GPT of design section 6, 3.3 MiB, two processes: 3 % of a step).
+# With less, a second bucket costs more than it gains (GPT of `benchmarks.peers`, 3.3 MiB, two processes: 3 %).
 _SPLIT_MB = 4.0
 
 

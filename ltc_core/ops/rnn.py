@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ltc_core.executors.narrow_dtypes import StorageTypes
+from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.settings import settings
 
 __all__ = ["register_rnn"]

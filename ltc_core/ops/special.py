@@ -210,9 +210,9 @@ def _histc(args: Any, kwargs: Any) -> Any:
     are_equal = torch.as_tensor(first == last, device=x.device).to(torch.int64)
     first, last = first - are_equal, last + are_equal
     is_counted = (x >= first) & (x <= last)
-    upload = ((x - first) * bins // (last - first)).clamp(0, bins - 1)
+    at = ((x - first) * bins // (last - first)).clamp(0, bins - 1)
     counts = torch.zeros(bins, dtype=torch.int64, device=x.device)
-    return counts.scatter_add_(0, upload, is_counted.to(torch.int64)).to(dtype)
+    return counts.scatter_add_(0, at, is_counted.to(torch.int64)).to(dtype)
 
 
 # -- losses of two dtypes ------------------------------------------------------------------------

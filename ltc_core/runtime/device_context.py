@@ -17,10 +17,10 @@ import torch
 
 from ltc_core import debug, errors, metrics, source
 from ltc_core.executors import make
-from ltc_core.executors.base import Tier
 from ltc_core.executors.openmp import release_team, spin_briefly
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
+from ltc_core.program.program import Tier
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import fork_gate

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ltc_core import errors, metrics
-from ltc_core.executors import NodeFailure
 from ltc_core.executors.openmp import use_threads
 from ltc_core.graph.ir import Graph, Node, references
+from ltc_core.program.failure import NodeFailure
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.worker import Job
 from ltc_core.tensor.buffer import Buffer, MemoryCounter
@@ -165,22 +165,22 @@ class Launch(Job):
         assert failure.__cause__ is not None
         first = self._error_of(failure.node, failure.__cause__)
         found = {id(failure.__cause__): first}  # an exception of the user may be unhashable
-        for node, original in failure.causes.values():
+        for node, original in failure.left.causes.values():
             if id(original) not in found:
                 found[id(original)] = self._error_of(node, original)
-        others = {o: found[id(original)] for o, (_, original) in failure.causes.items()}
+        others = {o: found[id(original)] for o, (_, original) in failure.left.causes.items()}
         lost = [
             (others.get(number, first), weakref.ref(buffer))
             for number, buffer in zip(self._compiled.graph.outputs, self._outputs, strict=True)
-            if number not in failure.salvaged
+            if number not in failure.left.data
         ]
         for error in found.values():
             # The results of a failed op may be lost to an earlier failure, too.
             carriers = tuple(ref for by, ref in lost if by is error)
-            if failure.older or carriers:
-                self._failures.append(Failure(error, () if failure.older else carriers))
+            if failure.left.older or carriers:
+                self._failures.append(Failure(error, () if failure.left.older else carriers))
         # Last, so that the failure is there before anybody can see the older values.
-        self.resolve(first, failure.salvaged, others)
+        self.resolve(first, failure.left.data, others)
         metrics.count("FailedExecution")
 
     def _error_of(self, node: Node | None, original: BaseException) -> errors.LtcError:

@@ -12,11 +12,12 @@ from typing import Any
 
 from ltc_core import metrics
 from ltc_core.debug.explain import Cause, KnownGraphs, explain, on_compile
-from ltc_core.executors import Executor, Program
+from ltc_core.executors import Executor
 from ltc_core.graph import collective
 from ltc_core.graph.check import check
 from ltc_core.graph.ir import Graph, TensorMeta, references
 from ltc_core.graph.passes import count_ops, prune
+from ltc_core.program.program import Program
 from ltc_core.record.trace import Cut, Step, Trace
 from ltc_core.runtime.placement import PlacementPolicy
 from ltc_core.settings import settings

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 
 import ltc_core as ltc
-from ltc_core.compile.retrace import Refused
-from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors import Executor, Program
+from ltc_core.executors import Executor
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
+from ltc_core.executors.inductor.compiler.request import Request, decode, encode
 from ltc_core.executors.inductor.executor import InductorExecutor
-from ltc_core.executors.inductor.lower import Lowered, lower
+from ltc_core.executors.inductor.lowering.lower import Lowered, lower
 from ltc_core.executors.inductor.numeric_flags import NumericFlags
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.inductor.request import Request, decode, encode
 from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.graph.ir import Graph
+from ltc_core.program.lowering.retrace import Refused
+from ltc_core.program.program import Program
+from ltc_core.program.subgraph import Subgraph
 from ltc_core.runtime import devices
 from ltc_core.runtime.program_cache import ProgramCache
 from ltc_core.settings import settings

@@ -1,6 +1,6 @@
 """What torch_xla's library itself counted so far."""
 
-from ltc_core.executors.xla import library
+from ltc_core.executors.torch_xla import library
 
 
 def compiled_by_xla() -> int:

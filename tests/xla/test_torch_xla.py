@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ltc_core as ltc
 from ltc_core.errors import DeviceError
-from ltc_core.executors.xla import executor, library
+from ltc_core.executors.torch_xla import executor, library
 from ltc_core.settings import settings
 from tests.core.counting import Counting
 from tests.xla.library_counts import compiled_by_xla, transfers

@@ -13,16 +13,18 @@ from typing import Any
 import torch
 
 from ltc_core import metrics
-from ltc_core.compile.scalar_inputs import SCALAR_DTYPES, kinds
-from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.base import SubgraphFailure
 from ltc_core.executors.inductor.first_run import shared_outputs, wrong_output
 from ltc_core.executors.inductor.index_checks import find_bounds, in_bounds
 from ltc_core.executors.inductor.launcher import Mismatch, Model
 from ltc_core.executors.inductor.tier_report import recorded_at, refuse
-from ltc_core.executors.partitioned_program import EagerRunner, PartitionedProgram, SubgraphRunner
+from ltc_core.executors.reference.eager_runner import EagerRunner
+from ltc_core.executors.reference.program import rest_runner
 from ltc_core.graph.ir import Graph
-from ltc_core.graph.passes import plan
+from ltc_core.program.failure import SubgraphFailure
+from ltc_core.program.partitioned import PartitionedProgram, SubgraphRunner
+from ltc_core.program.plan import plan
+from ltc_core.program.scalar_inputs import SCALAR_DTYPES, kinds
+from ltc_core.program.subgraph import Subgraph
 
 __all__ = ["compiled_program"]
 
@@ -50,7 +52,9 @@ def compiled_program(
         else EagerRunner(subgraph, hardware)
         for k, subgraph in enumerate(subgraphs)
     ]
-    return PartitionedProgram(graph, runners, hardware=hardware)
+    return PartitionedProgram(
+        graph, runners, rest=lambda scalars: rest_runner(scalars, None, hardware)
+    )
 
 
 class _CompiledRunner(SubgraphRunner):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from ltc_core.executors.base import CPU, Program
+from ltc_core.executors.base import CPU
 from ltc_core.executors.host_memory import keep_memory, release_kept
 from ltc_core.executors.inductor.tier_report import refuse
 from ltc_core.executors.inductor.tiers import TieredProgram
-from ltc_core.executors.reference import ReferenceExecutor
+from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph.ir import Graph
+from ltc_core.program.program import Program
 
 __all__ = ["InductorExecutor"]
 

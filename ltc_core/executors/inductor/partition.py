@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from ltc_core.compile.initial_state import without_operands
-from ltc_core.compile.scalar_inputs import base_name
-from ltc_core.compile.schedule import schedule
-from ltc_core.compile.subgraph import Subgraph, subgraphs_of
 from ltc_core.executors.inductor.index_checks import find_bounds
-from ltc_core.executors.inductor.layout import keep_channels_last
-from ltc_core.executors.inductor.overlap import overlap_reductions
 from ltc_core.graph import collective
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Lens, Node, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import open_lens
+from ltc_core.program.passes.initial_state import without_operands
+from ltc_core.program.passes.layout import keep_channels_last
+from ltc_core.program.passes.overlap import overlap_reductions
+from ltc_core.program.scalar_inputs import base_name
+from ltc_core.program.schedule import schedule
+from ltc_core.program.subgraph import Subgraph, subgraphs_of
 
 __all__ = ["eager_nodes", "partition"]
 

@@ -22,15 +22,12 @@ from typing import Any
 import torch
 
 from ltc_core import metrics
-from ltc_core.compile.scalar_inputs import same_scalar, vector_metas
-from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.base import Program, Salvaged, Tier, run_to_end
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
+from ltc_core.executors.inductor.compiler.request import Request, encode, key
+from ltc_core.executors.inductor.compiler.service import CompileService, Outcome, service
 from ltc_core.executors.inductor.launcher import Model, load
 from ltc_core.executors.inductor.numeric_flags import NumericFlags
 from ltc_core.executors.inductor.partition import eager_nodes, partition
-from ltc_core.executors.inductor.request import Request, encode, key
-from ltc_core.executors.inductor.service import CompileService, Outcome, service
 from ltc_core.executors.inductor.tier_report import (
     COMPILED_RUNS,
     OP_BY_OP_RUNS,
@@ -40,9 +37,13 @@ from ltc_core.executors.inductor.tier_report import (
     recorded_at,
     refuse,
 )
-from ltc_core.executors.partitioned_program import PartitionedProgram
-from ltc_core.executors.reference import ReferenceProgram
+from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, TensorMeta
+from ltc_core.program.failure import Salvaged
+from ltc_core.program.partitioned import PartitionedProgram
+from ltc_core.program.program import Program, Tier, run_to_end
+from ltc_core.program.scalar_inputs import same_scalar, vector_metas
+from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
 
 __all__ = ["TieredProgram"]

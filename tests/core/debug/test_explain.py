@@ -16,7 +16,7 @@ import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.debug import explain as explain_module
 from ltc_core.debug.explain import KINDS, Cause
-from ltc_core.executors.reference import ReferenceExecutor
+from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.runtime import device_context as context_module
 from ltc_core.runtime import program_cache as compiler_module
 from ltc_core.runtime.devices import context

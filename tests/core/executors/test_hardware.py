@@ -13,7 +13,8 @@ import torch
 import ltc_core as ltc
 from ltc_core.errors import DeviceError
 from ltc_core.executors.hardware import hardware
-from ltc_core.executors.reference import ReferenceExecutor, on_cpu
+from ltc_core.executors.reference.executor import ReferenceExecutor
+from ltc_core.executors.reference.instruction import on_cpu
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.program_cache import ProgramCache
 from ltc_core.settings import settings

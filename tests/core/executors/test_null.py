@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-from ltc_core.executors import EXECUTORS, Executor, Program
+from ltc_core.executors import EXECUTORS, Executor
 from ltc_core.executors.null import NullExecutor
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
+from ltc_core.program.program import Program
 
 aten = torch.ops.aten
 META = TensorMeta.packed((2, 3), torch.float32)

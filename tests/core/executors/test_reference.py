@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.executors import EXECUTORS, NodeFailure
-from ltc_core.executors.reference import ReferenceExecutor
+from ltc_core.executors import EXECUTORS
+from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write, references
-from ltc_core.graph.passes import origins, plan
+from ltc_core.graph.passes import origins
+from ltc_core.program.failure import NodeFailure
+from ltc_core.program.plan import plan
 from ltc_core.settings import settings
 from tests.core.random_graphs import RandomGraph, random_graph
 
@@ -293,15 +295,15 @@ def test_a_run_that_fails_leaves_each_output_at_its_newest_version() -> None:
             is_state = versions[-1] in found.graph.inputs
             if output in drawn:  # goes on with the draws that are made after the failure
                 since = versions[: versions.index(version) + 1]
-                state = failure.salvaged[output]
+                state = failure.left.data[output]
                 assert any(torch.equal(state, found.values[v]) for v in since), f"seed {seed}"
                 continue
             if not is_state and output not in lost:
                 made += version != output
                 version = output
             if version is not None:
-                assert torch.equal(failure.salvaged[output], found.values[version]), f"seed {seed}"
-                assert version != output or output not in failure.older, f"seed {seed}"
+                assert torch.equal(failure.left.data[output], found.values[version]), f"seed {seed}"
+                assert version != output or output not in failure.left.older, f"seed {seed}"
                 kept += 1
     assert kept > NUM_GRAPHS and made > NUM_GRAPHS // 4
 
@@ -325,7 +327,7 @@ def test_what_a_failed_run_leaves_shares_no_memory() -> None:
     """Else the next step, which writes in place, would change two tensors."""
     for seed in range(NUM_GRAPHS):
         found, _, inputs, failure = run_with_fault(seed)
-        check_memory(found, inputs, list(failure.salvaged.values()))
+        check_memory(found, inputs, list(failure.left.data.values()))
 
 
 def test_state_that_was_to_be_made_after_the_fault_starts_as_it_was_to_start() -> None:
@@ -336,7 +338,7 @@ def test_state_that_was_to_be_made_after_the_fault_starts_as_it_was_to_start() -
     graph = Graph((failing, zeros, update), {0: META}, (3,))
     with pytest.raises(NodeFailure) as failure:
         run(graph, torch.ones(2, 3))
-    assert torch.equal(failure.value.salvaged[3], torch.zeros(2, 3))
+    assert torch.equal(failure.value.left.data[3], torch.zeros(2, 3))
 
 
 def test_what_comes_from_the_op_that_failed_is_lost_and_nothing_else() -> None:
@@ -346,8 +348,8 @@ def test_what_comes_from_the_op_that_failed_is_lost_and_nothing_else() -> None:
     graph = Graph((failing, written, update), {0: META}, (2, 3), frozenset({0}))
     with pytest.raises(NodeFailure) as failure:
         run(graph, torch.ones(2, 3))
-    assert list(failure.value.salvaged) == [3]
-    assert torch.equal(failure.value.salvaged[3], torch.ones(2, 3))
+    assert list(failure.value.left.data) == [3]
+    assert torch.equal(failure.value.left.data[3], torch.ones(2, 3))
     assert failure.value.node is failing
 
 

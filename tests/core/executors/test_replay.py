@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import ltc_core as ltc
-from ltc_core.executors import NodeFailure, replay
-from ltc_core.executors.base import Tier
-from ltc_core.executors.reference import ReferenceExecutor, ReferenceProgram
+from ltc_core.executors.reference import replay
+from ltc_core.executors.reference.executor import ReferenceExecutor
+from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
 from ltc_core.native_extension import Extension
+from ltc_core.program.failure import NodeFailure
+from ltc_core.program.program import Tier
 from ltc_core.settings import settings
 from tests.core import child
 
@@ -71,7 +73,7 @@ def test_without_its_library_ops_run_in_python(
 def test_training_is_replayed_with_the_losses_of_eager() -> None:
     out, err = child.run(
         """
-        from ltc_core.executors import reference, replay
+        from ltc_core.executors.reference import replay
 
         built = []
         build = replay.build

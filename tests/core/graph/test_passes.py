@@ -7,7 +7,8 @@ plans give right answers when they run is held by test_reference.py.
 import torch
 
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, Write, references
-from ltc_core.graph.passes import MemoryPlan, count_ops, plan, prune
+from ltc_core.graph.passes import count_ops, prune
+from ltc_core.program.plan import MemoryPlan, plan
 from tests.core.random_graphs import random_graph
 
 aten = torch.ops.aten

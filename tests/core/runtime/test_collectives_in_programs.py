@@ -9,8 +9,8 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.errors import LtcError
-from ltc_core.executors.base import NodeFailure
 from ltc_core.executors.inductor.tiers import TieredProgram
+from ltc_core.program.failure import NodeFailure, Salvaged
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.placement import Placement
 
@@ -72,7 +72,7 @@ def test_what_fails_behind_the_wait_is_told_and_loses_nothing(others: Others) ->
     try:
         raise ValueError("a process has gone")
     except ValueError as cause:
-        others.error = NodeFailure(None, {})
+        others.error = NodeFailure(None, Salvaged({}))
         others.error.__cause__ = cause
     y = x * 2
     ltc.mark_step()

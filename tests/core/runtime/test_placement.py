@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ltc_core.executors.base import Tier
+from ltc_core.program.program import Tier
 from ltc_core.runtime import placement
 from ltc_core.runtime.placement import Placement, PlacementPolicy
 

@@ -13,11 +13,11 @@ from torch import Tensor
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.errors import SettingsError
-from ltc_core.executors import Program
-from ltc_core.executors.base import Tier
-from ltc_core.executors.reference import ReferenceExecutor, ReferenceProgram
+from ltc_core.executors.reference.executor import ReferenceExecutor
+from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, TensorMeta
-from ltc_core.graph.passes import plan
+from ltc_core.program.plan import plan
+from ltc_core.program.program import Program, Tier
 from ltc_core.runtime import device_context as context_module
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.program_cache import ProgramCache

@@ -11,9 +11,9 @@ import torch
 
 from ltc_core import metrics
 from ltc_core.executors.inductor import tier_report, tiers
-from ltc_core.executors.inductor.lower import lower
-from ltc_core.executors.inductor.request import decode
-from ltc_core.executors.inductor.service import Outcome
+from ltc_core.executors.inductor.compiler.request import decode
+from ltc_core.executors.inductor.compiler.service import Outcome
+from ltc_core.executors.inductor.lowering.lower import lower
 from ltc_core.settings import settings
 
 __all__ = ["Interpreted", "Service", "use"]

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.inductor import child
-from ltc_core.executors.inductor.artifacts import Artifacts
+from ltc_core.executors.inductor.compiler import child
+from ltc_core.executors.inductor.compiler.artifacts import Artifacts
+from ltc_core.executors.inductor.compiler.request import Request, encode, key
+from ltc_core.executors.inductor.lowering.own_memory_lowering import AliasingError, Lowerings
 from ltc_core.executors.inductor.numeric_flags import NumericFlags
-from ltc_core.executors.inductor.own_memory_lowering import AliasingError, Lowerings
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.inductor.request import Request, encode, key
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
+from ltc_core.program.subgraph import Subgraph
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # PyTorch's compiler uses what PyTorch deprecates
-    from ltc_core.executors.inductor import build_artifact
+    from ltc_core.executors.inductor.compiler import build_artifact
 
 META = TensorMeta.packed((4,), torch.float32)
 

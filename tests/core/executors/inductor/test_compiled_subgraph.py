@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
-from ltc_core.executors.inductor.lower import lower
+from ltc_core.executors.inductor.lowering.lower import lower
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.partitioned_program import PartitionedProgram
+from ltc_core.program.partitioned import PartitionedProgram
 from tests.core.random_graphs import RandomGraph, random_graph
 from tests.core.stand_ins import Interpreted, ended
 

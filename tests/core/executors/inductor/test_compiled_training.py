@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 import ltc_core as ltc
 from ltc_core import metrics
-from ltc_core.executors.inductor.service import service
+from ltc_core.executors.inductor.compiler.service import service
 
 
 def data(step, size=8):

@@ -28,8 +28,8 @@ import json, os, sys, time
 from pathlib import Path
 from tests.core import bare_package
 from tests.core.executors.inductor.fake_builder import BUILDER, request
-from ltc_core.executors.inductor import service as module
-from ltc_core.executors.inductor.service import CompileService
+from ltc_core.executors.inductor.compiler import service as module
+from ltc_core.executors.inductor.compiler.service import CompileService
 module._service = service = CompileService(BUILDER, Path(os.environ["ROOT"]))
 seen = {{}}
 def submit(key, do="", **more):

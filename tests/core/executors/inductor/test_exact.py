@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltc_core.executors.inductor.exact import EXACT, exact_decompositions
+from ltc_core.executors.inductor.lowering.exact import EXACT, exact_decompositions
 
 aten = torch.ops.aten
 INF, NAN = math.inf, math.nan

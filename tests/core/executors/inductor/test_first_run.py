@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ltc_core import metrics
-from ltc_core.executors.base import NodeFailure
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.first_run import shared_outputs, wrong_output
 from ltc_core.executors.inductor.launcher import Mismatch
 from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.partitioned_program import PartitionedProgram
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, Write
+from ltc_core.program.failure import NodeFailure
+from ltc_core.program.partitioned import PartitionedProgram
 from tests.core.stand_ins import ended
 
 aten = torch.ops.aten

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.inductor import gemm
-from ltc_core.executors.inductor.lower import lower
+from ltc_core.executors.inductor.lowering import gemm
+from ltc_core.executors.inductor.lowering.lower import lower
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
+from ltc_core.program.subgraph import Subgraph
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(
@@ -86,11 +86,11 @@ COMPILED = """
 import sys
 from pathlib import Path
 import torch
-from ltc_core.executors.inductor import gemm
-from ltc_core.executors.inductor.build_artifact import build
+from ltc_core.executors.inductor.lowering import gemm
+from ltc_core.executors.inductor.compiler.build_artifact import build
 from ltc_core.executors.inductor.launcher import load
 from ltc_core.executors.inductor.numeric_flags import NumericFlags
-from ltc_core.executors.inductor.request import Request, encode
+from ltc_core.executors.inductor.compiler.request import Request, encode
 from tests.core.executors.inductor.test_gemm import goes_to_onednn, matrix, product, turned
 
 gemm._is_quicker = lambda: True

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ltc_core.compile.decompositions import FOR_INDUCTOR, attention, attention_backward
-from ltc_core.compile.retrace import Refused
-from ltc_core.compile.scalar_inputs import SCALAR_DTYPES, WHOLE_RULES
-from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.inductor.lower import Lowered, lower
+from ltc_core.executors.inductor.lowering.lower import Lowered, lower
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
-from ltc_core.graph.passes import plan
+from ltc_core.program.lowering.decompositions import FOR_INDUCTOR, attention, attention_backward
+from ltc_core.program.lowering.retrace import Refused
+from ltc_core.program.plan import plan
+from ltc_core.program.scalar_inputs import SCALAR_DTYPES, WHOLE_RULES
+from ltc_core.program.subgraph import Subgraph
 from tests.nets.beside import run_beside_eager
 from tests.nets.tiers import tier
 

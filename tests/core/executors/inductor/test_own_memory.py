@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ltc_core.executors.inductor.own_memory_lowering import AliasingError, check_outputs
+from ltc_core.executors.inductor.lowering.own_memory_lowering import AliasingError, check_outputs
 from ltc_core.graph.ir import TensorMeta
 from tests.core import child
 

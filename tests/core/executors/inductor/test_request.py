@@ -10,22 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.compile.retrace import Refused
-from ltc_core.compile.subgraph import Subgraph
-from ltc_core.executors.inductor import request as module
-from ltc_core.executors.inductor.compiler_process import CompilerProcess
-from ltc_core.executors.inductor.compiler_variables import compiler_variables, is_decisive
-from ltc_core.executors.inductor.lower import lower
-from ltc_core.executors.inductor.numeric_flags import NumericFlags
-from ltc_core.executors.inductor.partition import partition
-from ltc_core.executors.inductor.request import (
+from ltc_core.executors.inductor.compiler import request as module
+from ltc_core.executors.inductor.compiler.compiler_process import CompilerProcess
+from ltc_core.executors.inductor.compiler.compiler_variables import compiler_variables, is_decisive
+from ltc_core.executors.inductor.compiler.request import (
     Request,
     decode,
     encode,
     key,
 )
+from ltc_core.executors.inductor.lowering.lower import lower
+from ltc_core.executors.inductor.numeric_flags import NumericFlags
+from ltc_core.executors.inductor.partition import partition
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write
+from ltc_core.program.lowering.retrace import Refused
+from ltc_core.program.subgraph import Subgraph
 from tests.core.random_graphs import random_graph
+from tests.test_imports import files, reached_from
 
 aten = torch.ops.aten
 ROOT = Path(__file__).parents[4]
@@ -211,21 +212,33 @@ def test_variables_are_those_that_the_process_started_with(monkeypatch: pytest.M
     "edited",
     [
         "graph/ir.py",
-        "compile/fused_optimizers.py",
-        "executors/inductor/exact.py",
-        "executors/inductor/gemm.py",
-        "executors/a_new_file.py",
+        "program/fused_optimizers.py",
+        "executors/inductor/lowering/exact.py",
+        "executors/inductor/lowering/gemm.py",
+        "program/lowering/a_new_file.py",
     ],
 )
 def test_an_edit_of_what_decides_is_in_the_key(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, edited: str
 ) -> None:
     monkeypatch.setattr(module, "_PACKAGE", tmp_path)
-    for name in ("graph/ir.py", "executors/__init__.py", "executors/inductor/exact.py"):
+    for name in ("graph/ir.py", "executors/__init__.py", "executors/inductor/lowering/exact.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before")
     before = module._sources()
     assert module._sources() == before
-    (tmp_path / edited).parent.mkdir(exist_ok=True)
+    (tmp_path / edited).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / edited).write_text("after")
     assert module._sources() != before
+
+
+def test_all_that_the_compilers_process_imports_of_graphs_and_executors_is_in_the_key() -> None:
+    hashed = {path for pattern in module._SOURCES for path in module._PACKAGE.glob(pattern)}
+    folders = ("graph", "program", "executors")
+    used = {
+        files()[name]
+        for name in reached_from("ltc_core.executors.inductor.compiler.build_artifact")
+        if name.split(".")[1:2] and name.split(".")[1] in folders
+    }
+    assert used and used <= hashed
+    assert all(list(module._PACKAGE.glob(pattern)) for pattern in module._SOURCES)

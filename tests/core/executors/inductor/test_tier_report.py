@@ -13,11 +13,11 @@ from torch import nn
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.debug import explain
-from ltc_core.executors import replay
 from ltc_core.executors.inductor import tier_report, tiers
+from ltc_core.executors.inductor.compiler.service import Outcome
 from ltc_core.executors.inductor.executor import InductorExecutor
-from ltc_core.executors.inductor.service import Outcome
 from ltc_core.executors.inductor.tier_report import refuse
+from ltc_core.executors.reference import replay
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
 from ltc_core.settings import settings
 from tests.core.executors.inductor import fake_service

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from ltc_core import metrics
-from ltc_core.executors import replay
-from ltc_core.executors.base import Tier
 from ltc_core.executors.inductor import tiers
+from ltc_core.executors.inductor.compiler.service import Outcome
 from ltc_core.executors.inductor.executor import InductorExecutor
-from ltc_core.executors.inductor.service import Outcome
 from ltc_core.executors.inductor.tier_report import State
 from ltc_core.executors.inductor.tiers import TieredProgram
-from ltc_core.executors.reference import ReferenceExecutor, ReferenceProgram
+from ltc_core.executors.reference import replay
+from ltc_core.executors.reference.executor import ReferenceExecutor
+from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta
+from ltc_core.program.program import Tier
 from ltc_core.settings import settings
 from tests.core.executors.inductor import fake_service
 from tests.core.executors.inductor.fake_service import Interpreted, Service

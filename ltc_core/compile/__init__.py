@@ -1,1 +1,0 @@
-"""Shared by executors that compile: schedule, subgraphs, retracing, decompositions, scalar inputs, random numbers."""

@@ -1,0 +1,1 @@
+"""The compile service: requests, the cache on disk, and the process that compiles."""

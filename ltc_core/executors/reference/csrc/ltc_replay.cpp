@@ -1,0 +1,237 @@
+// Replay a program: the instructions of the reference executor as a loop over boxed ATen kernels, without the GIL.
+//
+// A program is built once from rows that `executors/reference/replay.py` makes. An instruction that cannot be a boxed call (a
+// Python op, a lens that copies, a number that its parameter does not take) calls back into Python for itself alone.
+// This file is the Python module; `replay_program.h`, `replay_arguments.h` and `replay_run.h` are what it builds, of
+// what, and how that runs.
+#include "replay_run.h"
+
+#include <memory>
+
+using namespace ltc;
+
+namespace {
+
+struct ProgramObject {
+  PyObject_HEAD
+  Program* program;
+};
+
+Program& program_of(PyObject* self) {
+  return *reinterpret_cast<ProgramObject*>(self)->program;
+}
+
+// Runs `function`, whose C++ exceptions become Python's; nullptr then.
+template <typename Function>
+PyObject* guarded(Function function) {
+  try {
+    return function();
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+PyObject* py_call(PyObject* self, PyObject* args) {
+  const char *name, *overload;
+  int how, which, with_grad;
+  PyObject* rows;
+  if (!PyArg_ParseTuple(args, "ssiO!ip:call", &name, &overload, &how, &PyList_Type, &rows, &which, &with_grad))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto& program = program_of(self);
+    Call call;
+    call.how = static_cast<How>(how);
+    call.which = which;
+    call.with_grad = with_grad != 0;
+    call.op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    const auto& formal = call.op->schema().arguments();
+    if (formal.size() != static_cast<size_t>(PyList_GET_SIZE(rows))) {
+      unfit("another number of arguments");
+      return nullptr;
+    }
+    for (size_t i = 0; i < formal.size(); ++i)
+      if (!argument_of(
+              PyList_GET_ITEM(rows, static_cast<Py_ssize_t>(i)), &formal[i], formal[i].type(),
+              call.arguments.emplace_back()))
+        return nullptr;
+    program.calls.push_back(std::move(call));
+    return PyLong_FromSize_t(program.calls.size() - 1);
+  });
+}
+
+std::optional<c10::ScalarType> optional_dtype(PyObject* object) {
+  return object == Py_None ? std::nullopt : std::optional(reinterpret_cast<THPDtype*>(object)->scalar_type);
+}
+
+PyObject* py_add(PyObject* self, PyObject* args) {
+  int call, draws;
+  PyObject *writes, *results, *frees, *needs, *makes, *default_dtype, *dtype;
+  if (!PyArg_ParseTuple(
+          args, "iOOOOOiOO:add", &call, &writes, &results, &frees, &needs, &makes, &draws, &default_dtype, &dtype))
+    return nullptr;
+  Instruction instruction;
+  instruction.call = call;
+  instruction.draws = draws;
+  instruction.default_dtype = optional_dtype(default_dtype);
+  instruction.dtype = optional_dtype(dtype);
+  std::vector<int32_t> flat;
+  if (!ints_of(writes, flat))
+    return nullptr;
+  for (size_t i = 0; i + 2 < flat.size(); i += 3)
+    instruction.writes.push_back({flat[i], flat[i + 1], flat[i + 2] != 0});
+  flat.clear();
+  if (!ints_of(results, flat))
+    return nullptr;
+  for (size_t i = 0; i + 2 < flat.size(); i += 3)
+    instruction.results.push_back({flat[i], flat[i + 1], flat[i + 2]});
+  if (!ints_of(frees, instruction.frees) || !ints_of(needs, instruction.needs) || !ints_of(makes, instruction.makes))
+    return nullptr;
+  program_of(self).code.push_back(std::move(instruction));
+  Py_RETURN_NONE;
+}
+
+PyObject* wrap(std::vector<at::Tensor>& outputs) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(outputs.size()));
+  for (size_t i = 0; list && i < outputs.size(); ++i) {
+    PyObject* item = THPVariable_Wrap(std::move(outputs[i]));
+    if (item)
+      PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), item);
+    else
+      Py_CLEAR(list);
+  }
+  return list;
+}
+
+// (position, exception, {slot: tensor}) of a run that failed. An exception is set.
+PyObject* failure(const Run& run, int32_t position) {
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace && error)
+    PyException_SetTraceback(error, trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  PyObject* there = PyDict_New();
+  bool done = there && error;
+  for (size_t slot = 0; done && slot < run.values.size(); ++slot)
+    done = run.put(there, static_cast<int32_t>(slot));
+  PyObject* found = done ? Py_BuildValue("iOO", position, error, there) : nullptr;
+  Py_XDECREF(error);
+  Py_XDECREF(there);
+  return found;
+}
+
+PyObject* py_run(PyObject* self, PyObject* args) {
+  PyObject *inputs, *numbers;
+  if (!PyArg_ParseTuple(args, "O!O!:run", &PyList_Type, &inputs, &PyList_Type, &numbers))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto& program = program_of(self);
+    if (PyList_GET_SIZE(inputs) != static_cast<Py_ssize_t>(program.inputs.size()))
+      return PyErr_Format(PyExc_TypeError, "expected %zu inputs, got %zd", program.inputs.size(), PyList_GET_SIZE(inputs));
+    std::vector<c10::Scalar> scalars;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(numbers); ++i) {
+      const auto number = number_of(PyList_GET_ITEM(numbers, i));
+      if (!number)
+        Py_RETURN_NONE; // not of this kind: the caller runs it in Python
+      scalars.push_back(*number);
+    }
+    Run run{program, scalars, numbers};
+    run.values.resize(program.size);
+    run.stack.reserve(32);
+    std::vector<at::Tensor> held; // with the GIL: the last reference beside a Python object goes with it, too
+    held.reserve(program.inputs.size());
+    for (size_t i = 0; i < program.inputs.size(); ++i) {
+      PyObject* item = PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i));
+      if (!is_tensor(item))
+        return PyErr_Format(PyExc_TypeError, "input %zu is no tensor but a %s", i, Py_TYPE(item)->tp_name);
+      if (program.donated[i]) {
+        run.values[program.inputs[i]] = Run::unshared(THPVariable_Unpack(item));
+      } else {
+        held.push_back(THPVariable_Unpack(item));
+        run.values[program.inputs[i]] = held.back();
+      }
+    }
+    for (size_t i = 0; i < program.inputs.size(); ++i)
+      if (program.donated[i]) { // it dies at its last use
+        Py_INCREF(Py_None);
+        PyList_SetItem(inputs, static_cast<Py_ssize_t>(i), Py_None);
+      }
+    std::vector<at::Tensor> outputs;
+    const int32_t position = run.all(outputs);
+    if (position >= 0)
+      return failure(run, position);
+    return wrap(outputs);
+  });
+}
+
+void py_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  auto* program = reinterpret_cast<ProgramObject*>(self)->program;
+  if (program)
+    Py_CLEAR(program->in_python);
+  delete program;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef program_methods[] = {
+    {"call", py_call, METH_VARARGS, "call(name, overload, how, rows, which, with_grad): the number of a call of an op."},
+    {"add", py_add, METH_VARARGS,
+     "add(call, writes, results, frees, needs, makes, draws, default_dtype, dtype): append an instruction."},
+    {"run", py_run, METH_VARARGS,
+     "run(inputs, scalars): outputs; (position, exception, values) if an op failed; None for scalars of other types."},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot program_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(py_dealloc)},
+    {Py_tp_methods, program_methods},
+    {0, nullptr},
+};
+PyType_Spec program_spec = {
+    "_ltc_replay.Program", sizeof(ProgramObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, program_slots};
+PyTypeObject* program_type = nullptr;
+
+PyObject* py_program(PyObject*, PyObject* args) {
+  Py_ssize_t size;
+  PyObject *inputs, *donated, *outputs, *dtypes, *in_python;
+  if (!PyArg_ParseTuple(
+          args, "nOOOO!O:program", &size, &inputs, &donated, &outputs, &PyList_Type, &dtypes, &in_python))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto program = std::make_unique<Program>();
+    std::vector<int32_t> is_donated, flat;
+    if (!ints_of(inputs, program->inputs) || !ints_of(donated, is_donated) || !ints_of(outputs, flat))
+      return nullptr;
+    program->size = static_cast<size_t>(size);
+    for (const int32_t yes : is_donated)
+      program->donated.push_back(yes != 0);
+    for (size_t i = 0; i + 1 < flat.size(); i += 2) {
+      PyObject* dtype = PyList_GET_ITEM(dtypes, static_cast<Py_ssize_t>(i / 2));
+      program->outputs.push_back({flat[i], flat[i + 1] != 0, reinterpret_cast<THPDtype*>(dtype)->scalar_type});
+    }
+    program->in_python = Py_NewRef(in_python);
+    auto* object = reinterpret_cast<ProgramObject*>(program_type->tp_alloc(program_type, 0));
+    if (object)
+      object->program = program.release();
+    else
+      Py_CLEAR(program->in_python);
+    return reinterpret_cast<PyObject*>(object);
+  });
+}
+
+PyMethodDef methods[] = {
+    {"program", py_program, METH_VARARGS, 
+     "program(size, inputs, donated, (slot, copied, ...), dtypes of outputs, in_python): a Program."},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ltc_replay", "Replay programs.", -1, methods};
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__ltc_replay() {
+  program_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&program_spec));
+  return program_type ? PyModule_Create(&module) : nullptr;
+}

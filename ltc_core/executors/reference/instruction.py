@@ -1,0 +1,165 @@
+"""One node as the reference executor runs it in Python: a call of ATen with arguments that are prepared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.graph.arguments import leaves, place_results
+from ltc_core.graph.ir import Node, Ref, Scalar, Write
+from ltc_core.graph.lens import close_lens, open_lens, real_view
+from ltc_core.graph.op_schema import runs_with_grad
+from ltc_core.program.lowering.default_dtype import in_recorded_dtype
+from ltc_core.program.passes.narrow_dtypes import StorageTypes
+
+__all__ = ["Instruction", "on_cpu"]
+
+
+class Instruction:
+    """One node with prepared arguments: constants are in place, values and scalars are filled in at each run."""
+
+    __slots__ = (
+        "args", "call", "draws", "first", "frees", "kwargs", "named", "nested", "node", "numbers",
+        "refs", "result", "writes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        node: Node,
+        in_place: Sequence[bool],
+        frees: tuple[int, ...],
+        types: StorageTypes | None,
+        hardware: torch.device,
+    ) -> None:
+        self.node = node
+        call: Callable[..., Any] = real_view(node.op)
+        if runs_with_grad(node.op, node.args):
+            call = torch.enable_grad()(call)
+        draws = "generator" in node.kwargs
+        if draws and hardware.type != "cpu":
+            call = on_cpu(call, hardware)
+        if node.uses_default_dtype:
+            call = _casting(node, call)
+        self.call = call if types is None else types.call(node, call)
+        self.first = node.first
+        self.frees = frees
+        self.result = node.result
+        self.writes = tuple(
+            (old, node.first_write + k, reuse)
+            for k, (old, reuse) in enumerate(zip(node.writes, in_place, strict=True))
+        )
+        self.draws: int | None = None
+        self.args: list[Any] = list(node.args)
+        found: tuple[list[Any], ...] = ([], [], [])
+        for position, item in enumerate(node.args):
+            self._prepare(position, item, *found)
+        self.refs, self.numbers, self.nested = map(tuple, found)
+        self.kwargs = node.kwargs
+        if not draws and hardware.type != "cpu" and _takes_device(node):
+            self.kwargs = {**node.kwargs, "device": hardware}
+        self.named = {k: v for k, v in node.kwargs.items() if _is_filled(v)}
+        if self.named:
+            self.kwargs = {k: v for k, v in self.kwargs.items() if k not in self.named}
+        generator = self.named.pop("generator", None)
+        if isinstance(generator, Write):
+            self.draws = node.first_write + generator.base
+
+    def _prepare(self, position: int, item: Any, refs: Any, numbers: Any, nested: Any) -> None:
+        if type(item) is Ref:
+            refs.append((position, int(item)))
+        elif type(item) is Write and not item.lens:
+            refs.append((position, self.node.first_write + item.base))
+        elif type(item) is Scalar:
+            numbers.append((position, int(item)))
+        elif _is_filled(item):
+            nested.append((position, item))
+
+    def run(self, values: Any, scalars: Sequence[Any], generator: torch.Generator) -> None:
+        for old, new, reuse in self.writes:
+            values[new] = values[old] if reuse else values[old].clone()
+        args = self.args.copy()
+        for position, i in self.refs:
+            args[position] = values[i]
+        for position, i in self.numbers:
+            args[position] = scalars[i]
+        pending: list[Any] = []
+        for position, item in self.nested:
+            args[position] = self._fill(item, values, scalars, pending)
+        kwargs = self.kwargs
+        if self.named:
+            kwargs = {
+                **kwargs,
+                **{k: self._fill(v, values, scalars, pending) for k, v in self.named.items()},
+            }
+        if self.draws is None:
+            result = self.call(*args, **kwargs)
+        else:
+            state = values[self.draws]
+            generator.set_state(state)
+            result = self.call(*args, **kwargs, generator=generator)
+            state.copy_(generator.get_state())
+        if pending:
+            close_lens(pending)
+        if self.result is not None:
+            place_results(self.result, result, values, self.first)
+        for i in self.frees:
+            values[i] = None
+
+    def _fill(self, item: Any, values: Any, scalars: Sequence[Any], pending: list[Any]) -> Any:
+        kind = type(item)
+        if kind is Ref:
+            return values[item]
+        if kind is Scalar:
+            return scalars[item]
+        if kind is Write:
+            whole = values[self.node.first_write + item.base]
+            if not item.lens:
+                return whole
+            part, copies = open_lens(whole, item.lens)
+            pending += copies
+            return part
+        if kind in (list, tuple):
+            return [self._fill(i, values, scalars, pending) for i in item]
+        return item
+
+
+def _takes_device(node: Node) -> bool:
+    return any(a.name == "device" for a in node.op._schema.arguments)
+
+
+def on_cpu(call: Callable[..., Any], hardware: torch.device) -> Callable[..., Any]:
+    """`call` on the CPU, where the random stream is, so that a seed gives the same numbers on all hardware."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        here = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
+        result = call(*here, **kwargs)
+        for there, copy in zip(args, here, strict=True):
+            if isinstance(copy, torch.Tensor) and copy._version:
+                there.copy_(copy)
+        if isinstance(result, torch.Tensor):
+            written = [there for there, copy in zip(args, here, strict=True) if copy is result]
+            return written[0] if written else result.to(hardware)
+        return result if result is None else type(result)(r.to(hardware) for r in result)
+
+    return run
+
+
+def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` in the recorded dtype: the default dtype may have changed since."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = in_recorded_dtype(node, args, kwargs, torch.get_default_dtype())
+        result = call(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            assert node.outs[0] is not None
+            return result.to(node.outs[0].dtype)
+        return result
+
+    return run
+
+
+def _is_filled(item: Any) -> bool:
+    """Whether an argument has values or scalars to fill in at run time."""
+    return any(type(i) in (Ref, Scalar, Write) for i in leaves(item))

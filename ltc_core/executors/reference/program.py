@@ -1,0 +1,215 @@
+"""The program of the reference executor: ATen on ordinary tensors, op by op. It defines the semantics of a graph.
+
+A program is a list of instructions over a list of values. A value is freed at its last use. A write overwrites the old
+value's memory if the plan (`program.plan`) allows it, else a copy. From its second run on a program runs in C++
+(`replay`). Other executors use it for subgraphs that run op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core.executors.base import CPU
+from ltc_core.executors.reference import replay
+from ltc_core.executors.reference.instruction import Instruction
+from ltc_core.graph.ir import Graph, Node
+from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
+from ltc_core.program.passes.narrow_dtypes import StorageTypes
+from ltc_core.program.plan import MemoryPlan
+from ltc_core.program.program import Program, Tier
+from ltc_core.program.salvage import salvage
+from ltc_core.settings import settings
+
+__all__ = ["ReferenceProgram", "rest_runner"]
+
+
+class _Code:
+    """The instructions of a program, and the generator that they draw from."""
+
+    def __init__(self, instructions: list[Instruction]) -> None:
+        self.instructions = instructions
+        self.generator = torch.Generator()
+
+    def run_one(self, position: int, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        """Run the instruction at a position on some of the values. Called from C++."""
+        self.instructions[position].run(values, scalars, self.generator)
+
+
+class ReferenceProgram(Program):
+    """Runs the instructions of a graph in order.
+
+    Attributes:
+        is_replayed: whether the last run was in C++.
+    """
+
+    is_replayed = False
+
+    def __init__(
+        self,
+        graph: Graph,
+        memory: MemoryPlan,
+        types: StorageTypes | None,
+        hardware: torch.device = CPU,
+    ) -> None:
+        self.reuses = memory.reuses
+        self.peak_bytes = memory.peak_bytes
+        self._inputs = tuple(graph.inputs)
+        self._donated = graph.donated
+        metas = graph.metas()
+        stored = (lambda dtype: dtype) if types is None else types.of
+        self._outputs = [(i, i in memory.copied, stored(metas[i].dtype)) for i in graph.outputs]
+        self._origins = memory.origins
+        self._nodes = graph.nodes
+        self._code = _Code(
+            [
+                Instruction(node, reuse, frees, types, hardware)
+                for node, reuse, frees in zip(
+                    graph.nodes, memory.in_place, memory.frees, strict=True
+                )
+            ]
+        )
+        last = graph.nodes[-1] if graph.nodes else None
+        self._size = max([*graph.inputs, -1]) + 1
+        if last is not None:
+            self._size = max(self._size, last.first + len(last.outs))
+        self._types, self._hardware = types, hardware
+        # A GPU draws on the CPU, and narrow dtypes are converted at each op: that is Python's.
+        can_replay = bool(graph.nodes) and types is None and hardware.type == "cpu"
+        self._plan = memory if can_replay else None  # until it is built
+        self._replay: replay.Replay | None = None
+        self._has_run = False
+
+    @property
+    def tier(self) -> Tier:  # type: ignore[override]
+        return Tier.OP_BY_OP if self._replay is None else Tier.REPLAY
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether its next runs but one are in C++."""
+        is_near = self._plan is not None and replay.extension.loaded is not None
+        return settings.replay != "never" and (self._replay is not None or is_near)
+
+    def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        try:
+            return self.run_or_stop(inputs, scalars)
+        except SubgraphFailure as failure:
+            assert failure.node is not None
+            found = self._salvage(failure.values, inputs, scalars, failure.node)
+            raise NodeFailure(failure.node, found) from failure.__cause__
+
+    def run_or_stop(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        """As `run`, but without computing what is left after a failure.
+
+        Raises:
+            SubgraphFailure: an op failed; chained to its exception.
+        """
+        if self._plan is not None and settings.replay != "never":
+            self._choose()
+        if self._replay is not None:
+            results = self._run_replay(self._replay, inputs, scalars)
+            if results is not None:
+                return results
+        self.is_replayed = False
+        values: list[Any] = [None] * self._size
+        for i, data in zip(self._inputs, inputs, strict=True):
+            values[i] = data
+        generator = self._code.generator
+        for instruction in self._code.instructions:
+            try:
+                instruction.run(values, scalars, generator)
+            except Exception as error:
+                there = {i: data for i, data in enumerate(values) if data is not None}
+                raise _failure(instruction.node, there) from error
+        return [self._output(values[i], copied, dtype) for i, copied, dtype in self._outputs]
+
+    def _choose(self) -> None:
+        """Build the replay at the second run: most graphs that run once never run again.
+
+        Not before the C++ part is built, which a thread of the background does.
+        """
+        is_waited_for = settings.replay == "always"
+        if not is_waited_for and not (self._has_run and replay.extension.loaded):
+            self._has_run = True
+            return
+        assert self._plan is not None
+        memory, self._plan = self._plan, None
+        self._replay = replay.build(
+            self._nodes,
+            memory,
+            self._inputs,
+            self._donated,
+            self._outputs,
+            self._size,
+            self._code.run_one,
+        )
+
+    def _run_replay(
+        self, program: replay.Replay, inputs: Sequence[Any], scalars: Sequence[Any]
+    ) -> list[Any] | None:
+        """Results of a run in C++; None if it does not take these scalars, and Python has to run it."""
+        found = program.run(inputs if type(inputs) is list else list(inputs), scalars)
+        if found is None:
+            return None
+        self.is_replayed = True
+        if isinstance(found, replay.Failed):
+            if not isinstance(found.error, Exception):
+                raise found.error
+            raise _failure(self._nodes[found.position], found.values) from found.error
+        return found
+
+    @staticmethod
+    def _output(data: torch.Tensor, copied: bool, dtype: torch.dtype) -> torch.Tensor:
+        if data.dtype is not dtype:  # stored dtypes may promote otherwise than reported ones
+            return data.to(dtype)
+        return data.clone() if copied else data
+
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
+        return self._salvage({}, inputs, scalars, None)
+
+    def _salvage(
+        self,
+        values: dict[int, Any],
+        inputs: Sequence[Any],
+        scalars: Sequence[Any],
+        failed: Node | None,
+    ) -> Salvaged:
+        """Outputs that are left after node `failed`; with None, no node has run because inputs are lost."""
+        taken = set()
+        for i, data in zip(self._inputs, inputs, strict=True):
+            if data is not None:
+                values.setdefault(i, data)
+                if i not in self._donated:
+                    taken.add(data.untyped_storage()._cdata)
+        nodes = self._nodes
+        rest = nodes[nodes.index(failed) :] if failed is not None else nodes
+        firsts = (failed.first,) if failed is not None else ()
+        run = rest_runner(scalars, self._types, self._hardware)
+        found = salvage(self._origins, self._inputs, values, rest, firsts, run)
+        dtypes = {output: dtype for output, _, dtype in self._outputs}
+        for output, data in found.data.items():
+            storage = data.untyped_storage()._cdata
+            found.data[output] = self._output(data, storage in taken, dtypes[output])
+            taken.add(storage)
+        return found
+
+
+def _failure(node: Node, values: dict[int, Any]) -> SubgraphFailure:
+    """The failure of a node; what it may have half made is not among the values."""
+    made = range(node.first, node.first + len(node.outs))
+    return SubgraphFailure(node, {i: data for i, data in values.items() if i not in made})
+
+
+def rest_runner(
+    scalars: Sequence[Any], types: StorageTypes | None, hardware: torch.device
+) -> Callable[[Node, dict[int, Any]], None]:
+    """Function that runs single nodes for `salvage`; it overwrites copies only."""
+    generator = torch.Generator()
+
+    def run(node: Node, values: dict[int, Any]) -> None:
+        instruction = Instruction(node, [False] * len(node.writes), (), types, hardware)
+        instruction.run(values, scalars, generator)
+
+    return run

@@ -1,0 +1,1 @@
+"""Passes: each takes a graph and gives one that computes the same. `program.backend` says who runs which."""

@@ -1,0 +1,77 @@
+"""`Program`: a graph that can be run. Each executor makes its own; `runtime.launch` runs them."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from ltc_core.program.failure import Salvaged
+
+__all__ = ["Program", "Tier", "run_to_end"]
+
+
+def run_to_end(steps: Generator[None, None, list[Any]]) -> list[Any]:
+    """Results of `run_in_steps`, run to its end without a pause."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+class Tier(enum.Enum):
+    """How a program runs.
+
+    Attributes:
+        OP_BY_OP: Python calls each op, or launches it; it holds the GIL, so that recording cannot run beside it.
+        REPLAY: C++ calls each op; values are eager's.
+        COMPILED: code of its own runs; with another number of threads it may round otherwise.
+    """
+
+    OP_BY_OP = enum.auto()
+    REPLAY = enum.auto()
+    COMPILED = enum.auto()
+
+
+class Program(abc.ABC):
+    """A compiled graph.
+
+    Attributes:
+        peak_bytes: peak memory of its intermediate values.
+        reuses: output -> donated input whose memory it overwrites.
+        tier: how the next run will be made.
+    """
+
+    peak_bytes: int = 0
+    reuses: dict[int, int]
+    tier: Tier = Tier.OP_BY_OP
+
+    @abc.abstractmethod
+    def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        """Data of the graph's outputs, from the data of its inputs, both in the graph's order.
+
+        Donated inputs may be overwritten.
+
+        Raises:
+            NodeFailure: an op failed; chained to the op's exception.
+        """
+
+    def run_in_steps(
+        self, inputs: Sequence[Any], scalars: Sequence[Any]
+    ) -> Generator[None, None, list[Any]]:
+        """As `run`, but yield before the program blocks on a collective: the rest may run in another thread."""
+        return self.run(inputs, scalars)
+        yield
+
+    def prefer(self, tier: Tier) -> None:
+        """Run in this tier from now on, if there is a choice: steps of the script have shown it to be quicker."""
+        return
+
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
+        """What is left of the outputs if the graph cannot run because inputs are lost (None).
+
+        An output is left if it does not depend on a lost input, or has an earlier version among the inputs.
+        """
+        return Salvaged({})
