@@ -1,6 +1,6 @@
 """A caching allocator for CPU memory: a step reuses the memory that the step before it freed.
 
-malloc maps a large block anew each time, and the page faults take a third of a step (MNIST CNN of the benchmark against peers,
+malloc maps a large block anew each time, and the page faults take a third of a step (MNIST CNN,
 compiled: 28 ms a step, 18 with kept memory). `keep_memory` installs the allocator `csrc/ltc_memory.cpp` above PyTorch's
 own, for blocks of 128 KiB and more and all CPU tensors that the process allocates from then on. Live and kept bytes
 stay below the recent peak of live bytes plus a sixteenth and 16 MiB, so peak memory hardly grows.

@@ -2,7 +2,7 @@
 
 libgomp gives each thread that opens a parallel region its own team of OpenMP threads, and keeps it. If the process has
 more OpenMP threads than cores, libgomp lets all of them spin much shorter, and each parallel region waits for the
-kernel: a step of the MLP of the benchmark against peers takes 5.4 instead of 1.4 ms in the worker if the main thread has a team.
+kernel: a step of the MLP takes 5.4 instead of 1.4 ms in the worker if the main thread has a team.
 So a thread releases its team before it submits work to the worker, and before a fork: a child with an inherited team
 hangs.
 

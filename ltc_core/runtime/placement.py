@@ -1,9 +1,9 @@
 """Where and how a program runs: in the worker or in the thread that cuts; compiled, or its ops replayed.
 
 Program and recording share the cores. A program with a thread on each core can lose more time to recording than the
-overlap gains: each parallel loop waits for the core that records (ResNet-18 of the benchmark against peers on two cores: 55 ms a
+overlap gains: each parallel loop waits for the core that records (ResNet-18 on two cores: 55 ms a
 step in the worker, 47 in the thread that cuts, 41 alone). Where recording takes as long as the program, it may be
-best to leave one core to it (MLP of the benchmark against peers: 4.9 ms in the thread that cuts, 3.9 with one thread in the
+best to leave one core to it (MLP: 4.9 ms in the thread that cuts, 3.9 with one thread in the
 worker). Where other processes use the cores, threads that wait must give them up (see `openmp`). On other machines it
 is the other way round, so `PlacementPolicy` measures, and measures again when steps become slow. Compiled code is not
 always quicker than the kernels of PyTorch, so both are measured in steps of the script, too.

@@ -48,7 +48,7 @@ class _LoweredProgram(TieredProgram):
     def _start(self, scalars: Sequence[Any], flags: NumericFlags) -> None:
         refused: frozenset[str] = frozenset()
         while True:
-            parts = partition(self.graph, scalars, frozenset(self._varied), refused)
+            parts = partition(self.graph, scalars, self._programs.varied, refused)
             try:
                 models: dict[int, Any] = {
                     k: (Interpreted(found.module), found.returned)
@@ -61,7 +61,7 @@ class _LoweredProgram(TieredProgram):
                 refused |= {error.op}
                 continue
             program = compiled_program(self.graph, parts, models, self.hardware)
-            self._programs.append((flags, program))
+            self._programs.add(program, flags)
             return
 
 

@@ -17,12 +17,13 @@ from ltc_core.graph import collective
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Lens, Node, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import open_lens
+from ltc_core.program.backend import Backend, divide
 from ltc_core.program.passes.initial_state import without_operands
 from ltc_core.program.passes.layout import keep_channels_last
 from ltc_core.program.passes.overlap import overlap_reductions
 from ltc_core.program.scalar_inputs import base_name
-from ltc_core.program.schedule import schedule
-from ltc_core.program.subgraph import Subgraph, subgraphs_of
+from ltc_core.program.schedule import Stage
+from ltc_core.program.subgraph import Subgraph
 
 __all__ = ["eager_nodes", "partition"]
 
@@ -46,21 +47,30 @@ _CHECKED = frozenset(
 _ONEDNN = frozenset({aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default})
 
 
+class InductorBackend(Backend):
+    """How PyTorch's compiler is used.
+
+    Args:
+        refused: names of ops that it cannot compile.
+    """
+
+    passes = (overlap_reductions, without_operands)
+
+    def __init__(self, refused: frozenset[str]) -> None:
+        self._refused = refused
+
+    def refuses(self, graph: Graph, scalars: Sequence[Any]) -> dict[int, str]:
+        return eager_nodes(graph, scalars, self._refused)
+
+    def laid_out(self, graph: Graph, stages: Sequence[Stage]) -> Graph:
+        return keep_channels_last(graph, stages)
+
+
 def partition(
     graph: Graph, scalars: Sequence[Any], varied: frozenset[int], refused: frozenset[str]
 ) -> list[Subgraph]:
-    """Subgraphs of `graph`, in the order in which they run.
-
-    Args:
-        scalars: the scalars of the last run.
-        varied: positions of scalars that have changed between runs.
-        refused: names of ops that the compiler cannot compile.
-    """
-    graph = overlap_reductions(graph)
-    graph = without_operands(graph)
-    stage_of = schedule(graph, set(eager_nodes(graph, scalars, refused)))
-    graph = keep_channels_last(graph, stage_of)
-    return subgraphs_of(graph, stage_of, scalars, varied)
+    """Subgraphs of `graph`, in the order in which they run (`program.backend.divide`)."""
+    return divide(graph, InductorBackend(refused), scalars, varied)[1]
 
 
 def eager_nodes(graph: Graph, scalars: Sequence[Any], refused: frozenset[str]) -> dict[int, str]:

@@ -42,7 +42,8 @@ from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.program.failure import Salvaged
 from ltc_core.program.partitioned import PartitionedProgram
 from ltc_core.program.program import Program, Tier, run_to_end
-from ltc_core.program.scalar_inputs import same_scalar, vector_metas
+from ltc_core.program.scalar_inputs import vector_metas
+from ltc_core.program.specialize import Specialized
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
 
@@ -80,11 +81,9 @@ class TieredProgram(Program, Reported):
         self.peak_bytes = reference.peak_bytes
         self.hardware = hardware
         self._reference = reference
-        self._programs: list[tuple[NumericFlags, PartitionedProgram]] = []
+        self._programs: Specialized[NumericFlags] = Specialized(_MAX_PROGRAMS)
         self._build: _Build | None = None
         self._runs = 0
-        self._numbers: list[Any] | None = None
-        self._varied: set[int] = set()
         self._given_up = False
         self._is_dropped = False
         self._fits_none = False  # the last run had other scalars or flags than those compiled
@@ -133,25 +132,11 @@ class TieredProgram(Program, Reported):
         self, scalars: Sequence[Any], flags: NumericFlags
     ) -> PartitionedProgram | None:
         """Compiled program for a run; None if there is none, and then it may be requested."""
-        compiled = self._that_fits(scalars, flags)
+        compiled = self._programs.find(scalars, flags)
         if compiled is None and settings.compile != "off" and not self._given_up:
-            self._note_numbers(scalars)
+            self._programs.note(scalars)
             compiled = self._compiled(scalars, flags)
         return compiled
-
-    def _note_numbers(self, scalars: Sequence[Any]) -> None:
-        """Note which scalars differ from those of the first run."""
-        if self._numbers is None:
-            self._numbers = list(scalars)
-            return
-        pairs = zip(self._numbers, scalars, strict=True)
-        self._varied.update(k for k, (a, b) in enumerate(pairs) if not same_scalar(a, b))
-
-    def _that_fits(self, scalars: Sequence[Any], flags: NumericFlags) -> PartitionedProgram | None:
-        fits = (
-            p for compiled_for, p in self._programs if compiled_for == flags and p.fits(scalars)
-        )
-        return next(fits, None)
 
     def _compiled(self, scalars: Sequence[Any], flags: NumericFlags) -> PartitionedProgram | None:
         """Compiled program for a run; None if it is not built yet, and then it may be requested."""
@@ -164,7 +149,7 @@ class TieredProgram(Program, Reported):
         if settings.compile == "sync" and build is not None:
             with metrics.timer("CompilerWait"):
                 build.done.wait()
-        return self._that_fits(scalars, flags)
+        return self._programs.find(scalars, flags)
 
     def _is_wanted(self) -> bool:
         return self._runs == 1 or self._runs >= settings.compile_after or settings.compile == "sync"
@@ -179,8 +164,8 @@ class TieredProgram(Program, Reported):
                 "install g++, or let CXX name a C++ compiler" if "C++" in why else _next(why),
             )
             return None
-        varied, refused = frozenset(self._varied), frozenset(_refused_ops)
-        subgraphs = partition(self.graph, scalars, varied, refused)
+        refused = frozenset(_refused_ops)
+        subgraphs = partition(self.graph, scalars, self._programs.varied, refused)
         build = _Build(self, subgraphs, compiler, refused, flags)
         if not build.requests:
             self._note_kept(scalars, refused)
@@ -209,7 +194,7 @@ class TieredProgram(Program, Reported):
         self._build = None
         self._fits_none = False
         self._runs = 0
-        self._programs.append((flags, compiled))
+        self._programs.add(compiled, flags)
         metrics.count("CompiledProgram")
         if settings.explain:
             size = len(self.graph.nodes)
@@ -219,7 +204,7 @@ class TieredProgram(Program, Reported):
                 file=sys.stderr,
                 flush=True,
             )
-        if len(self._programs) == _MAX_PROGRAMS:
+        if self._programs.is_full:
             self.give_up(
                 f"a graph of {len(self.graph.nodes)} ops was compiled for {_MAX_PROGRAMS} values of numbers that are "
                 "constants of compiled programs, or of PyTorch's numeric flags; with other values it runs op by op"
@@ -275,7 +260,7 @@ class TieredProgram(Program, Reported):
         if self._is_slower:
             return State.SLOWER
         if self._programs and not self._fits_none:
-            is_native = any(program.is_native for _, program in self._programs)
+            is_native = any(program.is_native for program in self._programs)
             return State.COMPILED if is_native else State.REFUSED
         if settings.compile == "off":
             return State.OFF
@@ -298,7 +283,7 @@ class TieredProgram(Program, Reported):
             return f", for {build.seconds:.0f} s so far"
         if self.state is not State.COMPILED:
             return ""
-        return _all_but(self._programs[-1][1])
+        return _all_but(self._programs.newest)
 
     def _where(self) -> str:
         return recorded_at(self.graph.nodes)

@@ -25,6 +25,7 @@ from ltc_core.executors.torch_xla.lowering import LOWERING
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node, TensorMeta
 from ltc_core.graph.passes import origins
+from ltc_core.program.backend import Backend, divide
 from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
 from ltc_core.program.lowering.retrace import Refused
 from ltc_core.program.partitioned import PartitionedProgram, SubgraphRunner
@@ -33,9 +34,9 @@ from ltc_core.program.passes.initial_state import initial_values, without_operan
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.program.plan import plan
 from ltc_core.program.program import Program
-from ltc_core.program.scalar_inputs import SCALAR_DTYPES, kinds, same_scalar
-from ltc_core.program.schedule import schedule
-from ltc_core.program.subgraph import Subgraph, subgraphs_of
+from ltc_core.program.scalar_inputs import SCALAR_DTYPES, kinds
+from ltc_core.program.specialize import Specialized
+from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
 
 __all__ = ["XlaExecutor"]
@@ -115,9 +116,7 @@ class XlaProgram(Program):
         self.reuses = memory.reuses
         self._graph = graph
         self._device = device
-        self._programs: list[PartitionedProgram] = []
-        self._numbers: list[Any] | None = None
-        self._varied: set[int] = set()
+        self._programs: Specialized[None] = Specialized(_MAX_PROGRAMS)
         self._firsts = initial_values(graph)
         self._runs = 0
 
@@ -126,22 +125,17 @@ class XlaProgram(Program):
         if self._runs > _FIRST_RUNS and self._firsts:
             self._firsts.clear()  # the graph is no first step: it makes its initial values in each run
             self._programs.clear()
-        compiled = next((compiled for compiled in self._programs if compiled.fits(scalars)), None)
+        compiled = self._programs.find(scalars, None)
         if compiled is None:
             compiled = self._make(scalars)
         return compiled.run(inputs, scalars)
 
     def _make(self, scalars: Sequence[Any]) -> PartitionedProgram:
         """Program for these scalars; those that have changed between runs are inputs, if their ops allow it."""
-        if self._numbers is None:
-            self._numbers = list(scalars)
-        pairs = zip(self._numbers, scalars, strict=True)
-        self._varied.update(k for k, (a, b) in enumerate(pairs) if not same_scalar(a, b))
-        if len(self._programs) == _MAX_PROGRAMS:
-            del self._programs[0]
-        varied = frozenset(self._varied)
+        self._programs.note(scalars)
+        varied = self._programs.varied
         compiled = _partitioned(self._graph, scalars, varied, self._device, self._firsts)
-        self._programs.append(compiled)
+        self._programs.add(compiled, None)
         return compiled
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
@@ -155,6 +149,37 @@ class XlaProgram(Program):
         return Salvaged(kept, frozenset(output for output in kept if chains[output]), {})
 
 
+class _Backend(Backend):
+    """How torch_xla's library is used.
+
+    Args:
+        firsts: first values of the nodes that make initial values. They run on the host, so that the compiled subgraphs
+            of a first step are those of later steps, where the values are inputs.
+    """
+
+    def __init__(self, device: XlaDevice, firsts: Set[int]) -> None:
+        self._device = device
+        self._firsts = firsts
+        self.passes = (_with_keys,) if settings.random == "device" else ()
+
+    def refuses(self, graph: Graph, scalars: Sequence[Any]) -> dict[int, str]:
+        found = dict.fromkeys(self.has_no_view(graph), "torch_xla does not lower it")
+        for at, node in enumerate(graph.nodes):
+            if _runs_on_host(node, self._device):
+                found[at] = "it runs on the host"
+            elif node.first in self._firsts:
+                found[at] = "it makes an initial value"
+        return found
+
+    def has_no_view(self, graph: Graph) -> Set[int]:
+        metas = graph.metas()
+        return {at for at, node in enumerate(graph.nodes) if LOWERING.refuses(node, metas)}
+
+
+def _with_keys(graph: Graph) -> Graph:
+    return random_keys.with_keys(graph, LOWERING.refused_ops)
+
+
 def _partitioned(
     graph: Graph,
     scalars: Sequence[Any],
@@ -162,20 +187,9 @@ def _partitioned(
     device: XlaDevice,
     firsts: Set[int] = frozenset(),
 ) -> PartitionedProgram:
-    """Program of a graph.
-
-    Args:
-        firsts: positions of the nodes that make initial values. They run on the host, so that the compiled subgraphs of
-            a first step are those of later steps, where the values are inputs.
-    """
-    first_ones = {graph.nodes[at].first for at in firsts}
-    if settings.random == "device":
-        graph = random_keys.with_keys(graph, LOWERING.refused_ops)
-    metas = graph.metas()
-    refused = {at for at, node in enumerate(graph.nodes) if LOWERING.refuses(node, metas)}
-    others = {at for at, node in enumerate(graph.nodes) if _runs_on_host(node, device)}
-    others |= {at for at, node in enumerate(graph.nodes) if node.first in first_ones}
-    subgraphs = subgraphs_of(graph, schedule(graph, refused | others), scalars, varied, refused)
+    """Program of a graph; `firsts` are the positions of the nodes that make initial values."""
+    backend = _Backend(device, {graph.nodes[at].first for at in firsts})
+    graph, subgraphs = divide(graph, backend, scalars, varied)
     of_host = random_keys.of_host(graph)
     runners = [
         _Compiled(subgraph, device) if subgraph.compiled else _Host(subgraph, device, of_host)
