@@ -154,26 +154,60 @@ def _causes(counters: Mapping[str, int]) -> Iterable[str]:
 
 
 def _times(metrics: Mapping[str, Metric]) -> Iterable[str]:
+    seconds = {name: metric.accumulator / 1e9 for name, metric in metrics.items()}
+    loop = list(_loop(seconds))
     parts = []
-    for words, names in _TIME_WORDS:
-        found = [metrics[name].accumulator for name in names if name in metrics]
+    for words, names in _OTHER_TIMES if loop else _TIMES:
+        found = [seconds[name] for name in names if name in seconds]
         if found:
-            parts.append(f"{sum(found) / 1e9:.3g} s {words}")
-        if found and "ExecuteTime" in names and "CompilerWait" in metrics:  # LTC_COMPILE=sync
-            waited_s = metrics["CompilerWait"].accumulator / 1e9
-            parts[-1] += f" ({waited_s:.3g} s of it waiting for the compiler)"
+            parts.append(f"{sum(found):.3g} s {words}")
+    yield from loop
     if parts:
-        yield f"Time went into: {', '.join(parts)}."
+        yield f"{'Time in all threads' if loop else 'Time went into'}: {', '.join(parts)}."
 
 
-# DeviceLockWait is the peers' name for the time that a caller waits for in-flight work.
-_TIME_WORDS = (
+_OTHER_TIMES = (
     ("recording", ("LazyTracing",)),
+    ("moving data", ("TransferToDeviceTime", "TransferFromDeviceTime")),
+)
+# DeviceLockWait is the peers' name for the time that a caller waits for in-flight work.
+_TIMES = (
     ("building programs", ("CompileTime",)),
     ("executing", ("ExecuteTime",)),
     ("waiting", ("DeviceLockWait",)),
-    ("moving data", ("TransferToDeviceTime", "TransferFromDeviceTime")),
+    *_OTHER_TIMES,
 )
+
+
+def _loop(seconds: Mapping[str, float]) -> Iterable[str]:
+    """How the thread that cuts spent its time, from its first cut to its last cut or wait."""
+    loop = seconds.get("LoopTime", 0.0)
+    if not loop:
+        return
+    here, waited = seconds.get("ExecuteHere", 0.0), seconds.get("DeviceLockWait", 0.0)
+    compiler = seconds.get("CompilerWait", 0.0)  # with LTC_COMPILE=sync, a run waits for it
+    of_here = min(compiler, here)
+    of_worker = compiler - of_here
+    spent = {
+        "computing in the thread that cuts": here - of_here,
+        "waiting for values": max(waited - of_worker, 0.0),
+        "waiting for the compiler": compiler,
+        "waiting for batches": seconds.get("WaitForBatchTime", 0.0),
+        "building programs": seconds.get("CompileTime", 0.0),
+    }
+    spent["the script and recording"] = max(loop - sum(spent.values()), 0.0)
+    total = sum(spent.values())
+    ranked = sorted(spent.items(), key=lambda item: -item[1])
+    told = [
+        f"{words} {s:.3g} s ({100 * s / total:.0f} %)" for words, s in ranked if s >= _LEAST * total
+    ]
+    yield f"Of {loop:.3g} s from the first cut on: {', '.join(told)}."
+    beside = seconds.get("ExecuteTime", 0.0) - here - of_worker
+    if beside >= _LEAST * total:
+        yield f"Worker threads computed for {beside:.3g} s beside it."
+
+
+_LEAST = 0.01  # a smaller share is not told
 
 
 def _sizes(metrics: Mapping[str, Metric], peak_bytes: int | None) -> Iterable[str]:

@@ -65,6 +65,7 @@ class DeviceContext:
         self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps)
         self.failures: deque[Failure] = deque()
         self._worker_has_team = False
+        self._marked_ns = 0  # the last cut or wait
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -78,7 +79,9 @@ class DeviceContext:
         if not self.trace or self.worker.is_this_thread:
             return None
         # Here Ctrl-C loses nothing yet. The lock is not held: a finalizer in the worker's thread may record ops.
-        self.worker.wait_for_slot()
+        if self.worker.is_full:
+            with metrics.timer("DeviceLockWait"):
+                self.worker.wait_for_slot()
         fork_gate.pass_through()
         with self.trace.lock:
             if not self.trace:
@@ -92,7 +95,15 @@ class DeviceContext:
         metrics.count(f"Sync.{reason}")
         metrics.count_ops(compiled.recorded)
         debug.on_cut(self.device, reason, compiled, time.perf_counter_ns() - started)
+        self._mark()
         return job
+
+    def _mark(self) -> None:
+        """Count the time since the last cut or wait; what was before the first one is the script's start."""
+        now = time.perf_counter_ns()
+        if self._marked_ns:
+            metrics.observe("LoopTime", now - self._marked_ns)
+        self._marked_ns = now
 
     @uninterrupted  # until the job is handed over, nothing computes the values of the cut
     def _hand_over(self, reason: str) -> tuple[CompiledGraph | None, Job | None]:
@@ -152,8 +163,10 @@ class DeviceContext:
         )
         earlier = self._stand_in_line(compiled.lines, launch) if compiled.lines else []
         if placement is Placement.HERE and not earlier:
-            self._take_the_cores()
-            if launch.begin():
+            with metrics.timer("ExecuteHere"):
+                self._take_the_cores()
+                is_done = launch.begin()
+            if is_done:
                 return launch
             # It blocks on other processes: the worker runs the rest while the next step is recorded.
         launch.run_after(earlier)
@@ -240,6 +253,7 @@ class DeviceContext:
 
         Else values of the running trace and of jobs that were not done are lost in the child.
         """
+        self._marked_ns = 0
         self.memory.after_fork()
         self.trace.after_fork()
         self.worker.after_fork()
@@ -275,10 +289,11 @@ class DeviceContext:
 
     def wait(self) -> None:
         """Cut, block until the device is idle, raise its errors."""
+        self.cut("Wait")
         with metrics.timer("DeviceLockWait"):
-            self.cut("Wait")
             self.worker.drain()
             self.executor.synchronize()
+        self._mark()
         self.raise_failure()
 
     def value_data(self, cell: Cell, reason: str) -> Any:
@@ -300,6 +315,7 @@ class DeviceContext:
             self._check_thread()
             with metrics.timer("DeviceLockWait"):
                 value.buffer.wait_done()
+            self._mark()
         if self.failures and value.buffer.error is None:
             self.raise_failure(all_of_them=False)
         return value.buffer.take()

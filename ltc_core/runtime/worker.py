@@ -125,6 +125,10 @@ class Worker:
         last = self._last
         return last is None or last.is_done
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._unfinished) >= self._limit
+
     def wait_for_slot(self) -> None:
         """Block while the queue is full. Only one thread at a time submits to a worker.
 

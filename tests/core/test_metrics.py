@@ -348,6 +348,40 @@ def test_summary_in_sentences():
     ]
 
 
+def times(**seconds: float) -> str:
+    """The sentences of a summary on times."""
+    metrics = {name: Metric("time", 1, s * 1e9, [(1.0, s * 1e9)]) for name, s in seconds.items()}
+    return summary_text({}, metrics, "dev", None)
+
+
+def test_the_summary_says_how_the_time_of_the_loop_was_spent() -> None:
+    assert times(
+        LoopTime=10,
+        ExecuteHere=5,
+        ExecuteTime=8,
+        DeviceLockWait=2,
+        WaitForBatchTime=1,
+        CompileTime=0.001,
+    ).split("\n") == [
+        "Of 10 s from the first cut on: computing in the thread that cuts 5 s (50 %), waiting for values 2 s (20 %), "
+        "the script and recording 2 s (20 %), waiting for batches 1 s (10 %).",
+        "Worker threads computed for 3 s beside it.",
+    ]
+
+
+@pytest.mark.parametrize("where", ["here", "worker"])
+def test_waiting_for_the_compiler_is_no_computing(where: str) -> None:
+    spent = {"ExecuteHere": 9.0} if where == "here" else {"DeviceLockWait": 9.0}
+    text = times(LoopTime=10, ExecuteTime=9, CompilerWait=8, **spent)
+    assert "waiting for the compiler 8 s (80 %)" in text
+    if where == "here":
+        assert "computing in the thread that cuts 1 s (10 %)" in text
+        assert "Worker threads" not in text
+    else:
+        assert "waiting for values 1 s (10 %)" in text
+        assert "Worker threads computed for 1 s beside it." in text
+
+
 def test_causes_are_counters_that_a_reports_readers_take():
     met.count(cause_counter("shapes of the batch"), 3)
     assert parse_report(met.metrics_report())[1] == {"CompileCause.shapes_of_the_batch": "3"}
