@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import enum
 from collections.abc import Generator, Sequence
 from typing import Any
 
 from ltc_core.program.failure import Salvaged
 
-__all__ = ["Program", "Tier", "run_to_end"]
+__all__ = ["Program", "StepTimes", "Tier", "run_to_end"]
 
 
 def run_to_end(steps: Generator[None, None, list[Any]]) -> list[Any]:
@@ -35,6 +36,14 @@ class Tier(enum.Enum):
     COMPILED = enum.auto()
 
 
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Durations of a step of the script, in nanoseconds, with a program's ops replayed and with its compiled code."""
+
+    replay_ns: float
+    compiled_ns: float
+
+
 class Program(abc.ABC):
     """A compiled graph.
 
@@ -42,11 +51,13 @@ class Program(abc.ABC):
         peak_bytes: peak memory of its intermediate values.
         reuses: output -> donated input whose memory it overwrites.
         tier: how the next run will be made.
+        may_compete: whether it is not known yet which tier is quicker.
     """
 
     peak_bytes: int = 0
     reuses: dict[int, int]
     tier: Tier = Tier.OP_BY_OP
+    may_compete: bool = True
 
     @abc.abstractmethod
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
@@ -66,7 +77,11 @@ class Program(abc.ABC):
         yield
 
     def prefer(self, tier: Tier) -> None:
-        """Run in this tier from now on, if there is a choice: steps of the script have shown it to be quicker."""
+        """Run in this tier from now on, if there is a choice: it is measured, or has been the quicker one."""
+        return
+
+    def note_steps(self, times: StepTimes) -> None:
+        """Steps of the script were measured in both tiers."""
         return
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:

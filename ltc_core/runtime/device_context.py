@@ -230,11 +230,13 @@ class DeviceContext:
         # With fewer threads sums round differently, and this run must be reproducible: use all threads.
         is_async = settings.compile == "async"
         may_spare = is_async and tier is Tier.COMPILED
-        placement = policy.choose(
-            time.perf_counter_ns(), num_threads, tier, may_spare, may_compete=is_async
-        )
+        may_compete = is_async and compiled.program.may_compete
+        placement = policy.choose(time.perf_counter_ns(), num_threads, tier, may_spare, may_compete)
         if policy.wanted is not None:
             compiled.program.prefer(policy.wanted)
+        if policy.times is not None:
+            compiled.program.note_steps(policy.times)
+            policy.times = None
         spin_briefly(placement is Placement.YIELDING)
         return placement
 

@@ -17,7 +17,7 @@ import resource
 import statistics
 
 from ltc_core.executors.openmp import can_spin_briefly
-from ltc_core.program.program import Tier
+from ltc_core.program.program import StepTimes, Tier
 
 __all__ = ["PlacementPolicy", "Placement"]
 
@@ -65,11 +65,12 @@ class PlacementPolicy:
 
     Attributes:
         wanted: the tier that is to run next; None while it does not matter.
+        times: durations of a step in both tiers, when they have just been compared; whoever takes them resets it.
     """
 
     __slots__ = (
         "_best_ns", "_cost_ns", "_count", "_is_busy", "_last_ns", "_lost_cores", "_medians", "_place", "_runs",
-        "_samples", "_settled", "_size", "_slow", "_steps", "_tier", "_trials", "wanted",
+        "_samples", "_settled", "_size", "_slow", "_steps", "_tier", "_trials", "times", "wanted",
     )  # fmt: skip
 
     def __init__(self, size: int) -> None:
@@ -77,6 +78,7 @@ class PlacementPolicy:
         self._cost_ns = 0.0
         self._tier: Tier | None = None
         self.wanted: Tier | None = None
+        self.times: StepTimes | None = None
         self._steps: dict[Tier, float] = {}  # a step's duration, with the best placement
         self._trials = 0  # of replay beside compiled code
         self._begin()
@@ -161,8 +163,11 @@ class PlacementPolicy:
             self._trials = 1
             if self._steps.get(Tier.REPLAY, 0.0) < _NEAR * mine:
                 self.wanted = Tier.REPLAY
+            else:
+                self.times = StepTimes(self._steps[Tier.REPLAY], mine)
         elif tier is Tier.REPLAY and self._trials == 1 and Tier.COMPILED in self._steps:
             self._trials = 2
+            self.times = StepTimes(mine, self._steps[Tier.COMPILED])
             if mine > _GAIN * self._steps[Tier.COMPILED]:
                 self.wanted = Tier.COMPILED
 

@@ -42,11 +42,11 @@ _OTHER = "other reasons, which are not kept apart"
 
 
 class State(enum.Enum):
-    """How a graph runs now, and why; `{after}` is LTC_COMPILE_AFTER."""
+    """How a graph runs now, and why; `{after}` says when it is compiled."""
 
     COMPILED = "compiled"
     BUILDING = "op by op while it is compiled in the background"
-    NEW = "op by op, to be compiled if it comes back (after {after} runs, LTC_COMPILE_AFTER)"
+    NEW = "op by op, to be compiled {after}"
     OFF = "op by op, because of LTC_COMPILE=off"
     NOTHING = "op by op, none of its ops can be compiled"
     OTHER_VALUES = (
@@ -58,7 +58,11 @@ class State(enum.Enum):
 
     @property
     def words(self) -> str:
-        return self.value.format(after=settings.compile_after)
+        runs = settings.compile_after
+        after = f"if it comes back (after {runs} runs, LTC_COMPILE_AFTER)"
+        if not runs:
+            after = "once its steps have taken as long as compiling may"
+        return self.value.format(after=after)
 
 
 # What the user can do if the graph that ran last is in this state.

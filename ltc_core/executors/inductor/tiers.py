@@ -17,11 +17,13 @@ import time
 import weakref
 from collections.abc import Generator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ltc_core import metrics
+from ltc_core.executors.inductor import step_times
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.compiler.request import Request, encode, key
 from ltc_core.executors.inductor.compiler.service import CompileService, Outcome, service
@@ -41,13 +43,19 @@ from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.program.failure import Salvaged
 from ltc_core.program.partitioned import PartitionedProgram
-from ltc_core.program.program import Program, Tier, run_to_end
+from ltc_core.program.program import Program, StepTimes, Tier, run_to_end
 from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.specialize import Specialized
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
 
 __all__ = ["TieredProgram"]
+
+# Unless LTC_COMPILE_AFTER says when, a graph is compiled after so many runs, once they have taken as long as compiling
+# may take: so compiling never costs more than what has run before it.
+_AFTER = 3
+_COMPILE_S = 6.0  # of a small graph on an idle core (MLP of 45 ops: 7 s)
+_COMPILE_S_PER_OP = 0.04
 
 # A graph is compiled for this many sets of constants and numeric flags at most; runs with others are op by op.
 _MAX_PROGRAMS = 4
@@ -89,6 +97,8 @@ class TieredProgram(Program, Reported):
         self._fits_none = False  # the last run had other scalars or flags than those compiled
         self._has_none = False  # there is no op that can be compiled
         self._is_slower = False  # replay was quicker than compiled code
+        self._first_run_s = 0.0
+        self._times_file: Path | None = None
 
     @property
     def tier(self) -> Tier:  # type: ignore[override]
@@ -100,6 +110,18 @@ class TieredProgram(Program, Reported):
         if settings.explain and self._is_slower != was_slower:
             how = "ops called one by one in C++" if self._is_slower else "its compiled code"
             print(f"[ltc] {self.title}: steps with {how} are measured", file=sys.stderr, flush=True)
+
+    def note_steps(self, times: StepTimes) -> None:
+        self.may_compete = False
+        if self._times_file is not None:
+            step_times.write(self._times_file, times)
+        if settings.explain:
+            print(
+                f"[ltc] {self.title}: {times.replay_ns / 1e6:.3g} ms a step with its ops called one by one, "
+                f"{times.compiled_ns / 1e6:.3g} ms compiled",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         return run_to_end(self.run_in_steps(inputs, scalars))
@@ -152,7 +174,20 @@ class TieredProgram(Program, Reported):
         return self._programs.find(scalars, flags)
 
     def _is_wanted(self) -> bool:
-        return self._runs == 1 or self._runs >= settings.compile_after or settings.compile == "sync"
+        return self._runs == 1 or self._is_due()
+
+    def _is_due(self) -> bool:
+        """Whether it is time to compile; before, only libraries that are there are used."""
+        if settings.compile == "sync":
+            return True
+        if settings.compile_after:
+            return self._runs >= settings.compile_after
+        if not self._first_run_s:
+            self._first_run_s = time.monotonic()
+        runs_s = time.monotonic() - self._first_run_s
+        return self._runs >= _AFTER and runs_s >= _COMPILE_S + _COMPILE_S_PER_OP * len(
+            self.graph.nodes
+        )
 
     def _start(self, scalars: Sequence[Any], flags: NumericFlags) -> _Build | None:
         """Request the compiled program; None if nothing is to be compiled now."""
@@ -171,10 +206,16 @@ class TieredProgram(Program, Reported):
             self._note_kept(scalars, refused)
             self._given_up = self._has_none = True
             return None
-        only_cached = settings.compile == "async" and self._runs < settings.compile_after
-        if only_cached and not build.is_cached():
+        is_cached = build.is_cached()
+        if not is_cached and not self._is_due():
             return None
         self._build = build
+        if settings.explain and not is_cached:
+            print(
+                f"[ltc] {self.title} is compiled in the background; its ops are called one by one meanwhile",
+                file=sys.stderr,
+                flush=True,
+            )
         self._note_kept(scalars, refused)
         build.submit()
         return build
@@ -189,9 +230,20 @@ class TieredProgram(Program, Reported):
                 kept[f"{name} at {node.line}" if node.line else name] = why
         self.kept = kept
 
-    def install(self, compiled: PartitionedProgram, flags: NumericFlags, seconds: float) -> None:
-        """Use a program compiled for some flags from the next run on; its build took `seconds`."""
+    def install(
+        self, compiled: PartitionedProgram, flags: NumericFlags, seconds: float, times_file: Path
+    ) -> None:
+        """Use a program compiled for some flags from the next run on; its build took `seconds`.
+
+        Args:
+            times_file: what is kept of its steps (`step_times`).
+        """
         self._build = None
+        self._times_file = times_file
+        times = step_times.read(times_file)
+        if times is not None:
+            self.may_compete = False
+            self._is_slower = times.replay_ns < times.compiled_ns and self._reference.can_replay
         self._fits_none = False
         self._runs = 0
         self._programs.add(compiled, flags)
@@ -369,7 +421,8 @@ class _Build:
         program = self._program()
         if program is not None:
             compiled = compiled_program(self._graph, self._subgraphs, self._models, self._hardware)
-            program.install(compiled, self._flags, self.seconds)
+            file = step_times.file_of(self._compiler.place, [*self._keys.values()])
+            program.install(compiled, self._flags, self.seconds, file)
         self.done.set()
 
     def _fail(self, outcome: Outcome) -> None:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ltc_core.program.program import Tier
+from ltc_core.program.program import StepTimes, Tier
 from ltc_core.runtime import placement
 from ltc_core.runtime.placement import Placement, PlacementPolicy
 
@@ -54,6 +54,7 @@ class Loop:
     ) -> None:
         self.placement = PlacementPolicy(10)
         self.tier = Tier.REPLAY
+        self.may_compete = True
         self.lengths = {HERE: here_ns, WORKER: there_ns, SPARING: sparing_ns, YIELDING: there_ns}
         self.run_ns = run_ns or here_ns
         self.elapsed_ns = elapsed_ns
@@ -62,7 +63,9 @@ class Loop:
     def steps(self, n: int, num_threads: int = 2) -> list[Placement]:
         places = []
         for _ in range(n):
-            places.append(self.placement.choose(self.now_ns, num_threads, self.tier, True, True))
+            places.append(
+                self.placement.choose(self.now_ns, num_threads, self.tier, True, self.may_compete)
+            )
             self.now_ns += self.lengths[places[-1]]
             if self.placement.wanted is not None:
                 self.tier = self.placement.wanted
@@ -85,9 +88,19 @@ def test_another_tier_is_measured_anew() -> None:
 
 
 class TestReplayBesideCompiledCode:
-    def contest(self, replay_ns: int, compiled_ns: int, beside_compiler_ns: int = 0) -> list[Tier]:
-        """The tiers of steps from the first compiled one on."""
+    told: list[StepTimes]
+
+    def contest(
+        self,
+        replay_ns: int,
+        compiled_ns: int,
+        beside_compiler_ns: int = 0,
+        may_compete: bool = True,
+    ) -> list[Tier]:
+        """The tiers of steps from the first compiled one on. `told` are the durations that were compared."""
+        self.told = []
         loop = Loop(0, 0)
+        loop.may_compete = may_compete
 
         def last(ns: int) -> None:
             loop.lengths = dict.fromkeys(Placement, ns)
@@ -101,6 +114,9 @@ class TestReplayBesideCompiledCode:
             last(replay_ns if loop.tier is Tier.REPLAY else compiled_ns)
             loop.steps(1)
             tiers.append(loop.tier)
+            if loop.placement.times is not None:
+                self.told.append(loop.placement.times)
+                loop.placement.times = None
         return tiers
 
     def test_the_quicker_one_stays(self) -> None:
@@ -111,6 +127,15 @@ class TestReplayBesideCompiledCode:
 
     def test_what_was_much_slower_is_not_tried_again(self) -> None:
         assert set(self.contest(200, 100, beside_compiler_ns=200)) == {Tier.COMPILED}
+
+    def test_both_durations_are_told_when_they_are_known(self) -> None:
+        for replay_ns, beside_compiler_ns in ((90, 0), (110, 100), (200, 200)):
+            self.contest(replay_ns, 100, beside_compiler_ns)
+            assert self.told == [StepTimes(replay_ns, 100)]
+
+    def test_what_must_not_compete_is_not_compared(self) -> None:
+        self.contest(90, 100, may_compete=False)
+        assert self.told == []
 
 
 def test_where_it_makes_no_difference_the_caller_is_not_kept_waiting() -> None:

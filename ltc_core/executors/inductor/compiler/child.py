@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ltc_core.executors.inductor.compiler.artifacts import Artifacts
 
 _WATCH_MS = 500
-# While a training step keeps all cores busy, nice 5 gets a quarter of a core and SCHED_IDLE less than a hundredth: a
-# compile of 15 s takes a minute or half an hour.
-_NICE = {"low": 5, "normal": 0}
+# While a training step keeps all cores busy, nice 10 gets a tenth of a core and SCHED_IDLE less than a hundredth: a
+# compile of 15 s takes some minutes or half an hour. It takes what a step leaves idle.
+_NICE = {"low": 10, "normal": 0}
 _MOST_NICE = 19
 _MAX_QUOTED = 300
 # Errors after which another directory may work: it may have room, or be writable.

@@ -122,6 +122,11 @@ class CompileService:
             return f"there is no C++ compiler ({named})"
         return ""
 
+    @property
+    def place(self) -> Path:
+        """The directory that artifacts are written to."""
+        return self._places[-1].root if self._places else self._root
+
     def is_cached(self, key: str) -> bool:
         """Whether there is an artifact on disk, damaged or not. Cost: one system call a directory."""
         return any(place.has(key) for place in self._places or [Artifacts(self._root)])

@@ -1,6 +1,7 @@
 """A compile service that answers when a test tells it to; its libraries run the lowered FX graph as it is."""
 
 import contextlib
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ class Service:
         self.cached: set[str] = set()
         self.problem = ""
         self.answers_at_once = False
+        self.place = Path()
 
     def available(self) -> str:
         return self.problem
@@ -78,6 +80,10 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setattr(tier_report, "_reasons", {})
     monkeypatch.setattr(tiers, "_refused_ops", set())
     metrics.clear_all()
-    with settings.override(compile="async", compile_after=3):
+    with (
+        tempfile.TemporaryDirectory() as place,
+        settings.override(compile="async", compile_after=3),
+    ):
+        made.place = Path(place)
         yield made
     MODELS.clear()

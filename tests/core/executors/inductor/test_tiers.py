@@ -4,13 +4,14 @@ What is built here runs the lowered FX graph as it is, so each test takes millis
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ltc_core import metrics
-from ltc_core.executors.inductor import tiers
+from ltc_core.executors.inductor import step_times, tiers
 from ltc_core.executors.inductor.compiler.service import Outcome
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.inductor.tier_report import State
@@ -19,7 +20,7 @@ from ltc_core.executors.reference import replay
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta
-from ltc_core.program.program import Tier
+from ltc_core.program.program import StepTimes, Tier
 from ltc_core.settings import settings
 from tests.core.executors.inductor import fake_service
 from tests.core.executors.inductor.fake_service import Interpreted, Service
@@ -64,6 +65,91 @@ def test_replay_takes_over_where_it_was_quicker_and_compiled_code_again(service:
         assert torch.equal(run(program, 3.0), torch.tensor([3.0, 6.0, 9.0, 12.0]))
         assert program.op_by_op_runs - before == (tier is Tier.REPLAY)
     assert service.asked == 1
+
+
+@pytest.mark.parametrize("slower", [Tier.COMPILED, Tier.REPLAY])
+def test_a_later_run_of_the_script_begins_with_what_was_quicker(
+    service: Service, capsys: pytest.CaptureFixture[str], slower: Tier
+) -> None:
+    assert replay.extension.load() is not None
+    first = one_node(aten.mul.Scalar, Scalar(0))
+    for _ in range(3):
+        run(first, 2.0)
+    service.cached.update(service.requests)
+    for key in service.requests:
+        (service.place / key).mkdir()  # where its library would be
+    service.answer()
+    assert first.may_compete and is_compiled(first)
+    times = StepTimes(1e6, 2.5e6) if slower is Tier.COMPILED else StepTimes(2.5e6, 1e6)
+    with settings.override(explain=True):
+        first.note_steps(times)
+    replayed, compiled = times.replay_ns / 1e6, times.compiled_ns / 1e6
+    assert capsys.readouterr().err == (
+        "[ltc] a graph of 1 ops (recorded at train.py:7 in step): "
+        f"{replayed:g} ms a step with its ops called one by one, {compiled:g} ms compiled\n"
+    )
+    service.answers_at_once = True
+    again = one_node(aten.mul.Scalar, Scalar(0))
+    for _ in range(3):
+        assert torch.equal(run(again, 2.0), torch.tensor([2.0, 4.0, 6.0, 8.0]))
+    assert not again.may_compete
+    assert again.state is (State.SLOWER if slower is Tier.COMPILED else State.COMPILED)
+
+
+def test_compiling_begins_when_the_steps_have_taken_as_long(
+    service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(tiers.time, "monotonic", lambda: now[0])
+    program = one_node(aten.mul.Scalar, Scalar(0))
+    with settings.override(compile_after=0, explain=True):
+        for _ in range(10):
+            run(program, 2.0)
+            now[0] += tiers._COMPILE_S / 10
+        assert not service.requests and capsys.readouterr().err == ""
+        assert program.state.words == (
+            "op by op, to be compiled once its steps have taken as long as compiling may"
+        )
+        now[0] += 1.0
+        run(program, 2.0)
+    assert service.requests
+    assert capsys.readouterr().err == (
+        "[ltc] a graph of 1 ops (recorded at train.py:7 in step) is compiled in the background; "
+        "its ops are called one by one meanwhile\n"
+    )
+
+
+def test_a_graph_that_ran_once_is_not_compiled_however_long_that_is_ago(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(tiers.time, "monotonic", lambda: now[0])
+    program = one_node(aten.mul.Scalar, Scalar(0))
+    with settings.override(compile_after=0):
+        for _ in range(2):
+            run(program, 2.0)
+            now[0] += 1000.0
+        assert not service.requests
+        run(program, 2.0)
+    assert service.requests
+
+
+def test_what_is_kept_of_steps_may_be_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    assert step_times.read(file) is None
+    for text in (
+        "",
+        "{}",
+        "[]",
+        '{"replay_ns": "x", "compiled_ns": 1}',
+        '{"replay_ns": 0, "compiled_ns": 1}',
+    ):
+        file.write_text(text)
+        assert step_times.read(file) is None
+    step_times.write(file, StepTimes(1.5, 2.0))
+    assert step_times.read(file) == StepTimes(1.5, 2.0)
+    step_times.write(tmp_path / "gone" / "steps.json", StepTimes(1.5, 2.0))  # nothing is said
+    assert [path.name for path in tmp_path.iterdir()] == ["steps.json"]
 
 
 def test_compiled_code_stays_where_nothing_can_be_replayed(service: Service) -> None:
