@@ -18,7 +18,7 @@ from ltc_core.executors.inductor.lower import Lowered, lower
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
 from ltc_core.graph.passes import plan
-from tests.nets.beside import run_beside_eager
+from tests.core.beside_eager import run_beside_eager
 from tests.nets.tiers import tier
 
 aten = torch.ops.aten
