@@ -90,9 +90,9 @@ test-programs: $(STAMP)
 	$(BIN)/python -m tests.nets.run_programs $(ARGS)
 
 test-opinfo: $(STAMP)
-	$(BIN)/python -m pytest tests/core/ops/test_opinfo.py
-	$(BIN)/python -m tests.nets.run_opinfo --tier lowered $(ARGS)
-	$(BIN)/python -m tests.nets.run_opinfo --tier compiled $(ARGS)
+	$(BIN)/python -m tests.nets.opinfo --tier ops $(ARGS)
+	$(BIN)/python -m tests.nets.opinfo --tier lowered $(ARGS)
+	$(BIN)/python -m tests.nets.opinfo --tier compiled $(ARGS)
 
 test-random: $(STAMP)
 	$(BIN)/python -m tests.nets.random_programs $(ARGS)

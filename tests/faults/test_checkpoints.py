@@ -17,40 +17,53 @@ pytestmark = pytest.mark.dist
 __all__ = ["expected", "undisturbed"]  # fixtures
 
 
-SITES = [  # the third call there, and the checkpoint that counts afterwards
-    (0, "write_part", 2),  # which rank 0 calls twice for each
-    (1, "write_part", 4),
-    (0, "write_manifest", 4),
-    (0, "publish", 4),
-    (0, "point_latest", 6),
-    (0, "prune", 6),
-]
+# Steps between checkpoints; for each attempt the rank that is killed, at the third call where, and the checkpoint that
+# the next attempt begins at.
+ATTEMPTS = [
+    (2, [
+        (0, "write_part", 2),  # which rank 0 calls twice for each: in 4
+        (1, "write_part", 6),  # in 8
+        (0, "write_manifest", 10),  # in 12
+    ]),
+    (1, [
+        (0, "publish", 2),  # in 3
+        (0, "point_latest", 5),
+        (0, "prune", 8),
+    ]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rank", "site", "newest"), SITES)
+@pytest.mark.parametrize(("every", "attempts"), ATTEMPTS, ids=["writing", "publishing"])
 def test_row_18_killed_while_it_saves(
-    rank: int, site: str, newest: int, tmp_path: Path, expected: str
+    every: int, attempts: list[tuple[int, str, int]], tmp_path: Path, expected: str
 ) -> None:
-    again = launcher("--nprocs", "2", "--max-restarts", "1")
-    options = ["runs", "--every", "2", "--fault", f"commit@{rank}:{site}"]
+    again = launcher("--nprocs", "2", "--max-restarts", str(len(attempts)))
+    faults = ",".join(f"commit@{rank}:{site}" for rank, site, _ in attempts)
+    options = ["runs", "--every", str(every), "--fault", faults]
     code, out, err = Job([*again, TRAINING, *options], tmp_path).end(is_killed=True)
     assert code == 0, err
-    assert f"resumed at {newest}\n" in out
+    assert re.findall(r"resumed at (\d+)\n", out) == [str(newest) for *_, newest in attempts]
     assert final(out) == expected
     assert sorted(p.name for p in (tmp_path / "runs").glob("step_*")) == [
-        "step_000000008", "step_000000010", "step_000000012",
-    ]  # fmt: skip
+        f"step_{12 - back * every:09}" for back in (2, 1, 0)
+    ]
 
 
-def saved(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def run_of_nine_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 3, 6 and 9 by two processes."""
-    code, _, err = Job([*TWO, TRAINING, "runs", "--steps", "9"], tmp_path).end()
+    place = tmp_path_factory.mktemp("nine")
+    code, _, err = Job([*TWO, TRAINING, "runs", "--steps", "9"], place).end()
     assert code == 0, err
-    return tmp_path / "runs"
+    return place / "runs"
 
 
-def test_rows_20_and_21_the_newest_is_damaged(tmp_path: Path, expected: str) -> None:
-    runs = saved(tmp_path)
+@pytest.fixture
+def runs(run_of_nine_steps: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(run_of_nine_steps, tmp_path / "runs", symlinks=True)
+
+
+def test_rows_20_and_21_the_newest_is_damaged(runs: Path, tmp_path: Path, expected: str) -> None:
     os.truncate(runs / "step_000000009" / "shared" / "t_00002.safetensors", 30)
     damaged = next((runs / "step_000000006" / "rank_00001").glob("t_00000*"))
     data = bytearray(damaged.read_bytes())
@@ -68,8 +81,7 @@ def test_rows_20_and_21_the_newest_is_damaged(tmp_path: Path, expected: str) -> 
     assert final(out) == expected
 
 
-def test_row_21_none_is_whole(tmp_path: Path) -> None:
-    runs = saved(tmp_path)
+def test_row_21_none_is_whole(runs: Path, tmp_path: Path) -> None:
     for manifest in runs.glob("*/manifest.json"):
         manifest.unlink()
     code, _, err = Job([*TWO, TRAINING, "runs"], tmp_path).end()
@@ -77,9 +89,9 @@ def test_row_21_none_is_whole(tmp_path: Path) -> None:
     assert "is whole" in err and "manifest.json is missing" in err
 
 
+@pytest.mark.usefixtures("runs")
 def test_row_23_another_number_of_processes(tmp_path: Path, expected: str) -> None:
     """One process goes on with the whole batch: the same parameters come of it, but for rounding."""
-    saved(tmp_path)
     code, out, err = Job([*launcher(), TRAINING, "runs"], tmp_path).end()
     assert code == 0 and "resumed at 9" in out, err
     assert float(final(out).split()[-1]) == pytest.approx(float(expected.split()[-1]), rel=1e-5)

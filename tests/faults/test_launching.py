@@ -1,5 +1,6 @@
 """Faults at the start and of what processes say: told at once, and nothing is left lying about."""
 
+import os
 import pickle
 import re
 import socket
@@ -12,6 +13,7 @@ import torch
 
 import ltc_dist as ltd
 from ltc_core.errors import CheckpointError, RankError
+from tests import prepared
 from tests.faults.test_processes import TRAINING, TWO
 from tests.launching import Job, launcher
 
@@ -40,14 +42,15 @@ def test_row_22_a_pickle_that_runs_code(tmp_path: Path, capsys: pytest.CaptureFi
     assert "this ran" not in capsys.readouterr().out
 
 
-def test_row_25_two_launches_at_once(tmp_path: Path) -> None:
+def test_rows_25_and_30_two_launches_at_once_leave_nothing(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
         directory.mkdir()
     jobs = [Job([*TWO, TRAINING, "--steps", "3"], directory) for directory in directories]
-    for job in jobs:
-        code, out, err = job.end()
-        assert code == 0 and "final" in out, err
+    for job, directory in zip(jobs, directories, strict=True):
+        code, out, err = job.end()  # looks for what is left
+        assert code == 0 and err == "" and "final" in out, err
+        assert [path.name for path in directory.iterdir()] == ["tmp"]
 
 
 def test_row_25_the_port_of_several_hosts_is_taken(tmp_path: Path) -> None:
@@ -113,12 +116,6 @@ def test_row_28_lines_of_all_sorts_and_an_error_of_its_own_kind(tmp_path: Path) 
     assert err.count("Odd: caf") == 1 and "y" * 100_000 in err
 
 
-def test_row_30_nothing_is_left_of_a_run(tmp_path: Path) -> None:
-    code, _, err = Job([*TWO, TRAINING, "--steps", "3"], tmp_path).end()  # `end` looks
-    assert code == 0 and err == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
-
-
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -132,8 +129,10 @@ def test_row_33_variables_that_make_no_sense(
     environ: dict[str, str], words: str, tmp_path: Path
 ) -> None:
     path = script(tmp_path, "import ltc_dist as ltd; ltd.get_ordinal()")
-    code, _, err = Job([sys.executable, path], tmp_path, **environ).end()
-    assert code == 1 and re.search(rf"(RankError|SettingsError): .*{words}", err), err
+    command = [sys.executable, "-W", "error", path]
+    done = prepared.run(command, env={**os.environ, **environ}, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert re.search(rf"(RankError|SettingsError): .*{words}", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(

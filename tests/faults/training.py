@@ -2,8 +2,9 @@
 
     training.py DIRECTORY --steps 12 --every 3 --fault kill9@1:5
 
-A fault is KIND@RANK:STEP; it happens once, in the first attempt, when that process has recorded that step. At the end
-rank 0 prints a digest of the parameters and their norm.
+A fault is KIND@RANK:STEP; it happens once, when that process has recorded that step. Of several, with commas between
+them, the first happens in the first attempt of the job, the second in its second. At the end rank 0 prints a digest of
+the parameters and their norm.
 """
 
 import argparse
@@ -94,10 +95,11 @@ def kill_at(site: str) -> None:
 
 def train(rank: int, args: argparse.Namespace) -> None:
     size = ltd.world_size()
-    kind, _, place = args.fault.partition("@")
+    faults = args.fault.split(",")
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    kind, _, place = (faults[attempt] if attempt < len(faults) else "").partition("@")
     where, _, when = place.partition(":")
-    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    mine = is_first and where == str(rank)
+    mine = where == str(rank)
     if mine and kind == "commit":
         kill_at(when)
 

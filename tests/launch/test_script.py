@@ -102,13 +102,13 @@ def test_a_failure_after_the_directory_has_changed(tmp_path: Path) -> None:
     assert f'File "{tmp_path}/package/train.py", line 1' in err and "script.py" not in err
 
 
-@pytest.mark.parametrize("name", ["psutil", "selectors", "torch", "ltc_core", "json"])
-def test_a_file_beside_the_user_does_not_replace_a_module(name: str, tmp_path: Path) -> None:
-    """The script is elsewhere, and is run from a folder that has a file of such a name."""
+def test_files_beside_the_user_do_not_replace_modules(tmp_path: Path) -> None:
+    """The script is elsewhere, and is run from a folder that has files of such names."""
     place = folder(tmp_path, "import psutil, selectors, torch, ltc_core; print('done')")
     here = place / "here"
     here.mkdir()
-    (here / f"{name}.py").write_text("raise ImportError('the file beside the user')")
+    for name in ("psutil", "selectors", "torch", "ltc_core", "json"):
+        (here / f"{name}.py").write_text(f"raise ImportError('{name}.py beside the user')")
     code, out, err = Job([*launcher("--nprocs", "2"), "../package/train.py"], here).end()
     assert code == 0 and sorted(out.splitlines()) == ["[0] done", "[1] done"], err
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ltc_core as ltc
+from tests.core.beside_eager import Raised, difference, on_cpu
 from tests.nets.tiers import TIERS, tier
 from tests.seed import seed
 
@@ -209,7 +210,7 @@ def _outcomes(programs: dict[int, Lines], device: Any) -> dict[int, Any]:
             try:
                 result = next(steps)
             except Exception as error:
-                result = error  # type: ignore[assignment]
+                result = Raised(error)  # type: ignore[assignment]
             if result is not None:
                 found[number] = result
                 del running[number]
@@ -229,6 +230,12 @@ def _compare(programs: dict[int, Lines], name: str) -> dict[int, str]:
         return {n: what for n in programs if (what := _difference(got[n], expected[n]))}
 
 
+def _difference(got: Any, expected: Any) -> str:
+    # The values of a program are finite: it was drawn so.
+    given = on_cpu(got), on_cpu(expected)
+    return difference(*given, rtol=1e-5, atol=1e-6, errors="class", equal_nan=False)
+
+
 def _shrunk(number: int, name: str) -> Lines:
     """The program without the lines that it differs without; unchanged if it does not differ by itself."""
     kept = generate(number)
@@ -244,18 +251,6 @@ def _shrunk(number: int, name: str) -> Lines:
         if differs(rest):
             kept = rest
     return kept
-
-
-def _difference(got: Any, expected: Any) -> str:
-    if isinstance(got, Exception) or isinstance(expected, Exception):
-        return "" if type(got) is type(expected) else f"{got!r}, eager {expected!r}"[:400]
-    for k, (found, wanted) in enumerate(zip(got, expected, strict=True)):
-        here, right = found.detach().cpu(), wanted.detach()
-        if here.dtype is not right.dtype or here.shape != right.shape:
-            return f"tensor {k} is {here.dtype}{[*here.shape]}, not {right.dtype}{[*right.shape]}"
-        if not torch.allclose(here, right, 1e-5, 1e-6):
-            return f"tensor {k} is {here.tolist()}, eager's {right.tolist()}"
-    return ""
 
 
 def main() -> int:

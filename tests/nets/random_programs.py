@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ltc_core as ltc
-from tests.nets.beside import ROUNDS, Raised, attempt, difference
+from tests.core.beside_eager import ATOL, ROUNDS, RTOL, Raised, attempt, difference
 from tests.nets.statements import MOST_ELEMENTS, STATEMENTS, Draw
 from tests.nets.tiers import TIERS, tier
 from tests.seed import seed
@@ -240,8 +240,12 @@ def _told_late(lines: Lines, num_devices: int) -> str:
         return ""
     if got is None and _OVERLAP in expected.text and "_foreach_" not in lines[-1]:
         return ""
-    what = difference(got, expected)
+    what = _difference(got, expected)
     return what and f"{lines[-1]}, and a sync: {what}"
+
+
+def _difference(got: Any, expected: Any) -> str:
+    return difference(got, expected, RTOL, ATOL, strides=True)
 
 
 def _compare(lines: Lines, num_devices: int, rounds: int) -> tuple[int | None, str]:
@@ -258,14 +262,14 @@ def _compare(lines: Lines, num_devices: int, rounds: int) -> tuple[int | None, s
         if isinstance(late, Raised):
             return None, f"round {number}: {late!r} comes late"
         for k, (got, wanted) in enumerate(zip(got_events, events, strict=False)):
-            what = difference(got, wanted)
+            what = _difference(got, wanted)
             if what:
                 where = lines[k] if k < len(lines) else f"answer {k - len(lines)}"
                 return None, f"round {number}, {where}: {what}"
         if held.keys() != got_held.keys():
             return None, f"round {number}: there are {sorted(got_held)}, in eager {sorted(held)}"
         for name, wanted in held.items():
-            what = difference(got_held[name], wanted)
+            what = _difference(got_held[name], wanted)
             if what and not _has_no_gradient(got_held[name], wanted):
                 return None, f"round {number}, {name}: {what}"
     return None, ""

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 
 import ltc_core as ltc
-from tests.nets.beside import run_beside_eager
+from tests.core.beside_eager import run_beside_eager
 from tests.nets.programs import find
 from tests.nets.tiers import TIERS, tier
 from tests.seed import rotating, seed

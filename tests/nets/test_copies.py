@@ -31,4 +31,4 @@ def test_a_copy_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.Tensor, "clone", lambda t: clone(t) if t.device.type == "cpu" else t.view(t.shape)
     )
-    assert "tensor 0 is" in copies.failures([1], "ops")[1]
+    assert "leaf 0 of" in copies.failures([1], "ops")[1]

@@ -6,8 +6,8 @@ That a program which fails is found, shrunk and named is tested on devices that 
 import pytest
 import torch
 
+from tests.core.beside_eager import Raised, attempt, difference
 from tests.nets import random_programs
-from tests.nets.beside import Raised, attempt, difference
 from tests.nets.command import expect_success
 from tests.nets.random_programs import generate, outcome, shrunk
 
@@ -58,10 +58,27 @@ def test_what_counts_as_a_difference() -> None:
     assert difference(x, x.clone()) == ""
     assert "dtype" in difference(x, x.double())
     assert "shape" in difference(x, x[:1])
-    assert "strides" in difference(x, x.t().contiguous().t())
+    other_layout = x.t().contiguous().t()
+    assert difference(x, other_layout) == ""
+    assert "strides" in difference(x, other_layout, strides=True)
     assert "requires_grad" in difference(x, x.clone().requires_grad_())
     assert "structure" in difference([x], (x,))
     assert "eager raises" in difference(x, attempt(lambda: x.view(7)))
     assert "raises" in difference(attempt(lambda: x.view(7)), x)
-    assert difference(attempt(lambda: x.view(7)), attempt(lambda: x.view(5))) == ""
+    seven, five, index = (
+        attempt(lambda: x.view(7)),
+        attempt(lambda: x.view(5)),
+        attempt(lambda: x[9]),
+    )
+    assert difference(seven, five) == difference(seven, five, errors="class") == ""
+    assert difference(seven, seven, errors="text") == ""
+    assert "eager raises" in difference(seven, five, errors="text")
+    assert "eager raises" in difference(seven, index)
+    wide = Raised(NotImplementedError("x"))
+    assert difference(wide, seven) == ""
+    assert "eager raises" in difference(wide, seven, errors="class")
     assert "eager" in difference(1, 1.0)
+    assert difference(x, x + 1e-6, rtol=1e-4, atol=1e-5) == "" != difference(x, x + 1e-6)
+    nan = x / 0
+    assert difference(nan, nan) == "" != difference(nan, nan, equal_nan=False)
+    assert difference(float("nan"), float("nan")) == "" and "not equal" in difference(1.0, 1.5)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from tests.seed import seed
 
-__all__ = ["IS_ALL", "SEED", "chosen", "moved_to", "on_cpu"]
+__all__ = ["IS_ALL", "SEED", "chosen", "moved_to"]
 
 IS_ALL = os.environ.get("PUBLIC") == "all"
 SEED = seed()
@@ -37,8 +37,3 @@ def moved_to(device: Any) -> Callable[[Any], Any]:
         return item
 
     return lambda tree: tree_map(move, tree)
-
-
-def on_cpu(tree: Any) -> Any:
-    """The tree with all its tensors on the CPU."""
-    return tree_map(lambda t: t.detach().cpu() if isinstance(t, torch.Tensor) else t, tree)

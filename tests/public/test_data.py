@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 import ltc_core as ltc
-from tests.public.sampling import on_cpu
+from tests.core.beside_eager import assert_same
 
 
 def tensors(device: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +55,7 @@ def test_loaders_yield_tensors_of_the_device_as_they_do_of_the_cpu() -> None:
     for _ in range(3):  # what was recorded is followed
         found = everything(device)
         assert found[0][0][0].device == device and found[7][0].device == device
-        torch.testing.assert_close(on_cpu(found), everything("cpu"), rtol=0, atol=0)
+        assert_same(found, everything("cpu"))
 
 
 def test_samplers_take_tensors_of_the_device() -> None:

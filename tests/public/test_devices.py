@@ -24,7 +24,8 @@ from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.optests.generate_tests import OpCheckError
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tests.public.sampling import chosen, on_cpu
+from tests.core.beside_eager import on_cpu
+from tests.public.sampling import chosen
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLES, LARGEST = 2, 60  # of an op; elements of a sample

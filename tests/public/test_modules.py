@@ -12,7 +12,8 @@ from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, modu
 from torch.utils._pytree import tree_leaves
 
 import ltc_core as ltc
-from tests.public.sampling import SEED, chosen, moved_to, on_cpu
+from tests.core.beside_eager import attempt, difference, on_cpu
+from tests.public.sampling import SEED, chosen, moved_to
 
 INPUTS, TIMES = 2, 4
 INFOS = {info.name: info for info in module_db}
@@ -41,13 +42,6 @@ def run(info: ModuleInfo, given: ModuleInput, device: Any, is_training: bool) ->
     return found, on_cpu(dict(module.state_dict()))
 
 
-def outcome(*given: Any) -> tuple[Any, type | None]:
-    try:
-        return run(*given), None
-    except Exception as error:
-        return None, type(error)
-
-
 def differences(name: str) -> Iterator[str]:
     info = INFOS[name]
     for is_training in (True, False):
@@ -57,15 +51,11 @@ def differences(name: str) -> Iterator[str]:
         inputs = [given for given in inputs if given.forward_input is not None]
         for given in chosen(inputs, INPUTS):
             which = f"{name}{given.constructor_input} {given.desc} training={is_training}"
-            expected, refusal = outcome(info, given, "cpu", is_training)
-            got, error = outcome(info, given, ltc.lazy_device(), is_training)
-            if error is not refusal:
-                yield f"{which}: raises {error}, eager {refusal}"
-                continue
-            try:
-                torch.testing.assert_close(got, expected, equal_nan=True, rtol=1e-4, atol=2e-5)
-            except AssertionError as difference:
-                yield f"{which}: {difference}"
+            expected = attempt(run, info, given, "cpu", is_training)
+            got = attempt(run, info, given, ltc.lazy_device(), is_training)
+            what = difference(got, expected, rtol=1e-4, atol=2e-5, errors="class")
+            if what:
+                yield f"{which}: {what}"
 
 
 @pytest.mark.filterwarnings("ignore")

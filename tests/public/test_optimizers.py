@@ -13,7 +13,8 @@ import torch
 from torch.testing._internal.common_optimizers import OptimizerInfo, OptimizerInput, optim_db
 
 import ltc_core as ltc
-from tests.public.sampling import SEED, chosen, on_cpu
+from tests.core.beside_eager import attempt, difference, on_cpu
+from tests.public.sampling import SEED, chosen
 
 CONFIGS, STEPS = 3, 6
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
@@ -69,26 +70,15 @@ def configurations(info: OptimizerInfo) -> list[tuple[OptimizerInput, dict[str, 
     return found
 
 
-def outcome(*given: Any) -> tuple[Any, type | None]:
-    try:
-        return run(*given), None
-    except Exception as error:
-        return None, type(error)
-
-
 def differences(name: str) -> Iterator[str]:
     info = INFOS[name]
     for given, kwargs in chosen(configurations(info), CONFIGS):
         which = f"{name} {kwargs} {given.desc}"
-        expected, refusal = outcome(info, given, kwargs, "cpu")
-        got, error = outcome(info, given, kwargs, ltc.lazy_device())
-        if error is not refusal:
-            yield f"{which}: raises {error}, eager {refusal}"
-            continue
-        try:
-            torch.testing.assert_close(got, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
-        except AssertionError as difference:
-            yield f"{which}: {difference}"
+        expected = attempt(run, info, given, kwargs, "cpu")
+        got = attempt(run, info, given, kwargs, ltc.lazy_device())
+        what = difference(got, expected, rtol=1e-5, atol=1e-6, errors="class")
+        if what:
+            yield f"{which}: {what}"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import ltc_core as ltc
 from ltc_core import metrics
-from tests.nets.beside import attempt, run_beside_eager
+from tests.core.beside_eager import attempt, run_beside_eager
 
 Tensor = torch.Tensor
 FLASH = "ltc::_scaled_dot_product_flash_attention_for_cpu"

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
+from tests.core.beside_eager import run_beside_eager
 from tests.core.counting import Counting
-from tests.nets.beside import run_beside_eager
 from tests.nets.tiers import tier
 
 AT_THE_END = [[False, False, True, True], [False] * 4, [True] * 4]

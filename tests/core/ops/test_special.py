@@ -16,9 +16,8 @@ import ltc_core as ltc
 from ltc_core.errors import LtcError, UnsupportedOpError
 from ltc_core.settings import settings
 from ltc_core.tensor.handles import base_of
-from tests.core.beside_eager import assert_same, beside_eager
+from tests.core.beside_eager import assert_same, attempt, beside_eager, run_beside_eager
 from tests.core.counting import Counting
-from tests.nets.beside import attempt, run_beside_eager
 from tests.nets.tiers import tier
 
 

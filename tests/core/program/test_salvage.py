@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import ltc_core as ltc
+from tests.core.beside_eager import Raised, attempt, run_beside_eager
 from tests.core.custom_ops import Gate
-from tests.nets.beside import Raised, attempt, run_beside_eager
 from tests.nets.tiers import tier
 
 TIERS = ("ops", "lowered")

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import ltc_core as ltc
-from tests.core.beside_eager import assert_same, beside_eager
+from tests.core.beside_eager import assert_same, beside_eager, run_beside_eager
 from tests.core.counting import Counting
 from tests.core.models import GPT
-from tests.nets.beside import run_beside_eager
 from tests.nets.programs import find
 from tests.nets.tiers import tier
 

@@ -234,7 +234,7 @@ def test_a_checkpoint_says_how_samples_were_dealt_out(
 
 @pytest.mark.dist
 def test_one_process_goes_on_behind_two_that_took_turns(tmp_path: Path) -> None:
-    ltd.spawn(spawned.deal_out, (str(tmp_path), True), nprocs=2)
+    ltd.spawn(spawned.deal_out, (str(tmp_path), True), nprocs=2, start_method="forkserver")
     used = [int(k) for rank in range(2) for k in (tmp_path / f"taken{rank}").read_text().split()]
     loader, checkpointer = run(tmp_path, in_turn(0, 1))
     assert checkpointer.restore().step == 3
@@ -245,7 +245,7 @@ def test_one_process_goes_on_behind_two_that_took_turns(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_one_process_refuses_the_shards_of_two(tmp_path: Path) -> None:
-    ltd.spawn(spawned.deal_out, (str(tmp_path), False), nprocs=2)
+    ltd.spawn(spawned.deal_out, (str(tmp_path), False), nprocs=2, start_method="forkserver")
     loader, checkpointer = run(tmp_path, DataLoader(DATA, 2))
     words = r"saved by 2 processes(.|\n)*rank 0 when it was saved has SequentialSampler; expected a DistributedSampler"
     with pytest.raises(CheckpointError, match=words):

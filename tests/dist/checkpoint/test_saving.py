@@ -24,7 +24,7 @@ def test_alone(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_three_processes(tmp_path: Path) -> None:
-    ltd.spawn(spawned.write, (str(tmp_path),), nprocs=3)
+    ltd.spawn(spawned.write, (str(tmp_path),), nprocs=3, start_method="forkserver")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "all.pt", "master.pt", "own0.pt", "own1.pt", "own2.pt",
     ]  # fmt: skip
@@ -35,4 +35,4 @@ def test_three_processes(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_a_master_that_has_ended(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 0 has ended and will not come to the saving of"):
-        ltd.spawn(spawned.leave_unsaved, (str(tmp_path),), nprocs=2)
+        ltd.spawn(spawned.leave_unsaved, (str(tmp_path),), nprocs=2, start_method="forkserver")

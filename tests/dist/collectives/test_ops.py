@@ -84,7 +84,7 @@ def test_collectives_that_were_known_and_do_not_fit(
     nprocs: int, how: str, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CollectiveError, match="are at different collectives") as raised:
-        ltd.spawn(spawned.differ_once_known, (how,), nprocs=nprocs)
+        ltd.spawn(spawned.differ_once_known, (how,), nprocs=nprocs, start_method="forkserver")
     text = str(raised.value)
     assert re.search(words, text) and text.count("spawned.py:") >= 2  # the lines of both
     assert "went on" not in capfd.readouterr().out
@@ -109,7 +109,7 @@ COMBINED = {
 @pytest.mark.parametrize("nprocs", [2, 3])
 def test_each_kind_of_reduction(nprocs: int, tmp_path: Path) -> None:
     """Two processes exchange their vectors, more of them leave it to gloo."""
-    ltd.spawn(spawned.reduce_each_kind, (str(tmp_path),), nprocs=nprocs)
+    ltd.spawn(spawned.reduce_each_kind, (str(tmp_path),), nprocs=nprocs, start_method="forkserver")
     found = [torch.load(tmp_path / f"{k}.pt") for k in range(nprocs)]
     for kind, combine in COMBINED.items():
         for dtype in (*spawned.INTS, *(() if kind in ("and", "or") else spawned.FLOATS)):
@@ -122,14 +122,14 @@ def test_each_kind_of_reduction(nprocs: int, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_processes_tell_each_other_which_replica_they_are(tmp_path: Path) -> None:
-    ltd.spawn(spawned.replicate, (str(tmp_path),), nprocs=2)
+    ltd.spawn(spawned.replicate, (str(tmp_path),), nprocs=2, start_method="forkserver")
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt") == [[[1, 0], [1, 0]], None]
 
 
 @pytest.mark.dist
 def test_gradients_flow_and_many_tensors_go_in_few_vectors(tmp_path: Path) -> None:
-    ltd.spawn(spawned.differentiate, (str(tmp_path),), nprocs=2)
+    ltd.spawn(spawned.differentiate, (str(tmp_path),), nprocs=2, start_method="forkserver")
     found = [torch.load(tmp_path / f"{k}.pt") for k in range(2)]
     # What the processes do together, as one program that PyTorch differentiates.
     xs = [(torch.arange(8.0).reshape(2, 4) + 10 * k).requires_grad_() for k in range(2)]
@@ -226,7 +226,7 @@ def test_misuse_is_told_at_the_call(call: Any, text: str) -> None:
 )
 def test_collectives_that_do_not_fit(how: str, text: str) -> None:
     with pytest.raises(CollectiveError, match=text):
-        ltd.spawn(spawned.differ, (how,), nprocs=2)
+        ltd.spawn(spawned.differ, (how,), nprocs=2, start_method="forkserver")
 
 
 class TestGpus:

@@ -54,11 +54,13 @@ def test_three_processes_meet(tmp_path: Path, method: str) -> None:
     ],
 )
 def test_in_vain(how: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = "forkserver"
     if how == "slow":
         monkeypatch.setenv("LTC_COLLECTIVE_TIMEOUT_S", "3")
+        method = "spawn"
     started = time.monotonic()
     with pytest.raises(RankError, match=text) as caught:
-        xmp.spawn(spawned.miss, (how,), nprocs=2)
+        xmp.spawn(spawned.miss, (how,), nprocs=2, start_method=method)
     assert "raised by rank 0" in caught.value.__notes__[0]
     assert time.monotonic() - started < 30
 
@@ -73,7 +75,7 @@ def test_a_process_that_waits_runs_what_others_wait_for(
 
 @pytest.mark.dist
 def test_a_meeting_in_vain_does_not_count() -> None:
-    xmp.spawn(spawned.meet_again, nprocs=2)
+    xmp.spawn(spawned.meet_again, nprocs=2, start_method="forkserver")
 
 
 def test_data_of_another_process_is_checked_where_torch_does_not(

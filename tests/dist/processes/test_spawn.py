@@ -85,7 +85,9 @@ def test_the_device_may_be_used_in_the_parent_before(tmp_path: Path, method: str
 
 
 def test_without_waiting(tmp_path: Path) -> None:
-    context = xmp.spawn(spawned.wait_for_ever, (str(tmp_path),), nprocs=2, join=False)
+    context = xmp.spawn(
+        spawned.wait_for_ever, (str(tmp_path),), nprocs=2, join=False, start_method="forkserver"
+    )
     assert context is not None and not context.join(timeout=0.1)
     for pid in context.pids():
         os.kill(pid, signal.SIGKILL)
@@ -181,7 +183,9 @@ def test_what_processes_do_after_sigterm_is_told(tmp_path: Path, how: str, said:
 
 
 def test_one_that_has_failed_before_it_is_waited_for(tmp_path: Path) -> None:
-    context = xmp.spawn(spawned.wait_for_ever, (str(tmp_path),), nprocs=2, join=False)
+    context = xmp.spawn(
+        spawned.wait_for_ever, (str(tmp_path),), nprocs=2, join=False, start_method="forkserver"
+    )
     assert context is not None
     os.kill(context.pids()[1], signal.SIGKILL)
     context.processes[1].join()
@@ -201,7 +205,7 @@ class TestFailures:
     def test_one_that_cannot_be_sent_arrives_as_text(self) -> None:
         fails = lambda rank: spawned.fail(rank, 0, spawned.Odd("strange"))  # noqa: E731
         with pytest.raises(RankError, match="Odd: strange") as caught:
-            xmp.spawn(fails, nprocs=2)
+            xmp.spawn(fails, nprocs=2, start_method="forkserver")
         assert "raised by rank 0" in caught.value.__notes__[0]
 
     @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -261,7 +265,7 @@ class TestFailures:
     def test_other_ends(self, how: str, text: str, code: int) -> None:
         started = time.monotonic()
         with pytest.raises(RankError, match=rf"rank 1 \(pid \d+\) {text}") as caught:
-            xmp.spawn(spawned.end, (how,), nprocs=2)
+            xmp.spawn(spawned.end, (how,), nprocs=2, start_method="forkserver")
         assert caught.value.exitcode == code and time.monotonic() - started < 30
 
     def test_what_cannot_be_started(self) -> None:
@@ -289,7 +293,7 @@ class TestFailures:
 def test_one_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "count"
     file.write_text("0")
-    xmp.spawn(spawned.serial, (str(file),), nprocs=3)
+    xmp.spawn(spawned.serial, (str(file),), nprocs=3, start_method="forkserver")
     assert file.read_text() == "9"
 
 
@@ -403,7 +407,9 @@ def test_tensors_of_the_device_as_arguments(tmp_path: Path, start_method: str) -
 
 @pytest.mark.dist
 def test_processes_keep_their_store_when_nobody_keeps_their_context(tmp_path: Path) -> None:
-    xmp.spawn(spawned.meet_and_tell, (str(tmp_path),), nprocs=2, join=False)
+    xmp.spawn(
+        spawned.meet_and_tell, (str(tmp_path),), nprocs=2, join=False, start_method="forkserver"
+    )
     gc.collect()
     while len(list(tmp_path.glob("begun*"))) < 2:
         time.sleep(0.01)

@@ -19,7 +19,7 @@ def test_several_processes_learn_what_one_does(tmp_path: Path, nprocs: int, opti
     many, one = tmp_path / "many", tmp_path / "one"
     many.mkdir()
     one.mkdir()
-    ltd.spawn(spawned.learn, (str(many), optimizer), nprocs=nprocs)
+    ltd.spawn(spawned.learn, (str(many), optimizer), nprocs=nprocs, start_method="forkserver")
     spawned.learn(0, str(one), optimizer)
     expected = torch.load(one / "0.pt")
     found = [torch.load(many / f"{k}.pt") for k in range(nprocs)]

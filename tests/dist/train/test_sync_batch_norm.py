@@ -11,7 +11,7 @@ from tests.dist import spawned
 
 @pytest.mark.dist
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    ltd.spawn(spawned.normalise, (str(tmp_path),), nprocs=2)
+    ltd.spawn(spawned.normalise, (str(tmp_path),), nprocs=2, start_method="forkserver")
     found = [torch.load(tmp_path / f"{k}.pt") for k in range(2)]
     torch.manual_seed(0)
     batch = torch.randn(8, 3, 4).requires_grad_()
@@ -34,7 +34,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_half_precision_and_a_batch_that_is_empty() -> None:
-    ltd.spawn(spawned.normalise_more, nprocs=2)
+    ltd.spawn(spawned.normalise_more, nprocs=2, start_method="forkserver")
 
 
 def test_alone_it_is_batch_norm() -> None:

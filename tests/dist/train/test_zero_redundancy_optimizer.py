@@ -223,7 +223,7 @@ def check(found: dict[str, Any], rank: int, count: int) -> None:
 @pytest.mark.dist
 @pytest.mark.timeout(180)
 def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
-    ltd.spawn(work, (str(tmp_path),), nprocs=2)
+    ltd.spawn(work, (str(tmp_path),), nprocs=2, start_method="forkserver")
     for rank in range(2):
         check(torch.load(tmp_path / f"{rank}.pt"), rank, 2)
 

@@ -7,7 +7,7 @@ families' own helpers.
 import importlib
 import inspect
 
-from tests.nets.beside import Program
+from tests.core.beside_eager import Program
 
 __all__ = ["find"]
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.nets.beside import attempt
+from tests.core.beside_eager import attempt
 
 Device = torch.device
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import rnn
 
-from tests.nets.beside import attempt
+from tests.core.beside_eager import attempt
 
 Device = torch.device
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import distributions as D
 from torch import nn
 
-from tests.nets.beside import attempt
+from tests.core.beside_eager import attempt
 
 Device = torch.device
 INF, NAN = math.inf, math.nan

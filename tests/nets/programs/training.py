@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from tests.nets.beside import attempt
+from tests.core.beside_eager import attempt
 
 Device = torch.device
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.nets.beside import attempt
+from tests.core.beside_eager import attempt
 
 Device = torch.device
 

@@ -18,7 +18,7 @@ from ltc_core.program.lowering.retrace import Refused
 from ltc_core.program.plan import plan
 from ltc_core.program.scalar_inputs import SCALAR_DTYPES, WHOLE_RULES
 from ltc_core.program.subgraph import Subgraph
-from tests.nets.beside import run_beside_eager
+from tests.core.beside_eager import run_beside_eager
 from tests.nets.tiers import tier
 
 aten = torch.ops.aten

@@ -1,0 +1,74 @@
+"""PyTorch's operators beside eager: all op by op, a twentieth lowered and compiled, other ones for each commit.
+
+All of them in all tiers: make test-opinfo.
+"""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.nets.command import expect_success
+from tests.nets.opinfo import (
+    LATER,
+    OPS,
+    SHARES,
+    SKIPPED,
+    SKIPPED_IN,
+    WIDER,
+    check,
+    refused_dtypes,
+    wrong_calls,
+)
+from tests.seed import rotating
+
+SHARE_OF_DTYPES = 10
+OP_BY_OP = SHARES["ops"]  # which the tests are (conftest.py)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [n for n in OPS if n not in SKIPPED])
+def test_values_gradients_and_refusals_are_eagers(name: str) -> None:
+    assert check([name], OP_BY_OP) == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", [n for n, op in OPS.items() if op.error_inputs_func and op.name not in LATER]
+)
+def test_wrong_calls_raise_what_eager_raises(name: str) -> None:
+    assert not wrong_calls(name)
+
+
+def test_dtypes_that_eager_refuses_are_refused() -> None:
+    found: dict[str, str] = {}
+    total = 0
+    names = [n for n in OPS if n not in SKIPPED and n not in WIDER and "sparse" not in n]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in rotating(names, SHARE_OF_DTYPES):
+            count, what = refused_dtypes(name)
+            total += count
+            if what:
+                found[name] = what
+    assert not found, found
+    assert total > 50
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tier", ["lowered", "compiled"])
+def test_a_share_of_them_in_a_tier_of_the_compiler(tier: str, tmp_path: Path) -> None:
+    arguments = ["--tier", tier, "--share", "20"]
+    expect_success("tests.nets.opinfo", *arguments, LTC_COMPILED_CACHE_DIR=str(tmp_path))
+
+
+def test_skipped_operators_exist_and_are_few() -> None:
+    for rows in (SKIPPED, *SKIPPED_IN.values()):
+        assert set(rows) <= set(OPS) and len(rows) < 0.05 * len(OPS)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [n for n in SKIPPED if "empty" not in n])
+def test_what_is_skipped_is_not_as_eager(name: str) -> None:
+    """A row that is not needed any more fails here."""
+    assert check([name], OP_BY_OP)
