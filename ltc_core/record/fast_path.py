@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ltc_core import uninterrupted
-from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
 from ltc_core.record import random_state
@@ -49,7 +49,7 @@ def install() -> bool:
     native = extension.loaded
     if _native is not None or native is None:
         return _native is not None
-    types = (LazyTensor, Trace, Step, Cell, View, Value, Buffer, TensorMeta)
+    types = (LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta)
     aten = torch.ops.aten
     detach, empty = aten.detach.default, aten.empty_strided.default
     with _lock:

@@ -38,6 +38,7 @@ def _to_meta(item: Any) -> Any:
 
 _CACHE_SIZE = 20_000
 _cache: dict[Any, Any] = {}
+_ABSENT = object()  # `None` is what an op returns that only writes, such as `_foreach_add_`
 
 
 def infer(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -57,8 +58,8 @@ def infer(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     shared = _memory_shared(args, kwargs) if schema.writes else ()
     if shared:
         key += (shared,)
-    found = _cache.get(key)
-    if found is None:
+    found = _cache.get(key, _ABSENT)
+    if found is _ABSENT:
         if shared and eager_checks.is_overlap_refused(schema, args, kwargs):
             raise Unknown("operands that overlap as eager does not allow")
         found = _run_on_meta(schema, args, kwargs)
