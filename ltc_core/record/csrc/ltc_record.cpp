@@ -263,6 +263,11 @@ PyObject* enable(PyObject*, PyObject* on) {
   const bool was_on = is_on.exchange(PyObject_IsTrue(on) == 1);
   return PyBool_FromLong(was_on);
 }
+// wrap(handle): a lazy tensor that holds the handle.
+PyObject* wrap_handle(PyObject*, PyObject* handle) {
+  const at::Tensor tensor = share(handle);
+  return tensor.defined() ? THPVariable_Wrap(tensor) : nullptr;
+}
 // count(): the number of calls that the kernels have handled without Python so far.
 PyObject* count(PyObject*, PyObject*) {
   return PyLong_FromSsize_t(num_followed);
@@ -273,6 +278,7 @@ PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},
     {"enable", enable, METH_O, nullptr},
+    {"wrap", wrap_handle, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},
     {"rename_view", rename_view, METH_VARARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
