@@ -75,7 +75,8 @@ inline Maker* maker_for(PyObject* meta, PyObject* device) {
 
 // The `TensorImpl` of the lazy tensors that C++ makes. Autograd detaches each result that it saves for backward, and
 // once more when backward reads it. A plain `TensorImpl` imports torch, looks `aten.detach.default` up by name and calls
-// `__torch_dispatch__` for that (pointwise chain with autograd: 9.9 -> 6.0 us an op, a detach for each second op).
+// `__torch_dispatch__` for that: 8.1 instead of 4.6 us an op in a pointwise chain with autograd, one detach for each
+// second op; 10.2 instead of 7.0 us with backward (thread time, least of 14 alternating rounds, two loaded cores).
 class LazyImpl final : public c10::TensorImpl {
  public:
   using TensorImpl::TensorImpl;
