@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ltc_core import uninterrupted
-from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
 from ltc_core.record import random_state
@@ -24,7 +24,7 @@ from ltc_core.record.trace import Step, Trace
 from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, View
-from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty
+from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty, wrap_in_cpp
 
 __all__ = ["extension", "add_op", "install", "num_fast_calls", "enable"]
 
@@ -49,7 +49,7 @@ def install() -> bool:
     native = extension.loaded
     if _native is not None or native is None:
         return _native is not None
-    types = (LazyTensor, Trace, Step, Cell, View, Value, Buffer, TensorMeta)
+    types = (LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta)
     aten = torch.ops.aten
     detach, empty = aten.detach.default, aten.empty_strided.default
     with _lock:
@@ -57,6 +57,7 @@ def install() -> bool:
             dispatch = LazyTensor.__torch_dispatch__
             native.share_pauses(uninterrupted.calls, uninterrupted.paused)
             native.setup(detach, dispatch, make_empty, empty, random_state.stream, *types)
+            wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
                 native.add(*names, *op)

@@ -38,6 +38,7 @@ __all__ = [
     "set_handle",
     "use_handlers",
     "wrap",
+    "wrap_in_cpp",
 ]
 
 Handler = Callable[[Any, Any], Any]
@@ -371,8 +372,20 @@ def make_empty(meta: TensorMeta, device: torch.device) -> LazyTensor:
     return _make(LazyTensor, *meta.wrapper_arguments(device))
 
 
+_wrap_in_cpp: Callable[[Handle], LazyTensor] | None = None
+_is_inference_mode = torch.is_inference_mode_enabled
+
+
+def wrap_in_cpp(function: Callable[[Handle], LazyTensor]) -> None:
+    """Make tensors by a C++ function: autograd detaches these without Python (`record/csrc/tensors.h`, `LazyImpl`)."""
+    global _wrap_in_cpp
+    _wrap_in_cpp = function
+
+
 def wrap(handle: Handle) -> LazyTensor:
     """Make a tensor that holds `handle`."""
+    if _wrap_in_cpp is not None and not _is_inference_mode():
+        return _wrap_in_cpp(handle)
     t = make_empty(handle.meta, handle.trace.device)
     t._h = handle
     return t

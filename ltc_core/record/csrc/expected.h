@@ -74,10 +74,7 @@ struct Noted {
           PyTuple_GET_ITEM(row, 1) != metas[i])
         return;
     }
-    const Object follows(PyObject_GetAttr(step_of.node.of(step), name_uses_default_dtype));
-    if (!follows)
-      return PyErr_Clear();
-    if (follows.get() == Py_True)
+    if (node_of.uses_default_dtype.of(step_of.node.of(step)) == Py_True)
       reinterpret_cast<Expected*>(expected.get())->default_dtype = c10::get_default_dtype_as_scalartype();
     step_of.expected.set(step, expected.get());
   }

@@ -9,9 +9,6 @@
 #include "view_function.h"
 
 #include <ATen/core/stack.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/Exceptions.h>
 
 #include <memory>
 #include <string>
@@ -57,12 +54,6 @@ class Locked {
   bool is_noted = false;
   const Object lock;
 };
-
-[[noreturn]] void throw_python_error() {
-  python_error error;
-  error.persist();
-  throw error;
-}
 
 thread_local bool is_for_python = false; // `Follower` leaves the last call to Python because of `is_of_other_mode`
 
@@ -213,10 +204,10 @@ PyObject* add(PyObject*, PyObject* given) {
 }
 
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, LazyTensor,
-//       Trace, Step, Cell, View, Value, Buffer, TensorMeta)
+//       Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta)
 PyObject* setup(PyObject*, PyObject* given) {
-  PyObject *op, *python, *empty, *memory, *stream, *tensor, *trace, *step, *cell, *view, *value, *buffer, *meta;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOO", &op, &python, &empty, &memory, &stream, &tensor, &trace, &step, &cell, &view, &value, &buffer, &meta))
+  PyObject *op, *python, *empty, *memory, *stream, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta;
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOO", &op, &python, &empty, &memory, &stream, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta))
     return nullptr;
   const auto find = [](PyObject* type, std::initializer_list<std::pair<Slot*, const char*>> slots) {
     for (const auto& [slot, name] : slots) {
@@ -233,6 +224,8 @@ PyObject* setup(PyObject*, PyObject* given) {
                   {&step_of.next_key, "next_key"}, {&step_of.node, "node"},
                   {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},
                   {&step_of.expected, "expected"}}) &&
+      find(node, {{&node_of.outs, "outs"}, {&node_of.result, "result"},
+                  {&node_of.uses_default_dtype, "uses_default_dtype"}}) &&
       find(cell, {{&cell_of.trace, "trace"}, {&cell_of.value, "value"}, {&cell_of.meta, "meta"},
                   {&cell_of.version, "version"}}) &&
       find(view, {{&view_of.base, "base"}, {&view_of.lens, "lens"}, {&view_of.meta, "meta"},
@@ -270,6 +263,11 @@ PyObject* enable(PyObject*, PyObject* on) {
   const bool was_on = is_on.exchange(PyObject_IsTrue(on) == 1);
   return PyBool_FromLong(was_on);
 }
+// wrap(handle): a lazy tensor that holds the handle.
+PyObject* wrap_handle(PyObject*, PyObject* handle) {
+  const at::Tensor tensor = share(handle);
+  return tensor.defined() ? THPVariable_Wrap(tensor) : nullptr;
+}
 // count(): the number of calls that the kernels have handled without Python so far.
 PyObject* count(PyObject*, PyObject*) {
   return PyLong_FromSsize_t(num_followed);
@@ -280,6 +278,7 @@ PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},
     {"enable", enable, METH_O, nullptr},
+    {"wrap", wrap_handle, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},
     {"rename_view", rename_view, METH_VARARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
@@ -295,10 +294,7 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_acquire = PyUnicode_InternFromString("acquire");
   name_release = PyUnicode_InternFromString("release");
   name_handle = PyUnicode_InternFromString("_h");
-  name_outs = PyUnicode_InternFromString("outs");
-  name_result = PyUnicode_InternFromString("result");
   name_rewind = PyUnicode_InternFromString("rewind");
-  name_uses_default_dtype = PyUnicode_InternFromString("uses_default_dtype");
   number_zero = PyLong_FromLong(0);
   maker_type.tp_dealloc = free_maker;
   expected_type.tp_dealloc = free_expected;

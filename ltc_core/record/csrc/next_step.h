@@ -256,14 +256,12 @@ class NextStep : Operands {
 
   std::optional<IValue> results() {
     PyObject* node = step_of.node.of(step);
-    const Object outs(PyObject_GetAttr(node, name_outs)), spec(PyObject_GetAttr(node, name_result));
-    if (!outs || !spec)
-      return std::nullopt;
+    PyObject *outs = node_of.outs.of(node), *spec = node_of.result.of(node); // `make` holds the step
     std::vector<at::Tensor> made;
-    const Py_ssize_t n = PyTuple_GET_SIZE(outs.get()) - static_cast<Py_ssize_t>(written.cells.size());
+    const Py_ssize_t n = PyTuple_GET_SIZE(outs) - static_cast<Py_ssize_t>(written.cells.size());
     made.reserve(n);
     for (Py_ssize_t i = 0; i < n; ++i) {
-      PyObject* meta = PyTuple_GET_ITEM(outs.get(), i);
+      PyObject* meta = PyTuple_GET_ITEM(outs, i);
       const bool is_undefined = meta == Py_None;
       made.push_back(is_undefined ? at::Tensor() : new_result(meta));
       if (is_undefined ? !take_number(Py_None) : !made.back().defined())
@@ -275,7 +273,7 @@ class NextStep : Operands {
         return std::nullopt;
       cell_of.value.set(cell, value.get());
     }
-    return arrange(spec.get(), made);
+    return arrange(spec, made);
   }
 
   // `spec` is `Node.result`: a position among the results, the name of a written argument, or a tuple or list of these.
@@ -301,21 +299,21 @@ class NextStep : Operands {
 
   std::optional<IValue> views() {
     PyObject* node = step_of.node.of(step);
-    const Object outs(PyObject_GetAttr(node, name_outs)), spec(PyObject_GetAttr(node, name_result));
+    PyObject *outs = node_of.outs.of(node), *spec = node_of.result.of(node); // `make` holds the step
     const Object handle(handle_of(args[0].toTensor()));
-    if (!outs || !spec || !handle)
+    if (!handle)
       return std::nullopt;
     const bool is_whole = is_type(handle.get(), cell_type);
     PyObject* base = is_whole ? handle.get() : view_of.base.of(handle.get());
     std::vector<at::Tensor> made;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outs.get()); ++i) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outs); ++i) {
       PyObject* last = PyTuple_GET_ITEM(step_of.lenses.of(step), i);
       const Object lens(is_whole ? Py_NewRef(last) : PySequence_Concat(view_of.lens.of(handle.get()), last));
-      made.push_back(lens ? new_view(base, lens.get(), PyTuple_GET_ITEM(outs.get(), i)) : at::Tensor());
+      made.push_back(lens ? new_view(base, lens.get(), PyTuple_GET_ITEM(outs, i)) : at::Tensor());
       if (!made.back().defined())
         return std::nullopt;
     }
-    return arrange(spec.get(), made);
+    return arrange(spec, made);
   }
 };
 

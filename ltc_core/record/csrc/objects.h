@@ -82,6 +82,9 @@ inline struct {
   Slot parent, next, next_key, node, inputs, num_scalars, lenses, expected;
 } step_of;
 inline struct {
+  Slot outs, result, uses_default_dtype;
+} node_of;
+inline struct {
   Slot trace, value, meta, version;
 } cell_of;
 inline struct {
@@ -96,7 +99,7 @@ inline struct {
 inline Slot buffer_error;
 
 inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type; // set by `setup`, never released
-inline PyObject *name_acquire, *name_release, *name_handle, *name_outs, *name_result, *name_rewind, *name_uses_default_dtype;
+inline PyObject *name_acquire, *name_release, *name_handle, *name_rewind;
 inline PyObject* number_zero;
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL

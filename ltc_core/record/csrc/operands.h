@@ -5,7 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 
-#include <deque>
+#include <list>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -164,7 +164,7 @@ class Operands {
   }
 
  private:
-  std::deque<IValue> unwrapped; // scalars that came as tensors
+  std::list<IValue> unwrapped; // scalars that came as tensors; an empty deque would allocate
 };
 
 } // namespace ltc

@@ -3,7 +3,11 @@
 #include "objects.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -63,6 +67,47 @@ inline Maker* maker_for(PyObject* meta, PyObject* device) {
   return maker;
 }
 
+[[noreturn]] inline void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// The `TensorImpl` of the lazy tensors that C++ makes. Autograd detaches each result that it saves for backward, and
+// once more when backward reads it. A plain `TensorImpl` imports torch, looks `aten.detach.default` up by name and calls
+// `__torch_dispatch__` for that: 8.1 instead of 4.6 us an op in a pointwise chain with autograd, one detach for each
+// second op; 10.2 instead of 7.0 us with backward (thread time, least of 14 alternating rounds, two loaded cores).
+class LazyImpl final : public c10::TensorImpl {
+ public:
+  using TensorImpl::TensorImpl;
+
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allows_changes)
+      const override {
+    auto made = is_shared() ? shared(allows_changes) : nullptr;
+    if (!made)
+      return TensorImpl::shallow_copy_and_detach(version, allows_changes);
+    made->set_version_counter(version);
+    return made;
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allows_changes)
+      const override {
+    auto made = is_shared() ? shared(allows_changes) : nullptr;
+    if (!made)
+      return TensorImpl::shallow_copy_and_detach(std::move(version), allows_changes);
+    made->set_version_counter(std::move(version));
+    return made;
+  }
+
+ private:
+  // Whether `__torch_dispatch__` would return a tensor that holds the same handle.
+  bool is_shared() const {
+    return is_on.load(std::memory_order_relaxed) && Py_IsInitialized() && key_set().has(c10::DispatchKey::Python) &&
+        !const_cast<LazyImpl*>(this)->is_inference() && !c10::InferenceMode::is_enabled() && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
+        !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
+  }
+  c10::intrusive_ptr<TensorImpl> shared(bool allows_changes) const; // null: the tensor has no handle
+};
+
 // Makes a lazy tensor without a handle; returns an undefined tensor after an error.
 inline at::Tensor new_tensor(PyObject* meta, PyObject* device) {
 #if TORCH_VERSION_MINOR >= 13
@@ -70,7 +115,7 @@ inline at::Tensor new_tensor(PyObject* meta, PyObject* device) {
   if (!maker)
     return {};
   const auto& where = reinterpret_cast<THPDevice*>(device)->device;
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+  at::Tensor tensor = at::detail::make_tensor<LazyImpl>(
       c10::Storage(c10::Storage::use_byte_size_t(), maker->bytes, c10::DataPtr(nullptr, where)),
       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       maker->dtype);
@@ -110,6 +155,18 @@ inline PyObject* handle_of(const at::Tensor& tensor) {
   else if (!is_type(handle, cell_type) && !is_type(handle, view_type))
     Py_CLEAR(handle);
   return handle;
+}
+inline c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shared(bool allows_changes) const {
+  const Gil gil;
+  const at::Tensor self(c10::intrusive_ptr<TensorImpl>::unsafe_reclaim_from_nonowning(const_cast<LazyImpl*>(this)));
+  const Object handle(handle_of(self));
+  if (!handle)
+    return nullptr;
+  const at::Tensor made = share(handle.get());
+  if (!made.defined())
+    throw_python_error();
+  made.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(allows_changes);
+  return made.getIntrusivePtr();
 }
 
 } // namespace ltc

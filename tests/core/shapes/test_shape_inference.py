@@ -30,6 +30,7 @@ def told(op: Overload, *args: Any, **kwargs: Any) -> Any:
 def empty_cache(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     cache: dict[Any, Any] = {}
     monkeypatch.setattr(infer_module, "_cache", cache)
+    monkeypatch.setattr(infer_module, "_dtypes", {})
     return cache
 
 
