@@ -23,7 +23,8 @@ _libraries = [
 ]
 _libraries += (threading.__file__, contextlib.__file__)
 _INSTALLED = tuple(sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "purelib", "platlib"))
-_is_user: dict[CodeType, bool] = {}
+# By the id of a code object, which stays alive here: its hash, of all its constants, is computed anew each time.
+_is_user: dict[int, tuple[bool, CodeType]] = {}
 _described: dict[tuple[CodeType, int], str] = {}
 _RUN_BACKWARD = _engine_run_backward.__code__
 
@@ -35,10 +36,11 @@ def skip_frames_of(directory: str) -> None:
 
 
 def _of_user(code: CodeType) -> bool:
-    known = _is_user.get(code)
+    known = _is_user.get(id(code))
     if known is None:
-        known = _is_user[code] = not code.co_filename.startswith((*_libraries, "<frozen"))
-    return known
+        is_user = not code.co_filename.startswith((*_libraries, "<frozen"))
+        known = _is_user[id(code)] = is_user, code
+    return known[0]
 
 
 def _describe(frame: FrameType) -> str:

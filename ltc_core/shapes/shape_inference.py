@@ -82,12 +82,14 @@ def _infer_of_any_size(schema: OpSchema, args: Any, kwargs: dict[str, Any], key:
     if torch.Tag.pointwise not in schema.op.tags or schema.writes:
         return _run_on_meta(schema, args, kwargs)
     size, pattern = _without_sizes(key)
+    # Packed tensors with a dim of 1 may also be packed in another memory format.
+    if size is None or min(size, default=2) == 1:
+        return _run_on_meta(schema, args, kwargs)
     dtype = _dtypes.get(pattern)
-    if size is not None and dtype is not None:
+    if dtype is not None:
         return TensorMeta.packed(size, dtype)
     found = _run_on_meta(schema, args, kwargs)
-    # Packed tensors with a dim of 1 may also be packed in another memory format.
-    if size is not None and min(size, default=2) > 1 and isinstance(found, TensorMeta):
+    if isinstance(found, TensorMeta):
         if found is TensorMeta.packed(size, found.dtype):
             if len(_dtypes) >= _CACHE_SIZE:
                 _dtypes.clear()

@@ -102,7 +102,8 @@ class LazyImpl final : public c10::TensorImpl {
   // Whether `__torch_dispatch__` would return a tensor that holds the same handle.
   bool is_shared() const {
     return is_on.load(std::memory_order_relaxed) && Py_IsInitialized() && key_set().has(c10::DispatchKey::Python) &&
-        !const_cast<LazyImpl*>(this)->is_inference() && !c10::InferenceMode::is_enabled() && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
+        !const_cast<LazyImpl*>(this)->is_inference() && !c10::InferenceMode::is_enabled() &&
+        c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
   }
   c10::intrusive_ptr<TensorImpl> shared(bool allows_changes) const; // null: the tensor has no handle
