@@ -389,13 +389,13 @@ class Settings:
         return name in self.__dict__
 
     def check_environment(self, *names: str) -> None:
-        """Raise if a variable was set too late to have an effect; called when a device is requested, and by `spawn`.
+        """Raise if a variable is illegal, or was set too late; called when a device is requested, and by `spawn`.
 
         Args:
             names: the settings to check; by default all that were used.
 
         Raises:
-            SettingsError: the value of a variable differs from that of its setting, which was used before.
+            SettingsError: the value of a variable is illegal, or differs from that of its setting, used before.
 
         Cost: 2 us if nothing has changed. A removed variable gives a warning.
         """
@@ -408,7 +408,12 @@ class Settings:
             if texts != self._seen.get(name, texts):
                 self._check_changed(row, texts)
                 self._seen[name] = texts
-        if not names and now is not None:
+        if names:
+            return
+        for row in _ROWS.values():  # so that no run finds an illegal value, half-way
+            if row.attribute not in self._seen and any(_texts(row)):
+                _read(row, os.environ)
+        if now is not None:
             self.__dict__["_all_seen"] = dict(now)
 
     def _check_changed(self, row: Setting, texts: tuple[str | None, ...]) -> None:

@@ -1,10 +1,8 @@
-"""Executors by name: a new executor is one file and one row of `EXECUTORS`. `make` chooses the executor of a device."""
+"""Executors by name: a new one is one folder and one row of `EXECUTORS`. `make` chooses the executor of a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
 
 from ltc_core.errors import DeviceError
 from ltc_core.executors.base import Executor
@@ -17,11 +15,11 @@ from ltc_core.settings import settings
 
 __all__ = ["EXECUTORS", "Executor", "make"]
 
-# Executors that compute on PyTorch's own devices.
-EXECUTORS: dict[str, Callable[[torch.device], Executor]] = {
-    "inductor": InductorExecutor,
-    "reference": ReferenceExecutor,
-    "null": NullExecutor,
+EXECUTORS: dict[str, Callable[[int], Executor]] = {
+    "inductor": lambda index: InductorExecutor(hardware(index)),
+    "reference": lambda index: ReferenceExecutor(hardware(index)),
+    "null": lambda index: NullExecutor(hardware(index)),
+    "torch_xla": XlaExecutor,
 }
 
 
@@ -31,12 +29,17 @@ def make(index: int) -> Executor:
     Raises:
         DeviceError: this machine does not have the hardware.
     """
-    if settings.device not in ("tpu", "xla") or settings.executor == "null":
-        return EXECUTORS[settings.executor](hardware(index))
-    if settings.executor == "reference":
+    return EXECUTORS[_chosen()](index)
+
+
+def _chosen() -> str:
+    name = settings.executor
+    if settings.device not in ("tpu", "xla") or name == "null":
+        return name
+    if name == "reference":
         raise DeviceError(
             "LTC_EXECUTOR=reference computes with PyTorch's own kernels, which a TPU does not have",
             got=f"LTC_DEVICE={settings.device}",
             next="unset LTC_EXECUTOR, or LTC_DEVICE",
         )
-    return XlaExecutor(index)
+    return "torch_xla"

@@ -31,6 +31,21 @@ def read(attribute, **environ):
     return getattr(Settings.from_environ(environ), attribute)
 
 
+def test_an_illegal_value_is_told_when_a_device_is_requested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LTC_REPLAY", "allways")
+    made = Settings()
+    with pytest.raises(
+        SettingsError,
+        match=r"^LTC_REPLAY has an illegal value \(set in the environment\)\n  got: 'allways', expected one of auto",
+    ):
+        made.check_environment()
+    monkeypatch.setenv("LTC_REPLAY", "always")
+    made.check_environment()
+    assert not made.is_used("replay")
+
+
 def test_table_and_annotations_agree():
     hints = typing.get_type_hints(Settings)
     assert [name for name in hints if name[0] != "_"] == [row.attribute for row in SETTINGS]

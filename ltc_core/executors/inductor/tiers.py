@@ -129,8 +129,7 @@ class TieredProgram(Program, Reported):
     def run_in_steps(
         self, inputs: Sequence[Any], scalars: Sequence[Any]
     ) -> Generator[None, None, list[Any]]:
-        flags = NumericFlags.now()
-        compiled = None if self._is_slower else self._program_for(scalars, flags)
+        compiled = None if self._is_slower else self._program_for(scalars)
         # For the reports: 0.5 us a launch (two busy cores; `timeit` of these lines).
         self.last_run = next(_launches)
         if compiled is None or not compiled.is_native:
@@ -150,10 +149,11 @@ class TieredProgram(Program, Reported):
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
         return self._reference.salvage(inputs, scalars)
 
-    def _program_for(
-        self, scalars: Sequence[Any], flags: NumericFlags
-    ) -> PartitionedProgram | None:
+    def _program_for(self, scalars: Sequence[Any]) -> PartitionedProgram | None:
         """Compiled program for a run; None if there is none, and then it may be requested."""
+        if not self._programs and (settings.compile == "off" or self._given_up):
+            return None
+        flags = NumericFlags.now()
         compiled = self._programs.find(scalars, flags)
         if compiled is None and settings.compile != "off" and not self._given_up:
             self._programs.note(scalars)
