@@ -69,7 +69,7 @@ class _Memory:
 def plan(graph: Graph) -> MemoryPlan:
     """Plan a graph's memory in one walk."""
     end = len(graph.nodes)
-    reads = [tuple(references(node)) for node in graph.nodes]
+    reads = [references(node) for node in graph.nodes]
     last_read: dict[int, int] = {}
     for at, operands in enumerate(reads):
         for value in operands:

@@ -168,7 +168,7 @@ def _source(value: int, maker: dict[int, Node], metas: Metas, high: int) -> int 
         if "generator" in node.kwargs:
             return value  # draws are not compiled: it is an input of the compiled subgraph
         if node.view or name in _SAME_VALUES:
-            value = next(references(node))
+            value = references(node)[0]
         elif name == "arange":
             return -1 if _arange_fits(node, high) else None
         elif value - node.first == _RETURN_INDICES.get(name):
@@ -180,7 +180,7 @@ def _source(value: int, maker: dict[int, Node], metas: Metas, high: int) -> int 
 
 def _num_indexed(node: Node, name: str, metas: Metas) -> int:
     """Number of elements that the indices returned by an op count; at most that of the largest dim."""
-    size = metas[next(references(node))].size
+    size = metas[references(node)[0]].size
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     return size.numel() if name in ("argmax", "argmin") and dim is None else max(size, default=1)
 

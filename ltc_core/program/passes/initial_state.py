@@ -56,5 +56,5 @@ def initial_values(graph: Graph) -> set[int]:
     return {
         at
         for at, node in enumerate(graph.nodes)
-        if node.first in firsts and len(node.outs) == 1 and next(references(node), None) is None
+        if node.first in firsts and len(node.outs) == 1 and not references(node)
     }

@@ -220,7 +220,7 @@ class Memory:
         results = range(node.first, node.first + len(node.outs) - len(node.writes))
         for value in results:
             aliases = node.view or node.op is aten._unsafe_view.default
-            self.place[value] = self.place[next(references(node))] if aliases else value
+            self.place[value] = self.place[references(node)[0]] if aliases else value
         for k, (old, reuse) in enumerate(zip(node.writes, in_place, strict=True)):
             new = node.first_write + k
             self.place[new] = self.place[old] if reuse else new
