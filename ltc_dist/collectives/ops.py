@@ -16,7 +16,14 @@ from ltc_core import source
 from ltc_core.errors import CollectiveError
 from ltc_core.graph.collective import Route, ops
 from ltc_core.runtime.collective_tokens import token
-from ltc_dist.collectives.process_group import Group, Groups, group_of, line_of, reduction
+from ltc_dist.collectives.process_group import (
+    Group,
+    Groups,
+    group_of,
+    is_of_processes,
+    line_of,
+    reduction,
+)
 
 __all__ = [
     "REDUCE_AND",
@@ -46,7 +53,8 @@ def _line(group: Group, value: torch.Tensor) -> tuple[torch.Tensor, str]:
     """Token and route of the group's next collective on the value's device; see `process_group.line_of`."""
     index = value.device.index
     name = line_of(group, index)
-    _devices.add(index)
+    if is_of_processes(name):
+        _devices.add(index)
     # Each process may have one device, and each another one. Devices of one line are told apart once there are several.
     device = index if name == group.name and len(_devices) > 1 else -1
     return token(name, index), Route(name, device, source.user_line()).text()

@@ -67,7 +67,9 @@ def test_two_replicas_learn_what_one_model_does() -> None:
         for a, b, c in zip(first.parameters(), second.parameters(), one.parameters(), strict=True):
             assert torch.equal(a.cpu(), b.cpu())
             torch.testing.assert_close(a.detach().cpu(), c.detach(), rtol=1e-4, atol=1e-5)
-        assert metrics.counter_value("UncachedCompile") <= 8  # no new graphs in later epochs
+        # For each device a first graph and one with the optimizer's state: none because there are two threads, and no
+        # new ones in later epochs.
+        assert metrics.counter_value("UncachedCompile") == 4
     """)
 
 
