@@ -73,6 +73,21 @@ def test_two_replicas_learn_what_one_model_does() -> None:
     """)
 
 
+def test_each_device_has_one_program_for_the_same_step() -> None:
+    passes("""
+        def plain(model, loader, device, context):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _, (a, b) in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(a), b).backward()
+                ltd.optimizer_step(optimizer)
+
+        parallel = dp.DataParallel(net)
+        parallel(plain, parts)
+        assert metrics.counter_value("UncachedCompile") == 2
+    """)
+
+
 def test_without_devices_it_runs_here() -> None:
     passes("""
         parallel = dp.DataParallel(net(), device_ids=[])
