@@ -38,7 +38,11 @@ _WARM_UP_STEPS = 10
 _PAUSE_S = 0.05  # between turns: the threads of the side before spin on for some milliseconds
 _NONE = "-"
 
-_ENVIRON = {"replay": {"LTC_COMPILE": "off"}, "warm": {"LTC_COMPILE": "async"}}
+_ENVIRON = {
+    "replay": {"LTC_COMPILE": "off"},
+    # At once, not when the steps have taken as long as compiling may: the warm-up is short.
+    "warm": {"LTC_COMPILE": "async", "LTC_COMPILE_AFTER": "3"},
+}
 _CACHES = ("LTC_COMPILED_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
