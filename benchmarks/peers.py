@@ -218,7 +218,9 @@ def _environ(peer: str, device: str, cache: Path) -> dict[str, str]:
         environ["LTC_TS_CUDA"] = "1"
     if peer == OURS:
         environ["LTC_DEVICE"] = device
-        environ["LTC_COMPILE_AFTER"] = "3"  # not when the steps have taken as long as compiling may: they are few
+        environ["LTC_COMPILE_AFTER"] = (
+            "3"  # not when the steps have taken as long as compiling may: they are few
+        )
     return environ
 
 
