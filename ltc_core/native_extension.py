@@ -165,7 +165,8 @@ class Extension:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                env={**os.environ, "LC_ALL": "C"},
+                # Its temporary files go with the directory, also if this process is killed meanwhile.
+                env={**os.environ, "LC_ALL": "C", "TMPDIR": scratch},
             )
             if run.returncode != 0 or not output.exists():
                 raise _Unavailable(
