@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ __all__ = ["begin", "keep_all"]
 
 _torch_iterator: Any = DataLoader._get_iterator
 _num_keepers = 0
-_ENDING_S = 5  # the kernel has closed the files of a process; soon it has ended
+_ENDING_S = 5.0  # the kernel has closed the files of a process; soon it has ended
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,13 @@ def _name_ended_worker(batches: _MultiProcessingDataLoaderIter) -> None:
         try:
             return type(alive)._try_get_data(alive, *args, **kwargs)  # type: ignore[no-untyped-call]
         except (EOFError, ConnectionError):
-            connection.wait([process.sentinel for process in alive._workers], _ENDING_S)
-            torch._C._error_if_any_worker_fails()
+            is_ending = connection.wait([process.sentinel for process in alive._workers], _ENDING_S)
+            deadline = time.monotonic() + _ENDING_S
+            while (
+                is_ending and time.monotonic() < deadline
+            ):  # its files are closed, it has not ended
+                torch._C._error_if_any_worker_fails()
+                time.sleep(0.01)
             raise
 
     batches._try_get_data = try_get_data  # type: ignore[method-assign]
