@@ -30,6 +30,13 @@ def layer_ops(program: Any) -> int:
     return counts.ops.get("mkldnn_rnn_layer", 0)
 
 
+def tolerance(kind: Any) -> tuple[float, float]:
+    """rtol and atol beside eager. Eager's GRU writes in place, in memory of other strides: where a kernel has vectors of
+    8 floats (AVX2), the last bits differ.
+    """
+    return (1e-5, 1e-6) if "GRU" in kind.__name__ else (0.0, 0.0)
+
+
 @pytest.mark.parametrize("replay", ["never", "always"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, relu_rnn])
@@ -57,7 +64,7 @@ def test_training_and_evaluation(layer: Any, kind: dict[str, Any], replay: str) 
         return [*found, x.grad, *(p.detach() for p in model.parameters())]
 
     with settings.override(replay=replay):
-        beside_eager(program, rounds=1)
+        beside_eager(program, *tolerance(layer), rounds=1)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -81,7 +88,7 @@ def test_cells(kind: Any, bias: bool) -> None:
                 ltc.mark_step()
         return [*found, x.grad, *(p.detach() for p in model.parameters())]
 
-    beside_eager(program, rounds=1)
+    beside_eager(program, *tolerance(kind), rounds=1)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
