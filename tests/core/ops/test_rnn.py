@@ -31,8 +31,8 @@ def layer_ops(program: Any) -> int:
 
 
 def tolerance(kind: Any) -> tuple[float, float]:
-    """rtol and atol beside eager. Eager's GRU writes in place, in memory of other strides: where a kernel has vectors of
-    8 floats (AVX2), the last bits differ.
+    """rtol and atol beside eager. Eager's GRU writes in place, in memory of other strides: with vectors of 8 floats
+    (AVX2) the last bits differ.
     """
     return (1e-5, 1e-6) if "GRU" in kind.__name__ else (0.0, 0.0)
 
