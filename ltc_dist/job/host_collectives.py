@@ -2,9 +2,9 @@
 
 Messages go through the job's store, served by its launcher, or by rank 0 at MASTER_ADDR. A wait first hands over the
 recorded collectives, because other processes may wait for them: see `wait_for`. A failed wait names the missing
-process, as soon as that process has ended or at the timeout; elastic's `store.synchronize` does neither, and leaves its
-keys. Uses `ranks`; used by `collectives.process_group`,
-`processes.spawn` and `checkpoint`.
+process: as soon as that process has ended, else at the timeout. (`store.synchronize` of torch.distributed.elastic names
+no process, and its keys stay in the store.) Uses `ranks`; used by `collectives.process_group`, `processes.spawn` and
+`checkpoint`.
 """
 
 from __future__ import annotations

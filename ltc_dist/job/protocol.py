@@ -52,7 +52,7 @@ class Fact:
         store.set(self.key(**place), value)
 
     def tell_first(self, store: Any, value: str, **place: object) -> str:
-        """Tell it unless somebody has; returns what holds."""
+        """Write the fact if no process has written it; return the fact that is in the store."""
         held: bytes = store.compare_set(self.key(**place), "", value)
         return held.decode()
 

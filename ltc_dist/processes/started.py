@@ -61,7 +61,7 @@ class ReportFile:
         self._file = os.fdopen(state.detach(), "r+b", buffering=0)
 
     def mark_left(self) -> None:
-        """Tell the parent that the function has ended: exit code 0 alone may be of `os._exit`."""
+        """Tell the parent that the function has returned: a process that called `os._exit(0)` has exit code 0, too."""
         self._file.write(b"left")
 
     def has_left(self) -> bool:

@@ -109,18 +109,16 @@ class TieredProgram(Program, Reported):
         self._is_slower = tier is Tier.REPLAY and can
         if settings.explain and self._is_slower != was_slower:
             how = "ops called one by one in C++" if self._is_slower else "its compiled code"
-            print(f"[ltc] {self.title}: steps with {how} are measured", file=sys.stderr, flush=True)
+            _say(f"{self.title}: steps with {how} are measured")
 
     def note_steps(self, times: StepTimes) -> None:
         self.may_compete = False
         if self._times_file is not None:
             step_times.write(self._times_file, times)
         if settings.explain:
-            print(
-                f"[ltc] {self.title}: {times.replay_ns / 1e6:.3g} ms a step with its ops called one by one, "
-                f"{times.compiled_ns / 1e6:.3g} ms compiled",
-                file=sys.stderr,
-                flush=True,
+            _say(
+                f"{self.title}: {times.replay_ns / 1e6:.3g} ms a step with its ops called one by one, "
+                f"{times.compiled_ns / 1e6:.3g} ms compiled"
             )
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
@@ -211,10 +209,8 @@ class TieredProgram(Program, Reported):
             return None
         self._build = build
         if settings.explain and not is_cached:
-            print(
-                f"[ltc] {self.title} is compiled in the background; its ops are called one by one meanwhile",
-                file=sys.stderr,
-                flush=True,
+            _say(
+                f"{self.title} is compiled in the background; its ops are called one by one meanwhile"
             )
         self._note_kept(scalars, refused)
         build.submit()
@@ -250,11 +246,9 @@ class TieredProgram(Program, Reported):
         metrics.count("CompiledProgram")
         if settings.explain:
             size = len(self.graph.nodes)
-            print(
-                f"[ltc] compiled a graph of {size} ops in {seconds:.1f} s{self._where()}: it runs as native code now"
-                f"{_all_but(compiled)}",
-                file=sys.stderr,
-                flush=True,
+            _say(
+                f"compiled a graph of {size} ops in {seconds:.1f} s{self._where()}: it runs as native code now"
+                f"{_all_but(compiled)}"
             )
         if self._programs.is_full:
             self.give_up(
@@ -339,6 +333,11 @@ class TieredProgram(Program, Reported):
 
     def _where(self) -> str:
         return recorded_at(self.graph.nodes)
+
+
+def _say(text: str) -> None:
+    """A line for LTC_EXPLAIN."""
+    print(f"[ltc] {text}", file=sys.stderr, flush=True)
 
 
 def _next(problem: str) -> str:
