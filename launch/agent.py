@@ -101,6 +101,8 @@ def run(spec: Spec) -> int:
             _tell(f"the hosts of {spec.endpoint} cannot be connected: {first_line(error)}")
             return os.EX_TEMPFAIL
         finally:
+            if agent is not None:
+                agent.hosts.stop()
             sys.stdout.flush()
         if not result.is_failed():
             return 0
@@ -132,6 +134,7 @@ class Agent(LocalElasticAgent):
         beats: the directory where processes write their steps; empty if nobody reads it.
 
     Attributes:
+        hosts: the rendezvous with the other hosts.
         supervision: of the processes of the newest attempt.
         hang: the sentence about the processes that hung, if that ended the job.
         stop_words: the words about processes that had to be killed when the launcher was stopped.
@@ -145,13 +148,13 @@ class Agent(LocalElasticAgent):
         self.supervision: Supervision[_Launched] = Supervision([], self._tell_ended)
         self.hang = ""
         self.stop_words = ""
-        self._hosts = rendezvous.handler(spec)
+        self.hosts = rendezvous.handler(spec)
         workers: Any = WorkerSpec(
             role="default",
             local_world_size=spec.nprocs,
             entrypoint=sys.executable,
             args=tuple(command(spec, os.getpid(), beats)),
-            rdzv_handler=self._hosts,
+            rdzv_handler=self.hosts,
             max_restarts=spec.max_restarts,
             monitor_interval=_MONITOR_S,
         )
@@ -201,7 +204,7 @@ class Agent(LocalElasticAgent):
         with contextlib.suppress(
             torch.distributed.DistError
         ):  # the host that serves the store has left already
-            self._hosts.shutdown()
+            self.hosts.shutdown()
 
     def _pids(self) -> set[int]:
         """Ids of the processes that still run."""

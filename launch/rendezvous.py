@@ -84,6 +84,9 @@ class LoopbackRendezvous(RendezvousHandler):
         self._is_closed = True
         return True
 
+    def stop(self) -> None:
+        """It has no thread."""
+
 
 class Endpoint:
     """The store at the endpoint of a job on several hosts, where their agents meet; the first host serves it.
@@ -267,6 +270,10 @@ class StaticRendezvous(RendezvousHandler):
         self.set_closed()
         return True
 
+    def stop(self) -> None:
+        """End its thread. The other hosts are told nothing."""
+        self._lease.stop()
+
 
 class _Waiting:
     """A wait for other hosts: said after 5 s and then once a minute, ended after 15 minutes."""
@@ -314,6 +321,10 @@ class DynamicRendezvous(DynamicRendezvousHandler):
         found: DynamicRendezvous = made
         return found
 
+    def stop(self) -> None:
+        """End its thread. The other hosts are told nothing."""
+        self._stop_heartbeats()
+
     def next_rendezvous(self) -> RendezvousInfo:
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
@@ -323,8 +334,10 @@ class DynamicRendezvous(DynamicRendezvousHandler):
         return self._endpoint.serve_attempt()[0]
 
 
-def handler(spec: Spec) -> RendezvousHandler:
+def handler(spec: Spec) -> LoopbackRendezvous | StaticRendezvous | DynamicRendezvous:
     """Rendezvous with which the agent of this host finds the others.
+
+    `stop` is to be called before Python ends: a thread that comes back from PyTorch's store then aborts the process.
 
     Raises:
         RendezvousError: the endpoint can neither be served nor reached.

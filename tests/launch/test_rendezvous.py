@@ -82,6 +82,39 @@ def test_two_hosts_and_a_second_attempt(backend: str, tmp_path: Path) -> None:
     assert len(said) == 1 and f"listen on {ADDRESSES[0]}, port 29511" in said[0]
 
 
+_RUN_AND_LIST_THREADS = """
+import sys, threading
+from ltc_launch import agent, spec
+code = agent.run(spec.parse(sys.argv[1:]))
+print(code, [thread.name for thread in threading.enumerate()])
+"""
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_launcher_has_no_thread_when_it_ends(backend: str, endpoint: str, tmp_path: Path) -> None:
+    """A thread that comes back from PyTorch's store while Python ends aborts the process (exit code -6)."""
+    (tmp_path / "train.py").write_text("")
+    options = ["--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-backend", backend]
+    command = [sys.executable, "-c", _RUN_AND_LIST_THREADS, *options, "--node-rank"]
+    environ = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
+    with contextlib.ExitStack() as ends:
+        launched = [
+            subprocess.Popen(
+                [*command, str(rank), "train.py"],
+                cwd=tmp_path,
+                env={**os.environ, **environ},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for process in launched:
+            ends.enter_context(process)
+            ends.callback(process.kill)
+        said = [process.communicate(timeout=120)[0] for process in launched]
+    assert said == ["0 ['MainThread']\n"] * 2
+
+
 @pytest.fixture
 def endpoint() -> str:
     with socket.create_server(("127.0.0.1", 0)) as free:
