@@ -69,11 +69,13 @@ class DeviceContext:
 
     # -- cutting -------------------------------------------------------------------------------
 
-    def cut(self, reason: str) -> Job | None:
+    def cut(self, reason: str, is_awaited: bool = False) -> Job | None:
         """Hand everything recorded so far to the worker. Return the job, or None if there was nothing to run.
 
         In the worker's thread, where a finalizer may run, nothing is cut: it would wait for itself.
 
+        Args:
+            is_awaited: the caller is going to wait for the job.
         Cost: compiles a graph that is new; blocks if `settings.max_pending_steps` jobs are waiting.
         """
         if not self.trace or self.worker.is_this_thread:
@@ -88,7 +90,7 @@ class DeviceContext:
                 return None
             fast_path.install()
             started = time.perf_counter_ns()
-            compiled, job = self._hand_over(reason)
+            compiled, job = self._hand_over(reason, is_awaited)
             if compiled is None:
                 return None
         metrics.count("ExecuteComputation")
@@ -106,7 +108,7 @@ class DeviceContext:
         self._marked_ns = now
 
     @uninterrupted  # until the job is handed over, nothing computes the values of the cut
-    def _hand_over(self, reason: str) -> tuple[CompiledGraph | None, Job | None]:
+    def _hand_over(self, reason: str, is_awaited: bool) -> tuple[CompiledGraph | None, Job | None]:
         """Take the trace apart and launch its program; (None, None) if nothing of it is alive."""
         cut = self.trace.cut()
         if not cut.alive:
@@ -117,7 +119,7 @@ class DeviceContext:
         except BaseException as error:
             self._fail_outputs(cut, error)
             raise
-        job = self._launch(compiled, cut)
+        job = self._launch(compiled, cut, is_awaited)
         if self.trace.steps > _TRIE_STEPS:
             self.trace.forget()
             self.compiler.forget()
@@ -140,10 +142,10 @@ class DeviceContext:
                 buffer = Buffer.ready(self.memory, data, buffer.nbytes)
             value.buffer = buffer
 
-    def _launch(self, compiled: CompiledGraph, cut: Cut) -> Job:
+    def _launch(self, compiled: CompiledGraph, cut: Cut, is_awaited: bool) -> Job:
         """Run a program on the values of a cut: in this thread, or in the worker."""
         num_threads = torch.get_num_threads()
-        placement = self._placement(compiled, num_threads)
+        placement = self._placement(compiled, num_threads, is_awaited)
         if placement is not Placement.HERE and not self.worker.start():
             metrics.count("WorkerNotStarted")  # slower, but no value is lost
             placement = Placement.HERE
@@ -220,12 +222,12 @@ class DeviceContext:
                 _last_jobs[line] = self.device.index, job
         return found
 
-    def _placement(self, compiled: CompiledGraph, num_threads: int) -> Placement:
+    def _placement(self, compiled: CompiledGraph, num_threads: int, is_awaited: bool) -> Placement:
         policy, tier = compiled.placement, compiled.program.tier
         if tier is Tier.OP_BY_OP:
             is_here = policy.is_small and self.worker.is_idle
             return Placement.HERE if is_here else Placement.WORKER
-        if tier is Tier.REPLAY and policy.is_tiny:
+        if tier is Tier.REPLAY and policy.is_quicker_here(is_awaited):
             return Placement.HERE if self.worker.is_idle else Placement.WORKER
         # With fewer threads sums round differently, and this run must be reproducible: use all threads.
         is_async = settings.compile == "async"
@@ -291,7 +293,7 @@ class DeviceContext:
 
     def wait(self) -> None:
         """Cut, block until the device is idle, raise its errors."""
-        self.cut("Wait")
+        self.cut("Wait", is_awaited=True)
         with metrics.timer("DeviceLockWait"):
             self.worker.drain()
             self.executor.synchronize()
@@ -311,7 +313,7 @@ class DeviceContext:
                 if value.epoch != self.trace.epoch:
                     return self._zeros(cell.meta)
                 self._check_thread()
-                self.cut(reason)
+                self.cut(reason, is_awaited=True)
         assert value.buffer is not None
         if value.buffer.is_pending:
             self._check_thread()

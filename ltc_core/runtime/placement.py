@@ -37,6 +37,7 @@ _GAIN = 0.97  # factor by which another placement must be faster than the worker
 _SMALL_OP_NS = 20_000
 _SMALL_RUN_NS = 5_000_000
 _HANDOVER_NS = 100_000
+_AWAITED_NS = 1_000_000  # runs that the caller waits for, and that are not worth a measurement
 
 _NEAR = 1.5  # factor by which replay may have been slower, beside a compiler, to be tried again beside compiled code
 
@@ -109,10 +110,9 @@ class PlacementPolicy:
         cost = self._cost_ns
         return 0 < cost < _SMALL_RUN_NS and cost < _SMALL_OP_NS * self._size
 
-    @property
-    def is_tiny(self) -> bool:
-        """Whether a program takes no longer than to hand it over."""
-        return 0 < self._cost_ns < _HANDOVER_NS
+    def is_quicker_here(self, is_awaited: bool) -> bool:
+        """Whether a run takes no longer than to hand it over; the caller can do nothing else if it waits for it."""
+        return 0 < self._cost_ns < (_AWAITED_NS if is_awaited else _HANDOVER_NS)
 
     def choose(
         self, now_ns: int, num_threads: int, tier: Tier, may_spare: bool, may_compete: bool = False

@@ -26,13 +26,23 @@ def test_a_long_program_is_not_small_however_short_its_ops() -> None:
     assert not policy.is_small
 
 
-def test_what_takes_less_than_handing_it_over_is_tiny() -> None:
+def test_what_takes_less_than_handing_it_over_is_quicker_here() -> None:
     policy = PlacementPolicy(10)
-    assert not policy.is_tiny
+    assert not policy.is_quicker_here(is_awaited=False)
     policy.note_run(50_000, 1)
-    assert policy.is_tiny
-    policy.note_run(5_000_000, 1)
-    assert not policy.is_tiny
+    assert policy.is_quicker_here(is_awaited=False)
+    policy.note_run(1_000_000, 1)
+    assert not policy.is_quicker_here(is_awaited=False)
+
+
+def test_a_short_run_that_the_caller_waits_for_is_quicker_here() -> None:
+    policy = PlacementPolicy(10)
+    assert not policy.is_quicker_here(is_awaited=True)
+    policy.note_run(500_000, 1)
+    assert policy.is_quicker_here(is_awaited=True)
+    assert not policy.is_quicker_here(is_awaited=False)
+    policy.note_run(50_000_000, 1)
+    assert not policy.is_quicker_here(is_awaited=True)
 
 
 def test_one_slow_run_is_forgiven_in_time() -> None:
