@@ -90,9 +90,9 @@ def record_factory(schema: OpSchema, trace: Trace, args: Any, kwargs: dict[str, 
 def _record_on(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     if schema.draws:
         args, kwargs = _with_named_generator(schema, args, kwargs)
+    if trace.count >= trace.limit:
+        trace.on_limit()  # type: ignore[misc]  # it cuts, which waits
     with trace.lock:
-        if trace.count >= trace.limit:
-            trace.on_limit()  # type: ignore[misc]
         return _record_step(trace, schema, args, kwargs)
 
 

@@ -47,9 +47,9 @@ def _record_view(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _record_view_on(trace: Trace, schema: OpSchema, handle: Handle, static: tuple[Any, ...]) -> Any:
+    if trace.count >= trace.limit:
+        trace.on_limit()  # type: ignore[misc]  # it cuts, which waits
     with trace.lock:
-        if trace.count >= trace.limit:
-            trace.on_limit()  # type: ignore[misc]
         return _record_step(trace, schema, handle, static)
 
 

@@ -76,14 +76,13 @@ class DeviceContext:
 
         Args:
             is_awaited: the caller is going to wait for the job.
-        Cost: compiles a graph that is new; blocks if `settings.max_pending_steps` jobs are waiting.
+        Cost:
+            compiles a graph that is new; blocks while `settings.max_pending_steps` jobs are waiting, or, where the
+            program is to run in this thread, until the worker is idle.
         """
         if not self.trace or self.worker.is_this_thread:
             return None
-        # Here Ctrl-C loses nothing yet. The lock is not held: a finalizer in the worker's thread may record ops.
-        if self.worker.is_full:
-            with metrics.timer("DeviceLockWait"):
-                self.worker.wait_for_slot()
+        self._await_worker()
         fork_gate.pass_through()
         with self.trace.lock:
             if not self.trace:
@@ -99,6 +98,26 @@ class DeviceContext:
         debug.on_cut(self.device, reason, compiled, time.perf_counter_ns() - started)
         self._mark()
         return job
+
+    def _await_worker(self) -> None:
+        """Wait for room in the queue, and until the cores are free for a program that is to run in this thread.
+
+        A cut waits for nothing else. Ctrl-C loses nothing yet. The lock is not held: a job does not end before the
+        finalizers that run in its thread, and they may record ops.
+        """
+        if self.worker.is_idle:
+            return
+        if self.worker.is_full or self._is_next_here():
+            with metrics.timer("DeviceLockWait"):
+                if self._is_next_here():
+                    self.worker.drain()
+                else:
+                    self.worker.wait_for_slot()
+
+    def _is_next_here(self) -> bool:
+        """Whether a program of the path that ends here was last to run in the thread that cuts."""
+        programs = self.trace.cursor.programs or {}
+        return any(compiled.placement.is_here for compiled in programs.copy().values())
 
     def _mark(self) -> None:
         """Count the time since the last cut or wait; what was before the first one is the script's start."""
@@ -146,6 +165,8 @@ class DeviceContext:
         """Run a program on the values of a cut: in this thread, or in the worker."""
         num_threads = torch.get_num_threads()
         placement = self._placement(compiled, num_threads, is_awaited)
+        if placement is Placement.HERE and not self.worker.is_idle:
+            placement = Placement.WORKER  # the next cut waits for it before the lock is taken
         if placement is not Placement.HERE and not self.worker.start():
             metrics.count("WorkerNotStarted")  # slower, but no value is lost
             placement = Placement.HERE
@@ -166,7 +187,7 @@ class DeviceContext:
         earlier = self._stand_in_line(compiled.lines, launch) if compiled.lines else []
         if placement is Placement.HERE and not earlier:
             with metrics.timer("ExecuteHere"):
-                self._take_the_cores()
+                self._release_team_of_worker()
                 is_done = launch.begin()
             if is_done:
                 return launch
@@ -228,7 +249,7 @@ class DeviceContext:
             is_here = policy.is_small and self.worker.is_idle
             return Placement.HERE if is_here else Placement.WORKER
         if tier is Tier.REPLAY and policy.is_quicker_here(is_awaited):
-            return Placement.HERE if self.worker.is_idle else Placement.WORKER
+            return Placement.HERE
         # With fewer threads sums round differently, and this run must be reproducible: use all threads.
         is_async = settings.compile == "async"
         may_spare = is_async and tier is Tier.COMPILED
@@ -242,13 +263,12 @@ class DeviceContext:
         spin_briefly(placement is Placement.YIELDING)
         return placement
 
-    def _take_the_cores(self) -> None:
-        """Wait until the worker is idle, so that the cores are free."""
+    def _release_team_of_worker(self) -> None:
+        """Free the OpenMP threads of the worker, which is idle."""
         # A worker that cannot start has no team either: it was stopped, or is the parent's.
         if self._worker_has_team and self.worker.start():
             self.worker.submit(Job(release_team))
             self._worker_has_team = False
-        self.worker.drain()
 
     # -- forking -------------------------------------------------------------------------------
 
@@ -309,11 +329,11 @@ class DeviceContext:
         """
         with self.trace.lock:
             value = cell.value
-            if value.buffer is None:
-                if value.epoch != self.trace.epoch:
-                    return self._zeros(cell.meta)
-                self._check_thread()
-                self.cut(reason, is_awaited=True)
+            if value.buffer is None and value.epoch != self.trace.epoch:
+                return self._zeros(cell.meta)
+        if value.buffer is None:
+            self._check_thread()
+            self.cut(reason, is_awaited=True)
         assert value.buffer is not None
         if value.buffer.is_pending:
             self._check_thread()

@@ -110,6 +110,11 @@ class PlacementPolicy:
         cost = self._cost_ns
         return 0 < cost < _SMALL_RUN_NS and cost < _SMALL_OP_NS * self._size
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the last launch that `choose` placed was to run in the thread that cuts."""
+        return self._place is Placement.HERE
+
     def is_quicker_here(self, is_awaited: bool) -> bool:
         """Whether a run takes no longer than to hand it over; the caller can do nothing else if it waits for it."""
         return 0 < self._cost_ns < (_AWAITED_NS if is_awaited else _HANDOVER_NS)

@@ -95,7 +95,7 @@ class Worker:
 
     Args:
         name: of the thread.
-        limit: maximum number of jobs in the queue; `submit` blocks while it is full.
+        limit: number of jobs in the queue at which it is full.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -130,7 +130,7 @@ class Worker:
         return len(self._unfinished) >= self._limit
 
     def wait_for_slot(self) -> None:
-        """Block while the queue is full. Only one thread at a time submits to a worker.
+        """Block while the queue is full. Each of several threads that have waited may submit a job then.
 
         It waits for a job and takes nothing: an interrupt at any point leaves the queue as it is.
         """
@@ -150,13 +150,12 @@ class Worker:
             return True
 
     def submit(self, job: Job) -> None:
-        """Queue a job, and start the thread if it does not run.
+        """Queue a job, and start the thread if it does not run. Does not wait for a slot: the caller may hold a lock.
 
         Raises:
             RuntimeError, MemoryError: the thread could not be started; the job was not queued, and the next one
                 tries again.
         """
-        self.wait_for_slot()
         with self._lock:
             self._start_thread()
             self._last = job

@@ -101,29 +101,59 @@ def test_what_the_finalizers_of_one_collection_hold_is_alive_when_the_first_one_
 
 
 IN_THE_WORKER = """
-import threading, time
+import threading, time, warnings
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.placement import Placement, PlacementPolicy
 from ltc_core.runtime.worker import Job
 
-t, results, is_full = torch.ones(4, device=device), [], threading.Event()
+def here(self, *args):
+    asked.append(self)
+    self._place = Placement.HERE
+    return self._place
+
+asked = []
+PlacementPolicy.choose = here
+PlacementPolicy.is_quicker_here = lambda self, is_awaited: False
+t, results, waits = torch.ones(4, device=device), [], threading.Event()
 
 def job():  # as a program that runs, in which garbage is collected
-    is_full.wait()
+    waits.wait()
     time.sleep(0.5)
     results.append(t * 2)
 
-for _ in range(ltc.settings.max_pending_steps):
-    context(0).worker.submit(Job(job))
-t += 1
-is_full.set()
-ltc.mark_step()  # waits for a place in the queue
-print([r.tolist() for r in results][0])
+def step(x):
+    global y
+    y = x + 1
+
+while not asked:  # until it runs in C++
+    step(t)
+    ltc.mark_step()
+context(0).worker.submit(Job(job))
+waits.set()
+ACTION
+context(0).worker.drain()
+print([r.tolist() for r in results][0], y.tolist())
 """
 
 
-def test_one_in_the_workers_thread_does_not_wait_for_a_cut_that_waits_for_the_worker() -> None:
-    out, err = child.run(IN_THE_WORKER, timeout_s=60, LTC_COMPILE="off", LTC_MAX_PENDING_STEPS="1")
-    assert (out.strip(), err) == ("[4.0, 4.0, 4.0, 4.0]", "")
+@pytest.mark.parametrize("limit", ["1", "8"], ids=["for a place", "until it is idle"])
+@pytest.mark.parametrize(
+    "action",
+    [
+        "step(t); ltc.mark_step()",
+        "step(t); y.cpu()",
+        "warnings.simplefilter('ignore'); [step(t) for _ in range(200)]",
+    ],
+    ids=["a cut", "a read", "a graph that is too long"],
+)
+def test_one_in_the_workers_thread_does_not_wait_for_a_cut_that_waits_for_the_worker(
+    action: str, limit: str
+) -> None:
+    script = IN_THE_WORKER.replace("ACTION", action)
+    environ = {"LTC_COMPILE": "off", "LTC_REPLAY": "always", "LTC_MAX_PENDING_STEPS": limit}
+    environ |= {"LTC_MAX_GRAPH_SIZE": "100", "LTC_TRIM_GRAPH_SIZE": "100"}
+    out, _ = child.run(script, timeout_s=60, **environ)
+    assert out.strip() == "[2.0, 2.0, 2.0, 2.0] [2.0, 2.0, 2.0, 2.0]"
 
 
 HANDLER = """
