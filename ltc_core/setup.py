@@ -10,7 +10,7 @@ import atexit
 import os
 
 from ltc_core import metrics, native_extension, profiler, uninterrupted
-from ltc_core.api import c10d, closures
+from ltc_core.api import c10d, closures, torch_compile
 from ltc_core.debug import explain, frequent
 from ltc_core.device import module, register
 from ltc_core.executors import host_memory, openmp
@@ -63,8 +63,9 @@ def _register_device() -> None:
     # PyTorch decides by the type of a tensor which methods and which foreach implementations it uses.
     lazy_tensor.name_methods()
     lazy_tensor.join_foreach()
-    # And it has no hook for a function of one name.
+    # And it has no hook for functions of these names.
     as_strided.register_as_strided()
+    torch_compile.register_torch_compile()
     backward.use_calling_thread()
     sgd_momentum.register_first_momentum()
     c10d.register()

@@ -35,6 +35,7 @@ INSIDE_FUNCTIONS = {
     ("ltc_core.executors.inductor.compiler.child", "ltc_core.executors.inductor.compiler.artifacts"): (
         "it imports PyTorch: only after the process has lowered its priority and watches its parent"
     ),
+    ("ltc_core.api.torch_compile", "torch._dynamo.eval_frame"): "it takes seconds, and most scripts do not need it",
     ("ltc_dist.job.host_collectives", "numpy"): "an optional dependency",
     ("ltc_launch.cli", "ltc_launch.agent"): "a mistake on the command line is told before PyTorch is imported",
     ("ltc_launch.spec", "torch"): "only for who asks for one process for each GPU",

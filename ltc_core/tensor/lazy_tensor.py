@@ -165,8 +165,9 @@ class LazyTensor(torch.Tensor):
         return errors.UnsupportedOpError(
             "a lazy tensor cannot be traced from outside, as torch.compile, torch.func.linearize and fake tensors do",
             where=source.user_line(),
-            next="leave torch.compile away on this device: it runs whole steps as one graph itself; call "
-            "torch.func.jvp where you would call what torch.func.linearize returns",
+            next="import ltc_core before torch.compile is called, and give the compiled function the tensors as "
+            "arguments, so that it is recorded; call torch.func.jvp where you would call what torch.func.linearize "
+            "returns",
         )
 
     @property
