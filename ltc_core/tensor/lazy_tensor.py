@@ -19,7 +19,7 @@ import torch.optim.optimizer
 from torch import _tensor_str
 from torch.autograd.graph import increment_version
 from torch.nn import parameter
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 
 from ltc_core import errors, source
 from ltc_core.device import register
@@ -97,16 +97,27 @@ class LazyStorage:
 
 
 class _Flattening:
-    """The attribute `__tensor_flatten__`, which an outside tracer looks for; a call of it raises.
+    """The attribute `__tensor_flatten__`, which PyTorch's tracers look for; a call of it raises.
 
-    `nn.Module._apply` looks for it, too, and would then swap tensors, which fails while an autograd graph refers to
-    one. So `_apply` does not find it, and assigns `.data` (see `ops.set_data`). Without the C++ side `_apply` swaps.
+    Others do not find it: libraries that save tensors would take a lazy tensor apart, and it has no inner tensors.
+    Neither does `nn.Module._apply`, which would swap tensors, which fails while an autograd graph refers to one. So it
+    assigns `.data` (see `ops.set_data`). Without the C++ side `_apply` swaps.
     """
 
     def __get__(self, tensor: torch.Tensor | None, owner: type) -> Callable[..., Any]:
-        if tensor is not None and register.is_native() and is_called_from("_apply", 3):
-            raise AttributeError("__tensor_flatten__")
+        if tensor is not None:
+            is_hidden = register.is_native() and is_called_from("_apply", 3)
+            if is_hidden or not _asking_module().startswith("torch."):
+                raise AttributeError("__tensor_flatten__")
         return LazyTensor._refuse_flattening
+
+
+def _asking_module() -> str:
+    """Name of the module that looks for an attribute, itself or by `torch.utils._python_dispatch`."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == _python_dispatch.__name__:
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 _apply_code = torch.nn.Module._apply.__code__

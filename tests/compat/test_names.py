@@ -193,6 +193,7 @@ assert _XLAC._get_graph_hash([x]) == _XLAC._get_graph_hash([torch.ones(2, 3, dev
 _XLAC._xla_sync_multi([x], [])
 assert "aten.add" not in _XLAC._get_xla_tensor_debug_info(x)
 assert _XLAC._xla_get_cpu_tensors([x])[0].tolist() == [[2] * 3] * 2
+assert _XLAC._xla_get_tensor_id(x) == _XLAC._xla_get_tensor_id(x.view(-1)) != _XLAC._xla_get_tensor_id(x + 0)
 assert _XLAC._xla_set_default_device("xla:1") == "xla:0" and _XLAC._xla_get_default_device() == "xla:1"
 _XLAC._xla_sync_multi([x], devices=[], wait=True, sync_xla_data=True)
 _XLAC._xla_set_use_full_mat_mul_precision(use_full_mat_mul_precision=True)

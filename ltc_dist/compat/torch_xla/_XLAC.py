@@ -27,6 +27,7 @@ __all__ = [
     "_xla_get_default_device",
     "_xla_get_devices",
     "_xla_get_replication_devices_count",
+    "_xla_get_tensor_id",
     "_xla_memory_info",
     "_xla_metric_data",
     "_xla_metric_names",
@@ -122,6 +123,11 @@ def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
 
 def _xla_get_replication_devices_count() -> int:
     return xla_model.xrt_world_size()
+
+
+def _xla_get_tensor_id(tensor: torch.Tensor) -> int:
+    """A number for the tensor's memory: tensors that share memory have one, as tied weights have there."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _xla_set_use_full_mat_mul_precision(use_full_mat_mul_precision: bool = True) -> None:

@@ -16,8 +16,11 @@ import pytest
 import safetensors.torch as st
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import ltc_core as ltc
+from ltc_core.errors import UnsupportedOpError
 from ltc_core.settings import settings
 
 ROOT = Path(__file__).parents[3]
@@ -198,3 +201,14 @@ except RuntimeError as error:
     )
     assert child.returncode == 0, child.stderr
     assert child.stdout.startswith("refused:") and settings.device_name in child.stdout
+
+
+def test_a_library_that_saves_does_not_take_a_tensor_apart(device: torch.device) -> None:
+    """huggingface_hub asks so before `save_pretrained` writes, and would save the inner tensors."""
+    weight = nn.Parameter(torch.ones(2, 3, device=device))
+    assert not is_traceable_wrapper_subclass(weight)
+    assert not hasattr(weight, "__tensor_flatten__")
+    tied = weight.view(-1).untyped_storage().data_ptr()
+    assert weight.untyped_storage().data_ptr() == tied
+    with pytest.raises(UnsupportedOpError, match="cannot be traced from outside"):  # PyTorch asks
+        FakeTensorMode().from_tensor(weight)
