@@ -2,6 +2,7 @@
 #   PYTHON=...  the Python (3.11 or newer) the environment is made from; found by itself if not given
 #   VENV=...    where the environment lives (given on the command line only; default .venv)
 #   XLA_VENV=...  the same for the one with torch_xla (default .venv-xla)
+#   ECO_VENV=...  the same for the one with libraries that train (default .venv-ecosystem)
 #   JOBS=...  processes that run the tests (default 2; 0: none beside make's own)
 #   ARGS=...    more arguments for demo, test*, bench, such as ARGS="--device cpu", ARGS="-k views", ARGS="--seed 3"
 
@@ -10,6 +11,8 @@ XLA_VENV := .venv-xla
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 XLA_STAMP := $(XLA_VENV)/.setup-done
+ECO_VENV := .venv-ecosystem
+ECO_STAMP := $(ECO_VENV)/.setup-done
 # What runs on torch_xla: its own tests, the lazy device's parity with eager, and the digits, on one device and on two.
 XLA_TESTS := tests/xla tests/core/programs/test_parity.py tests/core/program/test_random_draws.py \
     tests/core/executors/torch_xla/test_library.py tests/examples/test_mnist_threads.py
@@ -33,7 +36,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-quick test-xla test-programs test-opinfo test-random check bench clean
-.PHONY: test-copies test-storm test-sanitize test-public
+.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
@@ -47,6 +50,7 @@ help:
 	@echo "make test-copies  run 2,000 compiled programs that copy and write beside eager (ARGS=\"--count 100\")"
 	@echo "make test-storm  kill, stop and starve random processes of a job for a minute (ARGS=\"--seconds 60 --seed N\")"
 	@echo "make test-sanitize  run tests with the C++ parts under sanitizers (ARGS=\"--kind thread\" for races)"
+	@echo "make test-ecosystem  run scripts of transformers and accelerate (an environment of its own)"
 	@echo "make test-public  compare all of PyTorch's own databases of modules and optimizers with eager"
 	@echo "make check   formatting, lint, types"
 	@echo "make bench   measure recording speed, memory, and training beside its peers, many models (hours)"
@@ -121,6 +125,17 @@ $(XLA_STAMP): setup.cfg pyproject.toml constraints.txt
 test-xla: $(XLA_STAMP)
 	LTC_DEVICE=xla PJRT_DEVICE=CPU LTC_RANDOM=host \
 	    $(XLA_VENV)/bin/python -m pytest $(or $(ARGS),$(XLA_TESTS))
+
+$(ECO_STAMP): setup.cfg pyproject.toml constraints.txt constraints-ecosystem.txt
+	@$(find_python); \
+	echo "environment: $(ECO_VENV), made from $$found"; \
+	"$$found" -m venv "$(ECO_VENV)"
+	$(ECO_VENV)/bin/python -m pip install -c constraints.txt -r constraints-ecosystem.txt -e '.[dev]'
+	$(ECO_VENV)/bin/python -m ltc_core.build
+	@touch $@
+
+test-ecosystem: $(ECO_STAMP)
+	$(ECO_VENV)/bin/python -m pytest -n $(JOBS) tests/ecosystem $(ARGS)
 
 test-storm: $(STAMP)
 	$(BIN)/python -m tests.faults.storm $(ARGS)

@@ -25,6 +25,8 @@ from ltc_core.errors import (
     RankTimeoutError,
 )
 from ltc_core.runtime.devices import abandon_work
+from ltc_core.settings import settings
+from ltc_dist import libraries
 from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import ranks
 from ltc_dist.job.store import note_served
@@ -52,6 +54,8 @@ def main(argv: list[str]) -> None:
         heartbeat.start(beats, ranks().local_rank)
     is_module = argv[0] == "-m"
     sys.argv = argv[1:] if is_module else argv
+    if not settings.compat:
+        libraries.use_device()
     try:
         user_signals.accept()
         try:

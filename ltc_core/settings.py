@@ -274,7 +274,7 @@ SETTINGS: tuple[Setting, ...] = (
             "Where built files are kept (default: ltc in XDG_CACHE_HOME, or in ~/.cache).",
             default_of=_default_cache_dir),
     Setting("autoload", "LTC_AUTOLOAD", (), bool, False,
-            "Register the device when torch is imported."),
+            "Register the device when torch is imported; accelerate and transformers choose it then."),
     Setting("compat", "LTC_COMPAT", (), bool, False,
             "Serve torch_xla, torch._lazy and lazy_tensor_core to old scripts once torch is imported."),
     Setting("collective_timeout_s", "LTC_COLLECTIVE_TIMEOUT_S", (), float, 600.0,

@@ -11,6 +11,7 @@ import os
 
 from ltc_core import source
 from ltc_core.settings import settings
+from ltc_dist import libraries
 from ltc_dist.checkpoint import checkpointer, lock
 from ltc_dist.job import host_collectives
 
@@ -18,7 +19,9 @@ __all__ = ["set_up"]
 
 
 def set_up() -> None:
-    """Register what runs at a fork and at the end of the process; serve old scripts if LTC_COMPAT asks for it."""
+    """Register what runs at a fork and at the end of the process; serve old scripts if LTC_COMPAT asks for it.
+
+    With LTC_AUTOLOAD libraries choose the device, too."""
     source.skip_frames_of(os.path.dirname(__file__))  # a user's line is never one of this package
     os.register_at_fork(after_in_child=lock.after_fork_in_child)
     # Runs before the handlers of ltc_core, which were registered earlier: the last collectives need the devices.
@@ -26,3 +29,5 @@ def set_up() -> None:
     host_collectives.before_leaving(checkpointer.close_all)
     if settings.compat:
         importlib.import_module("ltc_dist.compat")
+    elif settings.autoload:
+        libraries.use_device()

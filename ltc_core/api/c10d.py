@@ -69,6 +69,21 @@ def register() -> None:
         devices.append(name)
     RULE_MAKERS["c10d"] = _rule
     RULE_MAKERS["_c10d_functional"] = RULE_MAKERS["_dtensor"] = _functional_rule
+    dist.ProcessGroup.barrier = _on_current_device(dist.ProcessGroup.barrier)
+
+
+def _on_current_device(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """`barrier(device_ids=[local_rank])` names a device for each process of the host; here each has one of its own."""
+
+    @functools.wraps(barrier)
+    def call(*args: Any, opts: Any = None, **kwargs: Any) -> Any:
+        if opts is None:
+            return barrier(*args, **kwargs)
+        if opts.device is not None and opts.device.type == settings.device_name:
+            opts.device = torch.device(settings.device_name)
+        return barrier(*args, opts=opts, **kwargs)
+
+    return call
 
 
 # Methods of a process group that wait for other processes: the Python names of c10d's ops.

@@ -203,6 +203,7 @@ def send_and_receive(at: Here) -> Any:
 def barriers(at: Here) -> Any:
     dist.barrier()
     dist.barrier(async_op=True).wait()
+    dist.barrier(device_ids=[at.rank])  # the number of the process on its host, as scripts give it
     if dist.get_backend() == "gloo":
         dist.monitored_barrier(timeout=datetime.timedelta(seconds=60))
     return []

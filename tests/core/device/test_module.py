@@ -580,7 +580,7 @@ import ltc_autoload
     [("", "quiet"), ("0", "quiet"), ("1", "registered"), ("yes", "registered")],
 )
 def test_autoload_acts_only_when_asked_to(tmp_path: Path, value: str, printed: str) -> None:
-    (tmp_path / "ltc_core.py").write_text(
+    (tmp_path / "ltc_dist.py").write_text(
         "print('registered')\nimport ltc_autoload\nltc_autoload.load()\n"
     )
     code = f"""
@@ -588,26 +588,14 @@ def test_autoload_acts_only_when_asked_to(tmp_path: Path, value: str, printed: s
         ltc_autoload.load()
         ltc_autoload.load()
         assert "torch" not in sys.modules
-        if "ltc_core" not in sys.modules:
+        if "ltc_dist" not in sys.modules:
             print("quiet")
     """
     assert run(code, prelude=FAKE_PACKAGE, LTC_AUTOLOAD=value).split() == [printed]
 
 
-def test_old_scripts_get_their_modules(tmp_path: Path) -> None:
-    (tmp_path / "ltc_dist.py").write_text("print('served')\n")
-    (tmp_path / "ltc_core.py").write_text("print('registered')\n")
-    code = f"""
-        sys.path.insert(0, {str(tmp_path)!r})
-        ltc_autoload.load()
-        ltc_autoload.load()
-    """
-    asked = {"LTC_AUTOLOAD": "1", "LTC_COMPAT": "1"}
-    assert run(code, prelude=FAKE_PACKAGE, **asked).split() == ["served"]
-
-
 def test_autoload_never_raises(tmp_path: Path) -> None:
-    (tmp_path / "ltc_core.py").write_text("raise OSError('broken install')\n")
+    (tmp_path / "ltc_dist.py").write_text("raise OSError('broken install')\n")
     code = f"""
         import warnings
         sys.path.insert(0, {str(tmp_path)!r})
@@ -619,5 +607,5 @@ def test_autoload_never_raises(tmp_path: Path) -> None:
     printed = run(code, prelude=FAKE_PACKAGE, LTC_AUTOLOAD="1")
     assert (
         printed
-        == "LTC_AUTOLOAD is set, but ltc_core cannot be imported: OSError('broken install')\n"
+        == "LTC_AUTOLOAD is set, but ltc_dist cannot be imported: OSError('broken install')\n"
     )
