@@ -70,16 +70,14 @@ def _change(state: Any) -> None:
     def prepare(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
         is_ours = self.device is not None and self.device.type == settings.device_name
         found = choose(self, cpu, *args, **kwargs)
-        if not is_ours or cpu or found[1] is kinds.XLA:
-            if is_ours:
-                self.device = None  # what the script says comes before the variable
+        if not is_ours:
+            return found
+        if cpu or found[1] is kinds.XLA:
+            self.device = None  # what the script says comes before the variable
             return found
         _tell()
-        return (
-            ("gloo", kinds.MULTI_CPU)
-            if int(os.environ.get("WORLD_SIZE", 1)) > 1
-            else (None, kinds.NO)
-        )
+        is_job = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        return ("gloo", kinds.MULTI_CPU) if is_job else (None, kinds.NO)
 
     state.PartialState._prepare_backend = prepare
 

@@ -21,7 +21,8 @@ __all__ = ["set_up"]
 def set_up() -> None:
     """Register what runs at a fork and at the end of the process; serve old scripts if LTC_COMPAT asks for it.
 
-    With LTC_AUTOLOAD libraries choose the device, too."""
+    With LTC_AUTOLOAD libraries choose the device, too.
+    """
     source.skip_frames_of(os.path.dirname(__file__))  # a user's line is never one of this package
     os.register_at_fork(after_in_child=lock.after_fork_in_child)
     # Runs before the handlers of ltc_core, which were registered earlier: the last collectives need the devices.

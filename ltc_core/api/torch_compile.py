@@ -24,10 +24,9 @@ from ltc_core.tensor.lazy_tensor import LazyTensor
 __all__ = ["register_torch_compile"]
 
 _compile: Callable[..., Any] = torch.compile
-_DEPTH = (
-    3  # how deep containers and objects are looked into: a trainer, its list of models, a model
-)
-_WIDTH = 100  # how many items of each: a dataset may have millions
+# How deep containers and objects are looked into (a trainer, its list of models, a model), and how many items of each.
+_DEPTH = 3
+_WIDTH = 100
 
 
 def register_torch_compile() -> None:
@@ -43,9 +42,8 @@ def compile(model: Any = None, **options: Any) -> Any:
         once a device is used, each call looks at its arguments, and at the parameters of modules among them.
     """
     made = _compile(model, **options)
-    if (
-        model is None or made is model
-    ):  # a decorator with options, which calls this function again; or nothing to do
+    # A decorator with options, which calls this function again; or there is nothing to compile.
+    if model is None or made is model:
         return made
     if isinstance(made, torch.nn.Module):
         return _of_module(made)

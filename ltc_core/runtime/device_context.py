@@ -107,9 +107,10 @@ class DeviceContext:
         """
         if self.worker.is_idle:
             return
-        if self.worker.is_full or self._is_next_here():
+        is_next_here = self._is_next_here()
+        if is_next_here or self.worker.is_full:
             with metrics.timer("DeviceLockWait"):
-                if self._is_next_here():
+                if is_next_here:
                     self.worker.drain()
                 else:
                     self.worker.wait_for_slot()

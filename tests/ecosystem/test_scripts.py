@@ -39,7 +39,7 @@ def result(command: list[str], directory: Path, **environ: str) -> list[str]:
 
 @pytest.mark.parametrize("script", LIBRARIES)
 def test_one_process(script: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES[script])
+    pytest.importorskip(LIBRARIES[script], reason="not installed: make test-ecosystem")
     device, count, wanted = result([f"{script} --cpu"], tmp_path, LTC_AUTOLOAD="1")
     assert (device, count) == ("cpu", "1")
     assert result([script], tmp_path, LTC_AUTOLOAD="1") == ["ltc", "1", wanted]
@@ -48,7 +48,7 @@ def test_one_process(script: str, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("script", LIBRARIES)
 def test_two_processes(script: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES[script])
+    pytest.importorskip(LIBRARIES[script], reason="not installed: make test-ecosystem")
     launch = ["-m", "ltc_launch", "--nprocs", "2"]
     device, count, wanted = result([*launch, f"{script} --cpu"], tmp_path)
     assert (device, count) == ("cpu", "2")
