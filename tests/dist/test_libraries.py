@@ -72,6 +72,13 @@ def test_processes_of_a_job_are_joined_by_gloo_whatever_hardware_there_is(tmp_pa
     assert said == ""  # rank 0 says it
 
 
+def test_a_process_that_the_script_starts_is_told_nothing(tmp_path: Path) -> None:
+    lines, _ = chosen(
+        tmp_path, ASK + SHOW + "import os\nprint(os.environ.get('ACCELERATE_TORCH_DEVICE'))"
+    )
+    assert lines == [*ONE, "None"]
+
+
 def test_what_the_user_has_chosen_stays(tmp_path: Path) -> None:
     assert chosen(tmp_path, ASK + SHOW, ACCELERATE_TORCH_DEVICE="cpu") == (["cpu None NO"] * 2, "")
 
