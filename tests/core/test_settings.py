@@ -296,7 +296,7 @@ from ltc_core.api.eager import is_eager_mode
 from ltc_core.errors import SettingsError
 settings = ltc.settings
 used = {row for row in vars(settings) if not row.startswith("_")}
-assert used == {"device_name", "cache_dir", "compat"}, used
+assert used == {"device_name", "cache_dir", "compat", "autoload"}, used
 os.environ |= {"XLA_USE_BF16": "1", "CPU_NUM_DEVICES": "3", "LTC_EAGER": "1", "LTC_EXECUTOR": "reference"}
 assert torch.ltc.device_count() == 3 and len(ltc.get_lazy_supported_devices()) == 3
 x = torch.full((2,), 1.001).to("ltc:2")
