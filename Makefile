@@ -50,7 +50,7 @@ help:
 	@echo "make test-copies  run 2,000 compiled programs that copy and write beside eager (ARGS=\"--count 100\")"
 	@echo "make test-storm  kill, stop and starve random processes of a job for a minute (ARGS=\"--seconds 60 --seed N\")"
 	@echo "make test-sanitize  run tests with the C++ parts under sanitizers (ARGS=\"--kind thread\" for races)"
-	@echo "make test-ecosystem  run scripts of transformers and accelerate (an environment of its own)"
+	@echo "make test-ecosystem  run scripts of transformers, accelerate and Lightning (an environment of its own)"
 	@echo "make test-public  compare all of PyTorch's own databases of modules and optimizers with eager"
 	@echo "make check   formatting, lint, types"
 	@echo "make bench   measure recording speed, memory, and training beside its peers, many models (hours)"

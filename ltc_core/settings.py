@@ -264,6 +264,9 @@ SETTINGS: tuple[Setting, ...] = (
             "Asynchronous step closures that may wait.", at_least=1),
     Setting("max_pending_steps", "LTC_MAX_PENDING_STEPS", (), int, 4,
             "Steps that may be recorded ahead of the device.", at_least=1),
+    Setting("steps", "LTC_STEPS", (), str, "auto",
+            "Where steps end that the script does not mark: at optimizer.step() and uploads, or at mark_step alone.",
+            choices=("auto", "marked")),
     Setting("trim_graph_size", "LTC_TRIM_GRAPH_SIZE", ("XLA_TRIM_GRAPH_SIZE",), int, 20000,
             "Ops recorded without a cut, after which the loop is cut at its head.", at_least=1),
     Setting("max_graph_size", "LTC_MAX_GRAPH_SIZE", (), int, 200000,
@@ -339,6 +342,7 @@ class Settings:
     eager: bool
     max_async_queue: int
     max_pending_steps: int
+    steps: str
     trim_graph_size: int
     max_graph_size: int
     compilation_cache_size: int

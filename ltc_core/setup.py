@@ -31,7 +31,7 @@ from ltc_core.ops import (
     torch_load,
 )
 from ltc_core.record import fast_path
-from ltc_core.runtime import collective_tokens, device_hooks, devices
+from ltc_core.runtime import collective_tokens, device_hooks, devices, found_steps
 from ltc_core.settings import warn_unknown
 from ltc_core.tensor import lazy_tensor
 
@@ -67,6 +67,7 @@ def _register_device() -> None:
     as_strided.register_as_strided()
     torch_compile.register_torch_compile()
     backward.use_calling_thread()
+    found_steps.register_optimizer_hook()
     sgd_momentum.register_first_momentum()
     c10d.register()
     # Last: once the C++ part is loaded, calls reach it before any of the above.

@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-__all__ = ["called_module", "skip_frames_of", "user_frames", "user_line"]
+__all__ = ["called_module", "skip_frames_of", "user_frames", "user_line", "user_place"]
 
 _libraries = [
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__)
@@ -66,6 +66,14 @@ def outer_line() -> str:
             last = frame
         frame = frame.f_back
     return _describe(last) if last is not None else user_line()
+
+
+def user_place() -> tuple[CodeType, int] | None:
+    """The place in the user's innermost frame, finer than its line; None if there is no such frame. Cost: 1 us."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _of_user(frame.f_code):
+        frame = frame.f_back
+    return (frame.f_code, frame.f_lasti) if frame is not None else None
 
 
 def user_line() -> str:

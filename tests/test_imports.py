@@ -23,7 +23,7 @@ ORDER = {
     """,
     "ltc_dist": """
         expected_name job/ collectives/ processes/ data/ train/ checkpoint/
-        multiprocessing parallel_loader data_parallel serialization libraries setup __init__ compat/
+        multiprocessing parallel_loader data_parallel serialization libraries/ setup __init__ compat/
     """,
     "ltc_launch": """
         spec status output user_signals temporary heartbeat lease rendezvous script agent shim cli __main__ __init__

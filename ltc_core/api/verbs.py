@@ -24,6 +24,7 @@ from ltc_core.graph.passes import prune
 from ltc_core.record import random_state
 from ltc_core.record.view_recorder import make_operands
 from ltc_core.runtime.devices import DeviceContext, checked, context, contexts, fetch, upload
+from ltc_core.runtime.found_steps import note_mark
 from ltc_core.serialization.plain import save
 from ltc_core.settings import settings
 from ltc_core.tensor import pickling
@@ -147,6 +148,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
     Cost: asynchronous; compiles if the step was never seen before.
     """
     global _steps
+    note_mark()
     wait = wait or settings.sync_wait
     for ctx in _chosen(device):
         ctx.cut("MarkStep")

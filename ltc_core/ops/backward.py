@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from ltc_core.runtime.found_steps import note_backward
 from ltc_core.settings import settings
 
 __all__ = ["note_crossing", "use_calling_thread"]
@@ -34,6 +35,7 @@ class _Engine(torch._C._ImperativeEngine):
     """PyTorch's engine, in place of the one that `torch.autograd` calls."""
 
     def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        note_backward()
         if not _is_multithreaded() or not _comes_to_lazy(outputs):
             return super().run_backward(outputs, *args, **kwargs)
         _set_multithreaded(False)

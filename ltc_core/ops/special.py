@@ -161,6 +161,8 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     handle = destination._h
     ctx = context(handle.trace.device.index)
     meta = handle.meta
+    if host.dim() > 0:
+        ctx.steps.before_upload()
     if type(handle) is Cell and host.shape == meta.size and not meta.overlaps:
         value = ctx.upload(host, meta)
         with handle.trace.lock:

@@ -24,6 +24,7 @@ from ltc_core.program.program import Tier
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import fork_gate
+from ltc_core.runtime.found_steps import FoundSteps
 from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
@@ -61,13 +62,19 @@ class DeviceContext:
         self.executor = make(index)
         self.compiler = ProgramCache(self.executor)
         self.trace = Trace(self.device, self.memory)
+        self.steps = FoundSteps(self.trace, self.cut)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
+        self.trace.on_limit = self._on_limit
         self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps)
         self.failures: deque[Failure] = deque()
         self._worker_has_team = False
         self._marked_ns = 0  # the last cut or wait
 
     # -- cutting -------------------------------------------------------------------------------
+
+    def _on_limit(self) -> None:
+        if not self.steps.end_if_due():
+            self.watch.on_limit()
 
     def cut(self, reason: str, is_awaited: bool = False) -> Job | None:
         """Hand everything recorded so far to the worker. Return the job, or None if there was nothing to run.

@@ -59,9 +59,8 @@ class LoopWatch:
         self._last_line = ""
         self._lines: list[str] = []
         trace.first_limit = trace.limit = settings.trim_graph_size
-        trace.on_limit = self._on_limit
 
-    def _on_limit(self) -> None:
+    def on_limit(self) -> None:
         """Called before each op of a trace that is too long."""
         trace = self._trace
         if trace.count < settings.trim_graph_size:

@@ -8,8 +8,10 @@ After that import these names are served by thin modules of this package over `l
 has the name that such scripts expect. Nothing else changes. Without the import nothing changes at all.
 """
 
+from ltc_core.runtime import found_steps
 from ltc_dist.compat.finder import activate
 
 __all__ = ["activate"]
 
+found_steps.leave_alone()
 activate()

@@ -16,6 +16,7 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.errors import LoaderError
+from ltc_core.runtime.found_steps import leave_alone
 from ltc_dist.data import workers
 from ltc_dist.data.prefetch import Limits, Prefetch, Resumed
 from ltc_dist.data.sample_order import (
@@ -108,6 +109,7 @@ class ParallelLoader:
         _draws: Draws | None = None,
     ) -> None:
         _check(devices, input_sharding)
+        leave_alone()
         sizes = {
             "batches_per_execution": batches_per_execution,
             "loader_prefetch_size": loader_prefetch_size,

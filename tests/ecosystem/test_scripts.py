@@ -9,7 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
-LIBRARIES = {"with_accelerate.py": "accelerate", "with_trainer.py": "transformers"}
+# script -> the library, and the name by which it is said to train on the device
+LIBRARIES = {
+    "with_accelerate.py": ("accelerate", "accelerate"),
+    "with_trainer.py": ("transformers", "accelerate"),
+    "with_lightning.py": ("lightning", "Lightning"),
+    "with_lightning.py --standalone": ("pytorch_lightning", "Lightning"),
+}
 
 
 def result(command: list[str], directory: Path, **environ: str) -> list[str]:
@@ -33,13 +39,14 @@ def result(command: list[str], directory: Path, **environ: str) -> list[str]:
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if "result " in line]
     assert len(lines) == 1, done.stdout
-    assert ("accelerate trains on ltc" in done.stderr) == (" ltc " in lines[0])
+    told = f"{LIBRARIES[command[-1].removesuffix(' --cpu')][1]} trains on ltc"
+    assert (told in done.stderr) == (" ltc " in lines[0])
     return lines[0].partition("result ")[2].split(" ", 2)
 
 
 @pytest.mark.parametrize("script", LIBRARIES)
 def test_one_process(script: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES[script], reason="not installed: make test-ecosystem")
+    pytest.importorskip(LIBRARIES[script][0], reason="not installed: make test-ecosystem")
     device, count, wanted = result([f"{script} --cpu"], tmp_path, LTC_AUTOLOAD="1")
     assert (device, count) == ("cpu", "1")
     assert result([script], tmp_path, LTC_AUTOLOAD="1") == ["ltc", "1", wanted]
@@ -48,8 +55,18 @@ def test_one_process(script: str, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("script", LIBRARIES)
 def test_two_processes(script: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES[script], reason="not installed: make test-ecosystem")
+    pytest.importorskip(LIBRARIES[script][0], reason="not installed: make test-ecosystem")
     launch = ["-m", "ltc_launch", "--nprocs", "2"]
     device, count, wanted = result([*launch, f"{script} --cpu"], tmp_path)
     assert (device, count) == ("cpu", "2")
     assert result([*launch, script], tmp_path) == ["ltc", "2", wanted]
+
+
+@pytest.mark.dist
+def test_lightning_starts_two_processes(tmp_path: Path) -> None:
+    """By its own launcher: the script is run again for the second one."""
+    script, environ = "with_lightning.py", {"LTC_AUTOLOAD": "1", "DEVICES": "2"}
+    pytest.importorskip("lightning", reason="not installed: make test-ecosystem")
+    device, count, wanted = result([f"{script} --cpu"], tmp_path, **environ)
+    assert (device, count) == ("cpu", "2")
+    assert result([script], tmp_path, **environ) == ["ltc", "2", wanted]

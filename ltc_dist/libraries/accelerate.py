@@ -1,0 +1,60 @@
+"""accelerate, and the Trainer of transformers, which takes its device from there."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from ltc_core.settings import settings
+from ltc_dist.libraries.telling import tell
+
+__all__ = ["change_state", "change_training_arguments"]
+
+
+def change_state(state: Any) -> None:
+    """Replace the method in which accelerate looks for the hardware, and decides how processes are joined."""
+    kinds, choose = state.DistributedType, state.PartialState._prepare_backend
+    if hasattr(choose, "__wrapped__"):
+        return
+
+    @functools.wraps(choose)
+    def prepare(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
+        is_ours = self.device is None or self.device.type == settings.device_name
+        found = choose(self, cpu, *args, **kwargs)
+        if not is_ours:
+            return found
+        if cpu or found[1] is kinds.XLA:
+            self.device = None  # what the script says comes before the variable
+            return found
+        tell("accelerate", "Accelerator(cpu=True) or ACCELERATE_TORCH_DEVICE=cpu choose")
+        self.device = torch.device(settings.device_name)
+        is_job = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        return ("gloo", kinds.MULTI_CPU) if is_job else (None, kinds.NO)
+
+    state.PartialState._prepare_backend = prepare
+
+
+def change_training_arguments(module: Any) -> None:
+    """Let the Trainer take the device of accelerate, and not read the loss of each step, as it does with torch_xla."""
+    cls = module.TrainingArguments
+    found = cls.__dict__["_setup_devices"]
+    set_up = found.func if hasattr(found, "func") else found.fget
+    if hasattr(set_up, "__wrapped__"):
+        return
+
+    @functools.wraps(set_up)
+    def call(self: Any) -> Any:
+        device, state = set_up(self), self.distributed_state
+        if state is None or state.device.type != settings.device_name:
+            return device
+        self._n_gpu = 0
+        self.logging_nan_inf_filter = False
+        return state.device
+
+    changed = type(found)(call)
+    if hasattr(changed, "__set_name__"):
+        changed.__set_name__(cls, "_setup_devices")
+    cls._setup_devices = changed

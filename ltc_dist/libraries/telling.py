@@ -1,0 +1,20 @@
+"""The sentence that says that a library trains on the device."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+from ltc_core.settings import settings
+
+__all__ = ["tell"]
+
+
+@functools.cache  # once
+def tell(library: str, otherwise: str) -> None:
+    """Say it on stderr, in rank 0. `otherwise`: what chooses the CPU."""
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+        print(
+            f"ltc: {library} trains on {settings.device_name}; {otherwise} the CPU", file=sys.stderr
+        )
