@@ -70,6 +70,21 @@ def register() -> None:
     RULE_MAKERS["c10d"] = _rule
     RULE_MAKERS["_c10d_functional"] = RULE_MAKERS["_dtensor"] = _functional_rule
     dist.ProcessGroup.barrier = _on_current_device(dist.ProcessGroup.barrier)
+    config = dist.distributed_c10d.BackendConfig
+    config.__init__ = _with_processor(config.__init__)
+
+
+def _with_processor(init: Callable[..., None]) -> Callable[..., None]:
+    """Have gloo serve the processor's tensors, too, where a script names no backend: PyTorch asks for the device's."""
+
+    @functools.wraps(init)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        backends = self.device_backend_map
+        if list(backends) == [settings.device_name]:
+            backends["cpu"] = backends[settings.device_name]
+
+    return call
 
 
 def _on_current_device(barrier: Callable[..., Any]) -> Callable[..., Any]:

@@ -192,7 +192,31 @@ def _as_processor_gives(schema: OpSchema, args: Any, kwargs: dict[str, Any], met
         and settings.device == "cpu"
     ):
         return _of_embedding_bag(schema, metas, *args, **kwargs)
+    if schema.name in _PARAMETERS_OF_NORMS and settings.device == "cpu":
+        given = (args[k] for k in _PARAMETERS_OF_NORMS[schema.name] if k < len(args))
+        parameters = [t._h.meta.dtype for t in given if isinstance(t, LazyTensor)]
+        return _of_norm(metas, args[0]._h.meta.dtype, parameters)
     return metas
+
+
+# Norms, and where their arguments have weight, bias and running statistics.
+_PARAMETERS_OF_NORMS = {
+    "native_layer_norm": (2, 3),
+    "native_group_norm": (1, 2),
+    "native_batch_norm": (1, 2, 3, 4),
+    "_native_batch_norm_legit": (1, 2, 3, 4),
+}
+
+
+def _of_norm(metas: Any, dtype: torch.dtype, parameters: list[torch.dtype]) -> Any:
+    """`metas` with the dtype of the mean and the deviation that the CPU kernel saves for backward."""
+    is_mixed = dtype in (torch.bfloat16, torch.half) and torch.float32 in parameters
+    saved = torch.float32 if is_mixed else dtype
+    return (
+        metas[0],
+        *(TensorMeta.of(m.size, m.stride, m.offset, saved) for m in metas[1:3]),
+        *metas[3:],
+    )
 
 
 def _of_embedding_bag(

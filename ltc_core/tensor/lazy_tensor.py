@@ -27,6 +27,7 @@ from ltc_core.graph.ir import TensorMeta, contiguous_stride
 from ltc_core.settings import settings
 from ltc_core.tensor import pickling
 from ltc_core.tensor.alive import alive
+from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Handle, Value, View, base_of, lens_of
 
 __all__ = [
@@ -93,7 +94,46 @@ class LazyStorage:
         return self._base.meta.nbytes
 
     def size(self) -> int:
-        return self.nbytes()
+        """Bytes of the memory; 0 after `resize_(0)`, until it is written or resized."""
+        return 0 if self._is_freed() else self.nbytes()
+
+    def _is_freed(self) -> bool:
+        buffer = self._base.value.buffer
+        return buffer is not None and isinstance(buffer.error, _FreedError)
+
+    def resize_(self, nbytes: int) -> LazyStorage:
+        """Free the memory (0 bytes), or have it again, to be written, with all its bytes. FSDP shards by this.
+
+        Raises:
+            DeviceError: any other number of bytes.
+        """
+        memory = self._base
+        if nbytes not in (0, memory.meta.nbytes):
+            raise errors.DeviceError(
+                "memory of the device is freed as a whole, and comes back in its own size",
+                got=f"resize_({nbytes}) of {memory.meta.nbytes} bytes",
+                where=source.user_line(),
+                next="make a new tensor of the size",
+            )
+        with memory.trace.lock:
+            if nbytes == 0:
+                freed = Buffer.failed(memory.trace.memory, _FreedError(source.user_line()))
+                memory.rebind(Value.of(freed))
+            elif self._is_freed():
+                memory.rebind(Value(-1, -1))
+        return self
+
+
+class _FreedError(errors.DeviceError):
+    """Memory is read that `resize_(0)` has freed."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            "a tensor is read whose memory was freed",
+            got="resize_(0) of its storage",
+            where=where,
+            next="write it first; under FSDP read parameters in forward or after unshard()",
+        )
 
 
 class _Flattening:
@@ -234,6 +274,16 @@ class LazyTensor(torch.Tensor):
 
     def untyped_storage(self) -> LazyStorage:  # type: ignore[override]
         return LazyStorage(self)
+
+    def _typed_storage(self) -> Any:
+        """The first version of FSDP asks for it, to free the memory of parameters."""
+        raise errors.UnsupportedOpError(
+            "a lazy tensor has no typed storage",
+            got=f"{self.dtype}{list(self.shape)} on {self.device}",
+            where=source.user_line(),
+            next="use untyped_storage(); in place of FullyShardedDataParallel torch.distributed.fsdp.fully_shard, or "
+            "ltc_dist's ZeroRedundancyOptimizer",
+        )
 
     def data_ptr(self) -> int:
         """An identifier, no address: equal for tensors that start at the same element of the same memory."""

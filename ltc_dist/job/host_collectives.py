@@ -29,6 +29,7 @@ from ltc_core.errors import (
     RankEndedError,
     RankError,
     RankTimeoutError,
+    SettingsError,
     first_line,
     listed,
 )
@@ -37,7 +38,7 @@ from ltc_core.runtime.devices import abandon_work, contexts, exit_patience_s
 from ltc_core.serialization.weights_only import load_weights_only
 from ltc_core.settings import settings
 from ltc_dist.job import protocol
-from ltc_dist.job.ranks import ranks
+from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import connect
 
 __all__ = [
@@ -138,7 +139,12 @@ def leave() -> None:
         Exception: what a function of `before_leaving` raised; the rest has been done.
     """
     global _has_left
-    here = ranks()
+    try:
+        here = ranks()
+    except (
+        SettingsError
+    ):  # the environment names a part of a job, which this process has not joined
+        here = Ranks()
     if _has_left == os.getpid() or here.threads:
         return
     _has_left = os.getpid()

@@ -1,5 +1,6 @@
 """Scripts of libraries' users, native: the losses are those of the same script on the CPU."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +17,11 @@ LIBRARIES = {
     "with_lightning.py": ("lightning", "Lightning"),
     "with_lightning.py --standalone": ("pytorch_lightning", "Lightning"),
 }
+
+
+def skip_without(library: str) -> None:
+    if importlib.util.find_spec(library) is None:  # its import would change the environment
+        pytest.skip(f"{library} is not installed: make test-ecosystem")
 
 
 def result(command: list[str], directory: Path, **environ: str) -> list[str]:
@@ -46,7 +52,7 @@ def result(command: list[str], directory: Path, **environ: str) -> list[str]:
 
 @pytest.mark.parametrize("script", LIBRARIES)
 def test_one_process(script: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES[script][0], reason="not installed: make test-ecosystem")
+    skip_without(LIBRARIES[script][0])
     device, count, wanted = result([f"{script} --cpu"], tmp_path, LTC_AUTOLOAD="1")
     assert (device, count) == ("cpu", "1")
     assert result([script], tmp_path, LTC_AUTOLOAD="1") == ["ltc", "1", wanted]
@@ -55,7 +61,7 @@ def test_one_process(script: str, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("script", LIBRARIES)
 def test_two_processes(script: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES[script][0], reason="not installed: make test-ecosystem")
+    skip_without(LIBRARIES[script][0])
     launch = ["-m", "ltc_launch", "--nprocs", "2"]
     device, count, wanted = result([*launch, f"{script} --cpu"], tmp_path)
     assert (device, count) == ("cpu", "2")
@@ -66,7 +72,7 @@ def test_two_processes(script: str, tmp_path: Path) -> None:
 def test_lightning_starts_two_processes(tmp_path: Path) -> None:
     """By its own launcher: the script is run again for the second one."""
     script, environ = "with_lightning.py", {"LTC_AUTOLOAD": "1", "DEVICES": "2"}
-    pytest.importorskip("lightning", reason="not installed: make test-ecosystem")
+    skip_without("lightning")
     device, count, wanted = result([f"{script} --cpu"], tmp_path, **environ)
     assert (device, count) == ("cpu", "2")
     assert result([script], tmp_path, **environ) == ["ltc", "2", wanted]

@@ -104,6 +104,47 @@ def test_what_an_embedding_bag_saves(
         assert [meta.size for meta in got] == [t.shape for t in op(*args)]
 
 
+NORMS: dict[str, Callable[[Tensor, Tensor | None], tuple[Overload, tuple[Any, ...]]]] = {
+    "layer": lambda x, w: (aten.native_layer_norm.default, (x, [4], w, w, 1e-5)),
+    "group": lambda x, w: (aten.native_group_norm.default, (x, w, w, 2, 4, 4, 2, 1e-5)),
+    "batch": lambda x, w: (
+        aten.native_batch_norm.default,
+        (
+            x,
+            w,
+            w,
+            None if w is None else w.clone(),
+            None if w is None else w.clone(),
+            True,
+            0.1,
+            1e-5,
+        ),
+    ),
+    "batch without statistics": lambda x, w: (
+        aten._native_batch_norm_legit.no_stats,
+        (x, w, w, True, 0.1, 1e-5),
+    ),
+}
+
+
+DTYPES_OF_NORMS = [
+    (dtype, dtype) for dtype in (torch.float32, torch.bfloat16, torch.half, torch.float64)
+]
+DTYPES_OF_NORMS += [(torch.bfloat16, torch.float32), (torch.half, torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"), [*DTYPES_OF_NORMS, (torch.bfloat16, None), (torch.half, None)]
+)
+@pytest.mark.parametrize("name", NORMS)
+def test_what_a_norm_saves(name: str, dtype: torch.dtype, of_weight: torch.dtype | None) -> None:
+    """ATen's meta kernels give other dtypes for the mean than the CPU's."""
+    weight = None if of_weight is None else torch.ones((4,), dtype=of_weight)
+    op, args = NORMS[name](torch.ones(2, 4, 4, dtype=dtype), weight)
+    got = told(op, *torch.utils._pytree.tree_map_only(Tensor, lazy, args))
+    assert [meta.dtype for meta in got] == [t.dtype for t in op(*args)]
+
+
 def test_operands_may_be_metas_already() -> None:
     meta = TensorMeta.packed((2, 3), torch.float32)
     assert told(aten.t.default, meta) is TensorMeta.of((3, 2), (1, 3), 0, torch.float32)

@@ -18,6 +18,7 @@ from ltc_dist.job.ranks import (
     replica,
     world_size,
 )
+from tests.core import child
 
 CONTRACT = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
@@ -84,6 +85,11 @@ def test_slurm() -> None:
 def test_half_a_contract_is_an_error(variables: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         read_ranks(variables)
+
+
+def test_half_a_contract_does_not_matter_to_a_process_that_joins_no_job() -> None:
+    """Other launchers set LOCAL_RANK alone, for a script that may not use this package."""
+    child.run("import ltc_dist", prelude="", LOCAL_RANK="1")
 
 
 def test_a_thread_can_have_ranks_of_its_own() -> None:
