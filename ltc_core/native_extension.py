@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
 
-__all__ = ["Extension", "build_ahead"]
+__all__ = ["Extension", "build_ahead", "compiler_command"]
 
 _DIGEST_BYTES = 32
 # A compile takes about four seconds; a process that holds the lock this long hangs.
@@ -37,7 +37,7 @@ _LOCK_TIMEOUT_S = 300.0
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
 
 
-class _Unavailable(Exception):
+class _Unavailable(LookupError):
     """Why there is no extension, as a sentence without its full stop."""
 
 
@@ -150,7 +150,7 @@ class Extension:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
             output = Path(scratch) / path.name
             command = [
-                *_compiler(),
+                *compiler_command(),
                 *self._flags(),
                 *_include_flags(),
                 str(self.source),
@@ -217,12 +217,17 @@ def build_ahead(*extensions: Extension) -> None:
 
 def _has_compiler() -> bool:
     try:
-        return bool(_compiler())
+        return bool(compiler_command())
     except _Unavailable:
         return False
 
 
-def _compiler() -> list[str]:
+def compiler_command() -> list[str]:
+    """The command of the C++ compiler.
+
+    Raises:
+        LookupError: there is none.
+    """
     # CXX is the compiler's own convention, not one of our settings.
     wanted = shlex.split(os.environ.get("CXX", ""))
     for command in [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]:

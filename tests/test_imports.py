@@ -19,7 +19,7 @@ ORDER = {
         errors tpu_chips settings source thread_state uninterrupted private_directory native_extension
         metrics_report metrics
         graph/ device/ tensor/ shapes/ record/ program/ executors/ debug/ runtime/ ops/ serialization/ api/
-        profiler setup build __init__
+        profiler setup build doctor __init__
     """,
     "ltc_dist": """
         expected_name job/ collectives/ processes/ data/ train/ checkpoint/
