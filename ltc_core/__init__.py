@@ -22,6 +22,7 @@ _imports_torch = "torch" not in sys.modules
 _collects = gc.isenabled()
 gc.disable()
 try:
+    from ltc_core import torch_version  # noqa: F401, I001 - first: it says which versions of PyTorch do
     from ltc_core import errors, metrics, profiler, setup
     from ltc_core.api import syncfree
     from ltc_core.api.eager import eager_mode

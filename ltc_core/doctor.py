@@ -31,10 +31,10 @@ from ltc_core.errors import LtcError, first_line
 from ltc_core.executors.hardware import hardware, hardware_kind
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import SETTINGS, legal_names, settings
+from ltc_core.torch_version import check_version, tested
 
 __all__ = ["main"]
 
-TESTED = ((2, 9), (2, 15))  # the oldest and the newest PyTorch that the tests run with
 _LITTLE_ROOM = 1 << 30
 # Distribution -> how it comes to the device; docs/ecosystem.md says more.
 LIBRARIES = {
@@ -92,11 +92,12 @@ def _versions(found: Findings) -> Iterator[Line]:
     yield "ltc", f"{_version('ltc') or 'not installed'}, {Path(__file__).parent}"
     yield "Python", f"{platform.python_version()}, {sys.executable}"
     text = f"{torch.__version__}, {Path(torch.__file__).parent}"
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if not TESTED[0] <= (major, minor) <= TESTED[1]:
-        between = " to ".join(".".join(map(str, version)) for version in TESTED)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        check_version(str(torch.__version__))
+    if told:
         text = found.wrong(
-            f"torch {text}", f"install a PyTorch from {between}: it is tested with these"
+            f"torch {text}", f"install one from {tested()}: the tests run with these"
         )
     yield "torch", text
 

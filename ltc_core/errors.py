@@ -2,6 +2,7 @@
 
     LtcError (Exception)
     |- SettingsError (ValueError)               a setting has an illegal value or name
+    |- VersionError (ImportError)               a library is too old or too new
     |- DeviceError (RuntimeError)               no such device, or it cannot be built
     |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
@@ -82,6 +83,10 @@ class SettingsError(LtcError, ValueError):
     """A setting has an illegal value, or there is no setting of that name."""
 
     where_words = "set in"
+
+
+class VersionError(LtcError, ImportError):
+    """A library has a version that this package does not work with."""
 
 
 class DeviceError(LtcError, RuntimeError):

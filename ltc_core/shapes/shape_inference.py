@@ -205,6 +205,7 @@ _PARAMETERS_OF_NORMS = {
     "native_group_norm": (1, 2),
     "native_batch_norm": (1, 2, 3, 4),
     "_native_batch_norm_legit": (1, 2, 3, 4),
+    "_batch_norm_with_update": (1, 2, 3, 4),
 }
 
 

@@ -120,6 +120,10 @@ NORMS: dict[str, Callable[[Tensor, Tensor | None], tuple[Overload, tuple[Any, ..
             1e-5,
         ),
     ),
+    "batch with update": lambda x, w: (
+        aten._batch_norm_with_update.default,
+        (x, w, w, None if w is None else w.clone(), None if w is None else w.clone(), 0.1, 1e-5),
+    ),
     "batch without statistics": lambda x, w: (
         aten._native_batch_norm_legit.no_stats,
         (x, w, w, True, 0.1, 1e-5),

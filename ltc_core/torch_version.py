@@ -1,0 +1,50 @@
+"""The versions of PyTorch that the tests run with; imported before anything that a version may lack.
+
+The runtime is built on parts of PyTorch that are not public, such as the dispatch of subclasses and the compiler's
+lowering. An older one fails somewhere inside; of a newer one it is not known.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import torch
+
+from ltc_core.errors import VersionError
+
+__all__ = ["NEWEST", "OLDEST", "check_version", "tested"]
+
+OLDEST, NEWEST = (2, 9), (2, 15)
+
+
+def tested() -> str:
+    """The tested versions, as text."""
+    return " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
+
+
+def check_version(version: str) -> None:
+    """Refuse a PyTorch that is too old, and warn of one that is newer than the tested ones.
+
+    Raises:
+        VersionError: it is too old.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:  # a build of the user's own
+        return
+    release = int(found[1]), int(found[2])
+    if release < OLDEST:
+        raise VersionError(
+            "this PyTorch is too old for ltc",
+            got=f"torch {version}, expected {tested()}",
+            next="pip install 'torch>=2.9'",
+        )
+    if release > NEWEST:
+        warnings.warn(
+            f"torch {version} is newer than what ltc is tested with ({tested()}). Next: compare the losses of some "
+            "steps with those of the CPU, or install a tested one.",
+            stacklevel=2,
+        )
+
+
+check_version(str(torch.__version__))
