@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 TREE = {
     "SettingsError": ValueError,
+    "VersionError": ImportError,
     "DeviceError": RuntimeError,
     "DeviceMismatchError": RuntimeError,
     "UnsupportedOpError": NotImplementedError,

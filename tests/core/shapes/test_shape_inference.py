@@ -122,7 +122,12 @@ NORMS: dict[str, Callable[[Tensor, Tensor | None], tuple[Overload, tuple[Any, ..
     ),
     "batch with update": lambda x, w: (
         aten._batch_norm_with_update.default,
-        (x, w, w, None if w is None else w.clone(), None if w is None else w.clone(), 0.1, 1e-5),
+        (
+            x,
+            *(torch.ones((4,), dtype=x.dtype if w is None else w.dtype) for _ in range(4)),
+            0.1,
+            1e-5,
+        ),
     ),
     "batch without statistics": lambda x, w: (
         aten._native_batch_norm_legit.no_stats,
