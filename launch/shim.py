@@ -30,7 +30,7 @@ from ltc_dist import libraries
 from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import ranks
 from ltc_dist.job.store import note_served
-from ltc_dist.processes import child
+from ltc_dist.processes import child, unconnected
 from ltc_dist.processes.failures import last_line, verdict_of
 
 from . import heartbeat, script, user_signals
@@ -56,6 +56,7 @@ def main(argv: list[str]) -> None:
     sys.argv = argv[1:] if is_module else argv
     if not settings.compat:
         libraries.use_device()
+    unconnected.watch()
     try:
         user_signals.accept()
         try:

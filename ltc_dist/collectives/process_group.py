@@ -31,7 +31,7 @@ from ltc_dist.job.host_collectives import connected, job_store
 from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import gloo_devices
 
-__all__ = ["Group", "group_of", "is_of_processes", "line_of"]
+__all__ = ["Group", "group_of", "has_connected", "is_of_processes", "line_of"]
 
 dist: Any = torch.distributed  # its stubs lack what is used here
 
@@ -106,6 +106,11 @@ _transports: set[str] = set()
 def is_of_processes(line: str) -> bool:
     """Whether the members of a line are processes: a thread has one device, of which the others need not hear."""
     return line in _transports
+
+
+def has_connected() -> bool:
+    """Whether this process has joined a group with others."""
+    return any(len(members) > 1 for members in _groups)
 
 
 def _connect(line: Group) -> None:

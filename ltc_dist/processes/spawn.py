@@ -38,7 +38,7 @@ from ltc_core.tensor.lazy_tensor import keeping_copies
 from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import LOOPBACK, note_served, serve_store
-from ltc_dist.processes import child
+from ltc_dist.processes import child, unconnected
 from ltc_dist.processes.failures import (
     Failure,
     how_it_ended,
@@ -165,6 +165,7 @@ def _main(call: Call, place: _Place, file: ReportFile) -> None:
         torch.set_num_threads(1)
     elif (threads := os.environ["OMP_NUM_THREADS"]).isdecimal():
         torch.set_num_threads(int(threads))  # a fork server has the variables of its first process
+    unconnected.watch()
     try:
         try:
             call(place.ranks.rank)

@@ -283,6 +283,22 @@ def test_leaving_the_loop_leaves_nothing_behind(device: torch.device) -> None:
         gc.enable()
 
 
+def test_an_iteration_that_was_read_to_its_end_stays_so(device: torch.device) -> None:
+    """Loops of libraries hold it until they have begun the next one, and ask it once more."""
+    loader = MpDeviceLoader(numbers(2), device)
+    first = iter(loader)
+    assert [float(next(first)), float(next(first)), next(first, None), next(first, None)] == [
+        0,
+        1,
+        None,
+        None,
+    ]
+    second = iter(loader)
+    assert float(next(second)) == 0
+    assert next(first, None) is None
+    assert float(next(second)) == 1 and next(second, None) is None
+
+
 def test_a_new_iteration_ends_the_one_before(device: torch.device) -> None:
     loader = MpDeviceLoader(Loader(1000), device)
     first, second = iter(loader), iter(loader)
