@@ -246,7 +246,9 @@ class Prefetch:
     def _taken(self, lane: _Lane) -> _Item | None:
         """Wait for the lane's next item and take it; None if this thread has to read it."""
         with self._changed:
-            if lane.is_ended:  # as any iterator that was read to its end, also when the next one has begun
+            if (
+                lane.is_ended
+            ):  # as any iterator that was read to its end, also when the next one has begun
                 raise StopIteration
             self._wait_for_batch(lane)
             if self._is_closed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,7 +17,7 @@ from typing import Any
 
 from ltc_dist.libraries import accelerate, lightning
 
-__all__ = ["use_device"]
+__all__ = ["serve_compat", "use_device"]
 
 
 def use_device() -> None:
@@ -28,18 +28,32 @@ def use_device() -> None:
     `ltc_dist.compat`. Call it before such an object is made. Processes that the script starts choose for themselves.
     Cost: none until one of the libraries is imported.
     """
-    for name, change in _CHANGES.items():
+    _make(_CHANGES)
+
+
+def serve_compat() -> None:
+    """Correct what libraries do that have found torch_xla, served by `ltc_dist.compat`, and their users do not expect."""
+    _make(_CHANGES_FOR_COMPAT)
+
+
+Changes = dict[str, Callable[[Any], None]]
+
+
+def _make(changes: Changes) -> None:
+    for name, change in changes.items():
         if name in sys.modules:
             change(sys.modules[name])
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    finders = (finder for finder in sys.meta_path if isinstance(finder, _Finder))
+    if all(finder.changes is not changes for finder in finders):
+        sys.meta_path.insert(0, _Finder(changes))
 
 
 class _Finder(MetaPathFinder):
-    """Has the modules of `_CHANGES` changed when they have been imported."""
+    """Has modules changed when they have been imported."""
 
-    def __init__(self) -> None:
-        self._awaited = set(_CHANGES)
+    def __init__(self, changes: Changes) -> None:
+        self.changes = changes
+        self._awaited = set(changes)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -54,15 +68,17 @@ class _Finder(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                _CHANGES[name](module)
+                self.changes[name](module)
 
             loader.exec_module = exec_module
         return spec
 
 
-_CHANGES = {
+_CHANGES: Changes = {
     "accelerate.state": accelerate.change_state,
+    "accelerate.commands.launch": accelerate.change_launcher,
     "transformers.training_args": accelerate.change_training_arguments,
     "lightning.pytorch.trainer.connectors.accelerator_connector": lightning.change_connector,
     "pytorch_lightning.trainer.connectors.accelerator_connector": lightning.change_connector,
 }
+_CHANGES_FOR_COMPAT: Changes = {"accelerate.state": accelerate.change_local_rank}

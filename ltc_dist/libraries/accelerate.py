@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ltc_core.settings import settings
+from ltc_dist.job.ranks import ranks
 from ltc_dist.libraries.telling import tell
 
-__all__ = ["change_state", "change_training_arguments"]
+__all__ = ["change_launcher", "change_local_rank", "change_state", "change_training_arguments"]
 
 
 def change_state(state: Any) -> None:
@@ -58,3 +59,35 @@ def change_training_arguments(module: Any) -> None:
     if hasattr(changed, "__set_name__"):
         changed.__set_name__(cls, "_setup_devices")
     cls._setup_devices = changed
+
+
+def change_local_rank(state: Any) -> None:
+    """Give a process without a launcher the local rank 0: accelerate says -1 on other hardware than a TPU.
+
+    It prints in the process of local rank 0 only.
+    """
+    set_device = state.PartialState.set_device
+    if hasattr(set_device, "__wrapped__"):
+        return
+
+    @functools.wraps(set_device)
+    def call(self: Any) -> Any:
+        if self.backend == "xla" and getattr(self, "local_process_index", 0) == -1:
+            self.local_process_index = ranks().local_rank
+        return set_device(self)
+
+    state.PartialState.set_device = call
+
+
+def change_launcher(module: Any) -> None:
+    """Let `accelerate launch --num_processes 2` start two processes, as it does where it knows several GPUs."""
+    start_one = module.simple_launcher
+    if hasattr(start_one, "__wrapped__"):
+        return
+
+    @functools.wraps(start_one)
+    def start(args: Any) -> None:
+        is_job = (args.num_processes or 1) > 1 and not (args.cpu or args.use_cpu)
+        (module.multi_gpu_launcher if is_job else start_one)(args)
+
+    module.simple_launcher = start

@@ -1,5 +1,6 @@
 """What accelerate is made to choose. A stand-in has the parts that it is changed in: it is not installed everywhere."""
 
+import textwrap
 from pathlib import Path
 
 from tests.core import child
@@ -16,7 +17,12 @@ class PartialState:
         named = os.environ.get("ACCELERATE_TORCH_DEVICE")
         self.device = torch.device(named) if named is not None else None
         self.backend, self.kind = self._prepare_backend(cpu, False, backend)
+        self.local_process_index = int(os.environ.get("LOCAL_RANK", -1))
+        self.set_device()
         self.device = self.device or torch.device("cpu")
+
+    def set_device(self):
+        pass
 
     def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
         if "TPU" in os.environ:
@@ -24,6 +30,17 @@ class PartialState:
         if cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             return "gloo", DistributedType.MULTI_CPU
         return ("nccl", DistributedType.MULTI_GPU) if "LOCAL_RANK" in os.environ else (None, DistributedType.NO)
+"""
+
+LAUNCH = """
+def simple_launcher(args):
+    print("one process")
+
+def multi_gpu_launcher(args):
+    print(args.num_processes, "processes")
+
+def launch_command(args):
+    simple_launcher(args)
 """
 
 SHOW = """
@@ -39,6 +56,8 @@ def chosen(tmp_path: Path, code: str, **environ: str) -> tuple[list[str], str]:
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "state.py").write_text(STATE)
+    (package / "commands").mkdir()
+    (package / "commands" / "launch.py").write_text(LAUNCH)
     begin = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
     out, err = child.run(begin + code, prelude="", **environ)
     return out.splitlines(), err
@@ -85,3 +104,25 @@ def test_what_the_user_has_chosen_stays(tmp_path: Path) -> None:
 
 def test_torch_xla_stays(tmp_path: Path) -> None:
     assert chosen(tmp_path, ASK + SHOW, TPU="1") == (["cpu xla XLA"] * 2, "")
+
+
+def test_its_launcher_starts_several_processes(tmp_path: Path) -> None:
+    start = """
+    from types import SimpleNamespace
+    from accelerate.commands import launch
+    for count, cpu, use_cpu in ((None, False, False), (1, False, False), (2, False, False), (2, True, False),
+                                (2, False, True)):
+        launch.launch_command(SimpleNamespace(num_processes=count, cpu=cpu, use_cpu=use_cpu))
+    """
+    lines, _ = chosen(tmp_path, ASK + textwrap.dedent(start))
+    assert lines == ["one process", "one process", "2 processes", "one process", "one process"]
+
+
+def test_under_compat_a_process_without_a_launcher_is_the_first_of_its_host(tmp_path: Path) -> None:
+    show = """
+    from accelerate.state import PartialState
+    state = PartialState()
+    print(state.backend, state.local_process_index)
+    """
+    lines, _ = chosen(tmp_path, "import ltc_dist.compat\n" + textwrap.dedent(show), TPU="1")
+    assert lines == ["xla 0"]

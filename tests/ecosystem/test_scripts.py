@@ -69,6 +69,15 @@ def test_two_processes(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+def test_accelerate_launch_starts_two_processes(tmp_path: Path) -> None:
+    skip_without("accelerate")
+    script = "with_accelerate.py"
+    start = ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"]
+    _, _, wanted = result(["-m", "ltc_launch", "--nprocs", "2", f"{script} --cpu"], tmp_path)
+    assert result([*start, script], tmp_path, LTC_AUTOLOAD="1") == ["ltc", "2", wanted]
+
+
+@pytest.mark.dist
 def test_lightning_starts_two_processes(tmp_path: Path) -> None:
     """By its own launcher: the script is run again for the second one."""
     script, environ = "with_lightning.py", {"LTC_AUTOLOAD": "1", "DEVICES": "2"}
