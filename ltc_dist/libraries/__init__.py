@@ -32,7 +32,7 @@ def use_device() -> None:
 
 
 def serve_compat() -> None:
-    """Correct what libraries do that have found torch_xla, served by `ltc_dist.compat`, and their users do not expect."""
+    """Correct what libraries do that have found torch_xla, served by `ltc_dist.compat`, and users do not expect."""
     _make(_CHANGES_FOR_COMPAT)
 
 
