@@ -23,6 +23,7 @@ _TIME_PARTS = (  # suffix, nanoseconds, digits
 _SIZE_SUFFIXES = ("B", "KB", "MB", "GB", "TB", "PB")
 _MAX_NAMED = 20
 _CAUSE_PREFIX = "CompileCause."
+STEPS = ("MarkStep", "FoundStep")  # counters of the steps that a script marks, and of others
 
 
 class Metric(NamedTuple):
@@ -119,8 +120,12 @@ def summary_text(
     return "\n".join(sentences) if sentences else "Nothing has been recorded."
 
 
+def _num_steps(counters: Mapping[str, int]) -> int:
+    return sum(counters.get(name, 0) for name in STEPS)
+
+
 def _steps(counters: Mapping[str, int], device_name: str) -> Iterable[str]:
-    steps = counters.get("MarkStep", 0)
+    steps = _num_steps(counters)
     ops = sum(n for name, n in counters.items() if name.startswith(f"{device_name}::"))
     if steps and ops:
         each = f", {ops / steps:.4g} a step"
@@ -128,7 +133,7 @@ def _steps(counters: Mapping[str, int], device_name: str) -> Iterable[str]:
     elif steps:
         yield f"{_counted(steps, 'step')} ran."
     elif ops:
-        yield f"{_counted(ops, 'op')} were recorded, and mark_step was never called."
+        yield f"{_counted(ops, 'op')} were recorded, and no step has ended."
 
 
 def _programs(counters: Mapping[str, int]) -> Iterable[str]:
@@ -147,7 +152,7 @@ def _causes(counters: Mapping[str, int]) -> Iterable[str]:
     if causes:
         ranked = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
         compiles = _counted(sum(causes.values()), "new program")
-        steps = counters.get("MarkStep", 0)
+        steps = _num_steps(counters)
         each = "; ".join(f"{kind}, {n}" for kind, n in ranked)
         when = f" in {_counted(steps, 'step')}" if steps else ""
         yield f"{compiles}{when}, because of: {each}."

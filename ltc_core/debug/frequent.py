@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ltc_core import metrics
 from ltc_core.debug.report import say
+from ltc_core.metrics_report import STEPS
 from ltc_core.settings import settings
 
 __all__ = ["findings"]
@@ -24,7 +25,7 @@ def findings() -> list[str]:
 
 
 def _too_frequent() -> Iterator[str]:
-    steps = metrics.counter_value("MarkStep") or 0
+    steps = sum(metrics.counter_value(name) or 0 for name in STEPS)
     for name in ("CompileTime", "TransferFromDeviceTime"):
         data = metrics.metric_data(name)
         if data is not None and steps > _WARM_UP and data[0] >= _SHARE * steps:

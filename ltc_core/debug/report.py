@@ -30,6 +30,8 @@ _CAUSES = {
     "MarkStep": "user mark_step",
     "SyncMulti": "user sync of some tensors",
     "Wait": "user wait for the device",
+    "OptimizerStep": "the end of a step that is not marked: optimizer.step()",
+    "Upload": "the end of a step that is not marked: the next batch is moved to the device",
     "GraphLimit": "the loop was cut at its head: there was no mark_step for LTC_TRIM_GRAPH_SIZE ops",
     "Eager": "LTC_EAGER=1, a graph for each op",
 }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ltc_core import source
+from ltc_core import metrics, source
 from ltc_core.record.trace import Trace
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import LazyTensor
@@ -55,6 +55,8 @@ class _Script:
 
     def found(self) -> bool:
         """Count a step; return whether it is to be ended."""
+        if self.since_mark:  # no mark has come after the one before
+            metrics.count("FoundStep")
         self.since_mark += 1
         if self.is_marked and self.since_mark > _STEPS_WITHOUT_MARK:
             self.is_marked = False
@@ -144,6 +146,7 @@ class FoundSteps:
         epoch, count = self._uploads.get(place, (-1, 0))
         is_loop = epoch == trace.epoch and trace.count - count >= _FEWEST_VALUES
         if is_loop and not _script.has_gradients:  # else gradients are accumulated
+            metrics.count("FoundStep")
             self._cut("Upload")
         self._uploads[place] = trace.epoch, trace.count
 

@@ -50,6 +50,10 @@ class Counting:
         """Ops that ran on the CPU."""
         return self._with_prefix("aten::")
 
+    def grown(self, name: str) -> int:
+        """How often something was counted."""
+        return self._grown.get(name, 0)
+
     @property
     def compiles(self) -> int:
         return self._grown.get("UncachedCompile", 0)

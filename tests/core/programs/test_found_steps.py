@@ -167,6 +167,8 @@ def test_a_step_is_one_cut(script: Script, device: torch.device) -> None:
     reason = "Upload" if script in EVALUATED else "OptimizerStep"
     assert counted.syncs in [{reason: STEPS - LEARNED}, {reason: STEPS - LEARNED - 1}]
     assert counted.compiles <= 2
+    ended = counted.grown("FoundStep")
+    assert ended in (STEPS - LEARNED, STEPS - LEARNED - 1)
     expected = torch.stack(list(script(torch.device("cpu"))))
     torch.testing.assert_close(torch.stack(found).cpu(), expected)
 
