@@ -67,11 +67,13 @@ class _Finder(importlib.abc.MetaPathFinder):
             loader: Any = _ServedModule(SERVED[name])
         elif name in ABSENT:
             loader = _AbsentModule(ABSENT[name])
-        else:
+        elif _is_imported():
             raise ModuleNotFoundError(
                 f"No module named {name!r}: ltc_dist.compat serves {root_of(name)}, but not this part of it",
                 name=name,
             )
+        else:
+            return None
         is_package = any(other.startswith(f"{name}.") for other in (*SERVED, *ABSENT))
         return importlib.machinery.ModuleSpec(name, loader, is_package=is_package)
 
@@ -82,6 +84,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         wanted = None if context is None else context.name
         if wanted is None or wanted.lower().replace("-", "_") == _Installed.name:
             yield _Installed()
+
+
+def _is_imported() -> bool:
+    """Whether the module that the calling finder is asked for is imported; `importlib.util.find_spec` only asks."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        if frame.f_code.co_name == "_find_and_load_unlocked":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Installed(Distribution):

@@ -93,8 +93,8 @@ _SPMD = "tensors are not sharded over devices by annotation; run a process for e
 _DCP = "no state is sharded by annotation; ltc_dist.Checkpointer and torch.distributed.checkpoint save a whole job"
 _PALLAS = "there are no Pallas kernels; use torch.nn.functional.scaled_dot_product_attention"
 _FSDP = (
-    "parameters are not sharded over processes; torch_xla.distributed.zero_redundancy_optimizer shards the optimizer's "
-    "state, DistributedDataParallel and optimizer_step keep whole replicas"
+    "this wrapper does not shard parameters; torch.distributed.fsdp.fully_shard does, and "
+    "torch_xla.distributed.zero_redundancy_optimizer shards the optimizer's state"
 )
 _XRT = "there are no XRT workers; start the script with ltc-launch --nnodes N on each host, or with torchrun"
 _BUILDER = "XLA computations are not built by hand; write the op with PyTorch's own, or as a torch.library.custom_op"
@@ -106,7 +106,14 @@ ABSENT: dict[str, str] = {
     "torch_xla.core.xla_builder": _BUILDER,
     "torch_xla.core.xla_op_registry": _BUILDER,
     "torch_xla.distributed.fsdp": _FSDP,
+    "torch_xla.distributed.fsdp.state_dict_utils": _FSDP,
+    "torch_xla.distributed.fsdp.utils": _FSDP,
+    "torch_xla.distributed.fsdp.wrap": _FSDP,
+    "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FSDP,
+    "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
     "torch_xla.distributed.spmd": _SPMD,
+    "torch_xla.distributed.spmd.xla_sharded_tensor": _SPMD,
+    "torch_xla.distributed.spmd.xla_sharding": _SPMD,
     "torch_xla.distributed.xla_dist": _XRT,
     "torch_xla.experimental.xla_sharding": _SPMD,
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": _SPMD,

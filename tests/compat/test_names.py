@@ -342,6 +342,13 @@ for use in (lambda: Mesh([0], (1,)), lambda: xs.a.b(), lambda: flash_attention(1
         use()
 with pytest.raises(ModuleNotFoundError, match="ltc_dist.compat serves torch_xla, but not this part"):
     import torch_xla.no_such_part
+import importlib.util
+assert importlib.util.find_spec("torch_xla.no_such_part") is None
+assert importlib.util.find_spec("torch_xla.core.no_such_part") is None
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
+with pytest.raises(NotImplementedError, match="(?s)Next: torch.distributed.fsdp.fully_shard"):
+    XlaFullyShardedDataParallel(None)
 with pytest.raises(AttributeError, match="no attribute 'nothing'"):
     import torch_xla
     torch_xla.nothing
