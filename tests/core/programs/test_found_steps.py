@@ -153,8 +153,17 @@ def predicted(device: torch.device) -> Iterator[torch.Tensor]:
             yield net(x).sum().clone()
 
 
+def attacked(device: torch.device) -> Iterator[torch.Tensor]:
+    """Gradients that no optimizer uses, and a value that is read, before batches that are only evaluated."""
+    net = model(device)
+    for _ in range(2):
+        net(torch.ones(2, 6).to(device)).sum().backward()
+    print(net(torch.ones(2, 6).to(device)).sum().item())
+    yield from predicted(device)
+
+
 TRAINED = [plain, zeroed_at_the_end, accumulated, adversarial, with_an_average, in_data_on_the_device]  # fmt: skip
-EVALUATED = [evaluated, predicted]
+EVALUATED = [evaluated, predicted, attacked]
 Script = Callable[[torch.device], Iterator[torch.Tensor]]
 
 
@@ -204,6 +213,17 @@ def test_a_marked_loop_may_be_followed_by_one_that_is_not(device: torch.device) 
     with Counting() as counted:
         list(plain(device))
     assert counted.syncs == {"OptimizerStep": STEPS}
+
+
+def test_an_optimizer_without_gradients_ends_nothing(device: torch.device) -> None:
+    optimizer = adam(model(device))
+    for _ in range(3):
+        optimizer.step()
+    with Counting() as counted:
+        x = torch.ones(3, device=device) + 1
+        x = x * 2
+        assert x.tolist() == [4, 4, 4]
+    assert sum(counted.syncs.values()) == 1
 
 
 @pytest.mark.parametrize("script", [plain, evaluated], ids=lambda f: f.__name__)
