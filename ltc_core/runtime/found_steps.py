@@ -37,6 +37,7 @@ _FEWEST_VALUES = 8
 _MARKS_IN_A_ROW = 2
 # and no longer does if so many are found without a mark.
 _STEPS_WITHOUT_MARK = 8
+_STEPS_UNTIL_TOLD = 4
 
 
 class _Script:
@@ -62,14 +63,15 @@ class _Script:
         return not self.is_marked
 
     def tell(self) -> None:
-        if self.is_told:
+        """Say once, in rank 0, that steps are ended; called by the optimizer's hook, after some without a mark."""
+        if self.is_told or self.since_mark < _STEPS_UNTIL_TOLD:
             return
         self.is_told = True
         if os.environ.get("RANK", "0") == "0":
-            line = source.user_line()
+            line = source.user_line() or "a library"
             print(
-                f"ltc: a step ends at optimizer.step(){line and ' before '}{line}, since none is marked; "
-                "LTC_STEPS=marked leaves it to mark_step()",
+                f"ltc: each optimizer.step() ends a step ({line}), since none is marked; LTC_STEPS=marked leaves it to "
+                "mark_step()",
                 file=sys.stderr,
             )
 
@@ -109,6 +111,7 @@ class FoundSteps:
         if not self._is_last(optimizer) or not _script.found() or not self._trace:
             return
         if not self._is_read_next:
+            _script.tell()
             self._cut("OptimizerStep")
             return
         self._due_in = self._trace.epoch
@@ -132,7 +135,6 @@ class FoundSteps:
         self._trace.limit = self._trace.first_limit
         if self._last is not None:  # else it may not be the last optimizer
             self._is_read_next = False
-            _script.tell()
         self._cut("OptimizerStep")
         return True
 

@@ -215,6 +215,26 @@ def test_a_marked_loop_may_be_followed_by_one_that_is_not(device: torch.device) 
     assert counted.syncs == {"OptimizerStep": STEPS}
 
 
+def test_it_is_said_once(device: torch.device, capfd: pytest.CaptureFixture[str]) -> None:
+    list(plain(device))
+    list(accumulated(device))
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("ltc: each optimizer.step() ends a step (tests/") and "in plain" in line
+
+
+@pytest.mark.parametrize("script", [evaluated, plain], ids=lambda f: f.__name__)
+def test_nothing_is_said_where_nothing_changes(
+    script: Script, device: torch.device, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each step is marked, or ends where its loss is read."""
+    for _ in range(2):
+        for loss in script(device):
+            loss.item()
+        for _ in script(device):
+            ltc.mark_step()
+    assert capfd.readouterr().err == ""
+
+
 def test_an_optimizer_without_gradients_ends_nothing(device: torch.device) -> None:
     optimizer = adam(model(device))
     for _ in range(3):
