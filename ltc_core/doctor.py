@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import importlib.metadata
 import os
 import platform
@@ -30,18 +29,19 @@ from ltc_core.device import register
 from ltc_core.errors import LtcError, first_line
 from ltc_core.executors.hardware import hardware, hardware_kind
 from ltc_core.private_directory import private_directory
-from ltc_core.settings import SETTINGS, legal_names, settings
-from ltc_core.torch_version import check_version, tested
+from ltc_core.settings import SETTINGS, settings, unknown_names
+from ltc_core.torch_version import is_tested, tested
 
 __all__ = ["main"]
 
 _LITTLE_ROOM = 1 << 30
+_BY_ITSELF = "takes the device under ltc-launch and with LTC_AUTOLOAD=1"
 # Distribution -> how it comes to the device; docs/ecosystem.md says more.
 LIBRARIES = {
-    "accelerate": "takes the device under ltc-launch and with LTC_AUTOLOAD=1",
+    "accelerate": _BY_ITSELF,
     "transformers": "its Trainer takes the device of accelerate",
-    "lightning": "takes the device under ltc-launch and with LTC_AUTOLOAD=1",
-    "pytorch-lightning": "takes the device under ltc-launch and with LTC_AUTOLOAD=1",
+    "lightning": _BY_ITSELF,
+    "pytorch-lightning": _BY_ITSELF,
     "pytorch-ignite": "through ltc-launch --compat",
     "safetensors": "saves tensors of the device; load, then move",
     "torch-xla": "used by LTC_DEVICE=xla; scripts that import it get ours with --compat alone",
@@ -92,10 +92,7 @@ def _versions(found: Findings) -> Iterator[Line]:
     yield "ltc", f"{_version('ltc') or 'not installed'}, {Path(__file__).parent}"
     yield "Python", f"{platform.python_version()}, {sys.executable}"
     text = f"{torch.__version__}, {Path(torch.__file__).parent}"
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        check_version(str(torch.__version__))
-    if told:
+    if not is_tested(str(torch.__version__)):
         text = found.wrong(
             f"torch {text}", f"install one from {tested()}: the tests run with these"
         )
@@ -170,9 +167,9 @@ def _compiled_parts(found: Findings) -> Iterator[Line]:
 
 
 def _caches(found: Findings) -> Iterator[Line]:
-    cache = Path(settings.cache_dir).expanduser()
-    compiled = Path(settings.compiled_cache_dir or cache / "compiled").expanduser()
-    for name, path in (("built parts", cache / "extensions"), ("compiled programs", compiled)):
+    built = build.EXTENSIONS[0].library_path().parent
+    compiled = Path(settings.compiled_cache_dir or built.with_name("compiled")).expanduser()
+    for name, path in (("built parts", built), ("compiled programs", compiled)):
         try:
             private_directory(path)
         except OSError as error:
@@ -201,13 +198,13 @@ def _libraries() -> Iterator[Line]:
 
 def _variables(found: Findings) -> Iterator[Line]:
     rows = {name: row for row in SETTINGS for name in row.names}
-    legal = legal_names()
+    unknown = unknown_names(os.environ)
     for name, value in sorted(os.environ.items()):
         if name in rows:
             yield f"{name}={value}", rows[name].doc
-        elif name.startswith("LTC_") and name not in legal:
-            near = difflib.get_close_matches(name, sorted(legal), n=1, cutoff=0.0)
-            yield name, found.wrong(f"{name} does not exist", f"unset it; the nearest is {near[0]}")
+        elif name in unknown:
+            next = f"unset it; the nearest is {unknown[name]}"
+            yield name, found.wrong(f"{name} does not exist", next)
         elif name.startswith(
             ("OMP_", "MKL_", "KMP_", "CUDA_VISIBLE", "RANK", "WORLD_SIZE", "LOCAL_")
         ):

@@ -557,17 +557,22 @@ def legal_names() -> list[str]:
     return sorted(name for name in ours | PYTORCH_NAMES if name.startswith("LTC_"))
 
 
+def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
+    """The `LTC_` names in `environ` that do not exist, in order, and the nearest legal name of each."""
+    legal = legal_names()
+    # Compared without the prefix that all share, which would make everything look near.
+    known = [name[4:] for name in legal]
+    unknown = sorted(n for n in environ if n.startswith("LTC_") and n not in legal)
+    return {
+        n: f"LTC_{difflib.get_close_matches(n[4:], known, n=1, cutoff=0.0)[0]}" for n in unknown
+    }
+
+
 def warn_unknown(environ: Mapping[str, str]) -> None:
     """Warn, in one warning, of the unknown `LTC_` names in `environ`, each with the nearest legal name."""
-    legal = legal_names()
-    unknown = sorted(n for n in environ if n.startswith("LTC_") and n not in legal)
-    if not unknown:
+    hints = [f"{name} (nearest: {near})" for name, near in unknown_names(environ).items()]
+    if not hints:
         return
-    hints = []
-    for name in unknown:
-        # Compared without the prefix that all share, which would make everything look near.
-        near = difflib.get_close_matches(name[4:], [known[4:] for known in legal], n=1, cutoff=0.0)
-        hints.append(f"{name} (nearest: LTC_{near[0]})")
     warnings.warn(
         f"the environment has settings that do not exist: {listed(hints)}. They are ignored; "
         "ltc_core.settings.settings.describe() lists those that exist.",

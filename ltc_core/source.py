@@ -70,21 +70,25 @@ def outer_line() -> str:
 
 def user_place() -> tuple[CodeType, int] | None:
     """The place in the user's innermost frame, finer than its line; None if there is no such frame. Cost: 1 us."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _of_user(frame.f_code):
-        frame = frame.f_back
+    frame, _ = _innermost()
     return (frame.f_code, frame.f_lasti) if frame is not None else None
 
 
 def user_line() -> str:
     """The line of the user's innermost frame, such as 'train.py:41 in loss_fn'; '' if there is none."""
-    frame: FrameType | None = sys._getframe(1)
+    frame, called = _innermost()
+    return _describe(frame) + called if frame is not None else ""
+
+
+def _innermost() -> tuple[FrameType | None, str]:
+    """The user's innermost frame, and words that say whether it has called backward."""
+    frame: FrameType | None = sys._getframe(2)
     called = ""
     while frame is not None and not _of_user(frame.f_code):
         if frame.f_code is _RUN_BACKWARD:
             called = ", in backward"
         frame = frame.f_back
-    return _describe(frame) + called if frame is not None else ""
+    return frame, called
 
 
 def user_frames(most: int) -> list[str]:

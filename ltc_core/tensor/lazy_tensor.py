@@ -27,8 +27,8 @@ from ltc_core.graph.ir import TensorMeta, contiguous_stride
 from ltc_core.settings import settings
 from ltc_core.tensor import pickling
 from ltc_core.tensor.alive import alive
-from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Handle, Value, View, base_of, lens_of
+from ltc_core.tensor.storage import LazyStorage, identifier
 
 __all__ = [
     "HANDLERS",
@@ -69,71 +69,6 @@ def keeping_copies() -> Iterator[None]:
         yield
     finally:
         _kept_copies.reset(token)
-
-
-def _identifier(memory: Cell) -> int:
-    """What stands for the address of memory; ranges of two memories below 64 GiB do not overlap."""
-    return id(memory) << 32  # two objects are at least 16 bytes apart
-
-
-class LazyStorage:
-    """The storage that a lazy tensor shows: it says which tensors share memory, and how large the memory is."""
-
-    def __init__(self, tensor: LazyTensor) -> None:
-        self.device = tensor.device
-        self._base = base_of(tensor._h)
-
-    @property
-    def _cdata(self) -> int:
-        return id(self._base)
-
-    def data_ptr(self) -> int:
-        return _identifier(self._base)
-
-    def nbytes(self) -> int:
-        return self._base.meta.nbytes
-
-    def size(self) -> int:
-        """Bytes of the memory; 0 after `resize_(0)`, until it is written or resized."""
-        return 0 if self._is_freed() else self.nbytes()
-
-    def _is_freed(self) -> bool:
-        buffer = self._base.value.buffer
-        return buffer is not None and isinstance(buffer.error, _FreedError)
-
-    def resize_(self, nbytes: int) -> LazyStorage:
-        """Free the memory (0 bytes), or have it again, to be written, with all its bytes. FSDP shards by this.
-
-        Raises:
-            DeviceError: any other number of bytes.
-        """
-        memory = self._base
-        if nbytes not in (0, memory.meta.nbytes):
-            raise errors.DeviceError(
-                "memory of the device is freed as a whole, and comes back in its own size",
-                got=f"resize_({nbytes}) of {memory.meta.nbytes} bytes",
-                where=source.user_line(),
-                next="make a new tensor of the size",
-            )
-        with memory.trace.lock:
-            if nbytes == 0:
-                freed = Buffer.failed(memory.trace.memory, _FreedError(source.user_line()))
-                memory.rebind(Value.of(freed))
-            elif self._is_freed():
-                memory.rebind(Value(-1, -1))
-        return self
-
-
-class _FreedError(errors.DeviceError):
-    """Memory is read that `resize_(0)` has freed."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(
-            "a tensor is read whose memory was freed",
-            got="resize_(0) of its storage",
-            where=where,
-            next="write it first; under FSDP read parameters in forward or after unshard()",
-        )
 
 
 class _Flattening:
@@ -273,7 +208,7 @@ class LazyTensor(torch.Tensor):
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def untyped_storage(self) -> LazyStorage:  # type: ignore[override]
-        return LazyStorage(self)
+        return LazyStorage(self.device, base_of(self._h))
 
     def _typed_storage(self) -> Any:
         """The first version of FSDP asks for it, to free the memory of parameters."""
@@ -287,7 +222,7 @@ class LazyTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """An identifier, no address: equal for tensors that start at the same element of the same memory."""
-        return _identifier(base_of(self._h)) + self._h.meta.offset * self.dtype.itemsize
+        return identifier(base_of(self._h)) + self._h.meta.offset * self.dtype.itemsize
 
     def is_shared(self) -> bool:
         return False

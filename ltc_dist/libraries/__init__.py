@@ -19,6 +19,8 @@ from ltc_dist.libraries import accelerate, lightning
 
 __all__ = ["serve_compat", "use_device"]
 
+Changes = dict[str, Callable[[Any], None]]  # module of a library -> what changes it
+
 
 def use_device() -> None:
     """Let accelerate and Lightning choose the device of this process, and join the processes of a job by gloo.
@@ -28,24 +30,23 @@ def use_device() -> None:
     `ltc_dist.compat`. Call it before such an object is made. Processes that the script starts choose for themselves.
     Cost: none until one of the libraries is imported.
     """
-    _make(_CHANGES)
+    _install(_CHANGES)
 
 
 def serve_compat() -> None:
     """Correct what libraries do that have found torch_xla, served by `ltc_dist.compat`, and users do not expect."""
-    _make(_CHANGES_FOR_COMPAT)
+    _install(_CHANGES_FOR_COMPAT)
 
 
-Changes = dict[str, Callable[[Any], None]]
-
-
-def _make(changes: Changes) -> None:
+def _install(changes: Changes) -> None:
+    """Make the changes, once: now in modules that are imported, else when they are."""
+    finders = (finder for finder in sys.meta_path if isinstance(finder, _Finder))
+    if any(finder.changes is changes for finder in finders):
+        return
     for name, change in changes.items():
         if name in sys.modules:
             change(sys.modules[name])
-    finders = (finder for finder in sys.meta_path if isinstance(finder, _Finder))
-    if all(finder.changes is not changes for finder in finders):
-        sys.meta_path.insert(0, _Finder(changes))
+    sys.meta_path.insert(0, _Finder(changes))
 
 
 class _Finder(MetaPathFinder):

@@ -18,8 +18,6 @@ __all__ = ["change_launcher", "change_local_rank", "change_state", "change_train
 def change_state(state: Any) -> None:
     """Replace the method in which accelerate looks for the hardware, and decides how processes are joined."""
     kinds, choose = state.DistributedType, state.PartialState._prepare_backend
-    if hasattr(choose, "__wrapped__"):
-        return
 
     @functools.wraps(choose)
     def prepare(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -43,8 +41,6 @@ def change_training_arguments(module: Any) -> None:
     cls = module.TrainingArguments
     found = cls.__dict__["_setup_devices"]
     set_up = found.func if hasattr(found, "func") else found.fget
-    if hasattr(set_up, "__wrapped__"):
-        return
 
     @functools.wraps(set_up)
     def call(self: Any) -> Any:
@@ -62,13 +58,11 @@ def change_training_arguments(module: Any) -> None:
 
 
 def change_local_rank(state: Any) -> None:
-    """Give a process without a launcher the local rank 0: accelerate says -1 on other hardware than a TPU.
+    """Set the local rank of a process without a launcher to 0.
 
-    It prints in the process of local rank 0 only.
+    accelerate sets it to -1 if the hardware is no TPU, and prints in the process of local rank 0 only.
     """
     set_device = state.PartialState.set_device
-    if hasattr(set_device, "__wrapped__"):
-        return
 
     @functools.wraps(set_device)
     def call(self: Any) -> Any:
@@ -82,8 +76,6 @@ def change_local_rank(state: Any) -> None:
 def change_launcher(module: Any) -> None:
     """Let `accelerate launch --num_processes 2` start two processes, as it does where it knows several GPUs."""
     start_one = module.simple_launcher
-    if hasattr(start_one, "__wrapped__"):
-        return
 
     @functools.wraps(start_one)
     def start(args: Any) -> None:

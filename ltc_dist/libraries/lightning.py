@@ -36,8 +36,6 @@ def change_connector(connector: ModuleType) -> None:
     """
     lib: Any = connector
     name = settings.device_name
-    if name in lib.AcceleratorRegistry.available_accelerators():
-        return
     accelerator, strategy = _accelerator_class(lib), _strategy_class(lib)
     lib.AcceleratorRegistry.register(name, accelerator, description=accelerator.__doc__)
     lib.StrategyRegistry.register(name, strategy, description=strategy.__doc__)
@@ -68,13 +66,12 @@ def _accelerator_class(lib: Any) -> Any:
 
         @staticmethod
         def get_parallel_devices(devices: int) -> list[torch.device]:
-            return [
-                torch.device(settings.device_name, 0)
-            ] * devices  # the first one of each process
+            first_of_each_process = torch.device(settings.device_name, 0)
+            return [first_of_each_process] * devices
 
         @staticmethod
         def auto_device_count() -> int:
-            return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            return _local_world_size()
 
         @staticmethod
         def is_available() -> bool:
@@ -87,11 +84,16 @@ def _accelerator_class(lib: Any) -> Any:
     return LTCAccelerator
 
 
+def _local_world_size() -> int:
+    """Processes of this host that a launcher has started; Lightning's own sets a part of PyTorch's contract only."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def _number_of(devices: Any) -> int:
     """How many processes `Trainer(devices=...)` asks for."""
     text = str(devices).strip()
     if text == "-1":
-        return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return _local_world_size()
     if isinstance(devices, list | tuple) or not text.isdecimal() or int(text) == 0:
         raise DeviceError(
             "devices counts processes, each with a device of its own",

@@ -61,7 +61,7 @@ class ReportFile:
         self._file = os.fdopen(state.detach(), "r+b", buffering=0)
 
     def mark_left(self) -> None:
-        """Tell the parent that the function has returned. Exit code 0 does not say so: `os._exit(0)` gives it, too."""
+        """Write that the function has returned; exit code 0 alone may come from `os._exit(0)`."""
         self._file.write(b"left")
 
     def has_left(self) -> bool:

@@ -85,7 +85,7 @@ class Supervision(Generic[AProcess]):
         return [process for process in self.processes.values() if process.exitcode]
 
     def tell_vanished(self) -> None:
-        """Tell the running processes of each process that has vanished: they may wait for it. Called in each round."""
+        """Report vanished processes to the running ones, which may wait for them. Called in each round."""
         for rank, process in self.processes.items():
             if rank not in self.vanished and process.exitcode == 0 and not process.has_left():
                 self.vanished.add(rank)

@@ -1,5 +1,7 @@
-"""Tell a job whose processes train each by itself: a script that forgets to average gradients, or a library that does
-not know that it runs in a job. Such processes look like one that trains, and may write the same files.
+"""A warning for jobs whose processes exchange nothing.
+
+The script does not average gradients, or a library does not know of the job. Each process then trains a model of its
+own, and all may write the same files.
 
 Begun by the launcher's `shim` and by `spawn` in each process, before the script.
 """
@@ -20,15 +22,11 @@ __all__ = ["watch"]
 _STEPS = 10  # by then a script has connected its processes
 
 _count = 0
-_is_watching = False
 
 
 def watch() -> None:
-    """Count the optimizers' steps of this process; after some of them rank 0 says if nothing connects the processes."""
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        register_optimizer_step_post_hook(_after_step)
+    """Count the optimizers' steps of this process; called once in it. After some of them rank 0 warns."""
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:

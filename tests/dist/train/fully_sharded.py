@@ -44,8 +44,6 @@ if kind == "cpu":
     options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
 if option == "mixed":
     options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-if option == "kept":
-    options["reshard_after_forward"] = False
 for layer in list(model)[:2]:
     fsdp(layer, **options)
 fsdp(model, **options)
