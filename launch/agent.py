@@ -44,8 +44,11 @@ from ltc_dist.job import host_collectives
 from ltc_dist.processes import child
 from ltc_dist.processes.failures import how_it_ended
 from ltc_dist.processes.supervision import Supervision
+from ltc_dist.processes.zygote import Zygote, can_fork
 
-from . import heartbeat, rendezvous, status, temporary, user_signals
+from . import early, heartbeat, rendezvous, status, temporary, user_signals
+from .early import Early
+from .forked import handlers_of
 from .output import Output
 from .spec import Spec
 
@@ -58,8 +61,11 @@ _MONITOR_S = 0.1
 c10d: Any = torch.distributed  # the stubs of its types are incomplete
 
 
-def run(spec: Spec) -> int:
+def run(spec: Spec, fork: Early | None = None) -> int:
     """Launch the processes, wait for their end, report it.
+
+    Args:
+        fork: that the processes are to be forks of.
 
     Returns:
         The exit code: 0; that of the process that failed first; 128 + the signal that killed it or stopped this one;
@@ -70,6 +76,12 @@ def run(spec: Spec) -> int:
     )  # PyTorch's agent logs failures, too: they are reported once, below
     child.write_lines()
     os.environ.update(variables(spec))
+    zygote = None
+    if fork is not None and can_fork():
+        fork.begin(os.environ)
+        zygote = Zygote(fork.connection, fork.pid)
+    elif fork is not None:
+        fork.connection.close()
     is_watched = status.is_worth_it() and spec.nprocs > 1
     with temporary.directory() as own:
         log_dir = os.path.abspath(spec.log_dir) if spec.log_dir else own
@@ -86,7 +98,7 @@ def run(spec: Spec) -> int:
         agent = None
         try:
             _end_when_told()  # also while this host waits for the others
-            agent = Agent(spec, log_dir, beats)
+            agent = Agent(spec, log_dir, beats, zygote)
             with line:
                 result = agent.run()
             if result.is_failed():
@@ -103,6 +115,9 @@ def run(spec: Spec) -> int:
         finally:
             if agent is not None:
                 agent.hosts.stop()
+            if zygote is not None:
+                zygote.close()
+                zygote.wait()
             sys.stdout.flush()
         if not result.is_failed():
             return 0
@@ -132,6 +147,7 @@ class Agent(LocalElasticAgent):
 
     Args:
         beats: the directory where processes write their steps; empty if nobody reads it.
+        zygote: that forks the processes; without it each starts from nothing.
 
     Attributes:
         hosts: the rendezvous with the other hosts.
@@ -140,8 +156,9 @@ class Agent(LocalElasticAgent):
         stop_words: the words about processes that had to be killed when the launcher was stopped.
     """
 
-    def __init__(self, spec: Spec, log_dir: str, beats: str) -> None:
+    def __init__(self, spec: Spec, log_dir: str, beats: str, zygote: Zygote | None = None) -> None:
         self._ltc_spec = spec
+        self._zygote = zygote
         self._beats = beats
         self._watch: heartbeat.Watch | None = None
         self._is_stopping = False
@@ -166,7 +183,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._ltc_spec.hang_timeout_s:
             self._watch = heartbeat.Watch(self._beats, self._ltc_spec.hang_timeout_s)
-        with user_signals.starting():
+        with user_signals.starting(), handlers_of(self._zygote):
             started: dict[int, Any] = super()._start_workers(worker_group)
         context: Any = self._pcontext
         handlers = context.subprocess_handlers
@@ -338,9 +355,7 @@ def command(spec: Spec, parent_pid: int, beats: str = "") -> list[str]:
 
 def variables(spec: Spec) -> dict[str, str]:
     """Environment variables of the processes, besides PyTorch's contract, which the agent sets."""
-    found = dict(spec.env)
-    if "OMP_NUM_THREADS" not in os.environ:
-        found.setdefault("OMP_NUM_THREADS", str(child.num_threads(spec.nprocs)))
+    found = early.variables(spec)
     if spec.nnodes == 1:
         found.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if spec.nprocs > 1:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from multiprocessing import util
 
-from . import user_signals
+from . import early, user_signals
 from .spec import Spec, parse
 
 __all__ = ["main"]
@@ -20,10 +22,18 @@ _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch what the command line says; return the exit code."""
     spec = parse(sys.argv[1:] if argv is None else argv)
+    if argv is None and not sys.flags.safe_path:
+        _begin_again()
     user_signals.hold()
-    # Imports PyTorch, which takes a second: mistakes in the command line are reported before. Without the garbage
+    # Mistakes in the command line are reported before PyTorch is imported, which takes seconds. Without the garbage
     # collector it is quicker, and frozen its objects are not looked through at the exit.
     gc.disable()
+    with early.as_in_the_processes(spec):
+        importlib.import_module("torch")
+    fork = None if spec.dry_run or sys.platform != "linux" else early.fork()
+    if callable(fork):  # this is a process of the job
+        fork()
+        return 0
     from . import agent
 
     gc.freeze()
@@ -32,10 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(shlex.join([sys.executable, *agent.command(spec, os.getpid())]))
         _show(spec, agent.variables(spec))
         return 0
-    code = agent.run(spec)
+    code = agent.run(spec, fork)
     # All has ended. Ctrl-C, pressed again while this process goes, does not change its exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
+
+
+def _begin_again() -> None:
+    """Start Python anew in this process, with the option -P.
+
+    The processes are forks of this one, and the option has to reach theirs: the working directory may have a file of
+    the name of a module that they import.
+    """
+    options = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    os.execv(sys.executable, [sys.executable, *options, "-P", "-m", __package__, *sys.argv[1:]])
 
 
 def _show(spec: Spec, variables: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Spec", "parse"]
+__all__ = ["Spec", "num_cores", "parse"]
 
 _MOST_PROCS = 4096
 
@@ -241,6 +241,11 @@ def _one_each() -> int:
         from ltc_core.tpu_chips import count_chips  # as above
 
         return max(1, count_chips())
+    return num_cores()
+
+
+def num_cores() -> int:
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -280,6 +280,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Register the device when torch is imported; accelerate and transformers choose it then."),
     Setting("compat", "LTC_COMPAT", (), bool, False,
             "Serve torch_xla, torch._lazy and lazy_tensor_core to old scripts once torch is imported."),
+    Setting("zygote", "LTC_ZYGOTE", (), bool, True,
+            "Start the processes of a job as forks of one that has imported PyTorch; 0: each from nothing."),
     Setting("collective_timeout_s", "LTC_COLLECTIVE_TIMEOUT_S", (), float, 600.0,
             "Seconds processes wait for each other.", at_least=0.1),
     Setting("bucket_mb", "LTC_BUCKET_MB", ("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB",), float, 32.0,
@@ -349,6 +351,7 @@ class Settings:
     cache_dir: str
     autoload: bool
     compat: bool
+    zygote: bool
     collective_timeout_s: float
     bucket_mb: float
     rate_smoothing: float

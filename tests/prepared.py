@@ -233,7 +233,9 @@ def _become(request: dict[str, Any]) -> None:
 def _main() -> None:
     import gc
 
-    import torch  # noqa: F401
+    import torch
+    import torch._dynamo
+    import torch.distributed.tensor  # noqa: F401
 
     gc.collect()
     gc.freeze()

@@ -26,7 +26,8 @@ ORDER = {
         multiprocessing parallel_loader data_parallel serialization libraries/ setup __init__ compat/
     """,
     "ltc_launch": """
-        spec status output user_signals temporary heartbeat lease rendezvous script agent shim cli __main__ __init__
+        spec early status output user_signals temporary heartbeat lease rendezvous script forked agent shim cli
+        __main__ __init__
     """,
 }
 

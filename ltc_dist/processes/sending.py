@@ -157,10 +157,10 @@ class Name(str):
         return operator.itemgetter(1), ((_SetUp(self.variables), str(self)),)
 
 
-# The name is unpickled again after the script has been imported, which may have changed sys.path.
+# The name is unpickled again, with the process that has it, after the script has been imported.
 _SET_UP = """
-import os, sys
-if "ltc_dist" not in sys.modules:
+import multiprocessing.process, os, sys
+if multiprocessing.process.current_process().name == "MainProcess":
     os.environ.update(variables)
     sys.path[:] = path
     if main:

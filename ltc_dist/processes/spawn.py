@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,10 +44,12 @@ from ltc_dist.processes.failures import (
     Failure,
     how_it_ended,
 )
+from ltc_dist.processes.forked_process import ForkedProcess
 from ltc_dist.processes.main_guard import is_unguarded
 from ltc_dist.processes.sending import Call, Name
 from ltc_dist.processes.started import ErrorReport, ReportFile, Started
 from ltc_dist.processes.supervision import Supervision
+from ltc_dist.processes.zygote import Zygote, can_fork
 
 __all__ = ["MpModelWrapper", "MpSerialExecutor", "SpawnContext", "spawn"]
 
@@ -107,10 +110,15 @@ def spawn(
     if count == 1 and join:
         fn(0, *args)
         return None
-    context = SpawnContext(Call(fn, tuple(args)), count, daemon, start_method)
+    call, started = Call(fn, tuple(args)), list[Started]()
     if not join:
-        return context
-    context.join()
+        return SpawnContext(call, count, daemon, start_method, started)
+    with _SigtermHandedOn(
+        started
+    ) as sigterm:  # the first process runs before the last one is started
+        context = SpawnContext(call, count, daemon, start_method, started)
+        sigterm.hand_on()
+        context._join(math.inf, sigterm)
     return None
 
 
@@ -195,20 +203,23 @@ class SpawnContext:
         processes: by rank.
     """
 
-    def __init__(self, call: Call, nprocs: int, daemon: bool, start_method: str) -> None:
-        context: Any = torch.multiprocessing.get_context(start_method)
+    def __init__(
+        self, call: Call, nprocs: int, daemon: bool, start_method: str, started: list[Started]
+    ) -> None:
         for other in list(_running):
             if other.has_ended:
                 _running.discard(other)
         self._store, port = serve_store()
-        self._started: list[Started] = []
+        self._started = started
         in_main_thread = threading.current_thread() is threading.main_thread()
+        make, self._zygote = _maker(nprocs, start_method, port)
         try:
             for rank in range(nprocs):
                 of = Ranks(rank, nprocs, rank, nprocs)
                 place = _Place(of, _variables(of, port), os.getpid(), in_main_thread, start_method)
                 file = ReportFile()
-                process = context.Process(
+                process = make(
+                    place.variables,
                     target=_main,
                     args=(call, place, file),
                     name=Name.of(f"rank {rank}", place.variables),
@@ -223,10 +234,12 @@ class SpawnContext:
                 self._started.append(Started(rank, process, file))
         except BaseException:
             self._supervise()
-            self._end(signal.SIGKILL)
+            self._end(signal.SIGTERM)
             raise
         self._supervise()
         _running.add(self)
+        if self._zygote is not None:
+            self._zygote.close()
 
     def _supervise(self) -> None:
         self._supervision = Supervision(
@@ -261,23 +274,26 @@ class SpawnContext:
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with _SigtermHandedOn(self._started) as sigterm:
-            try:
-                while running := self._supervision.running():
-                    if not self._may_go_on(sigterm.came_s):
-                        break
-                    self._supervision.tell_vanished()
-                    left = math.inf if sigterm.has_come else deadline - time.monotonic()
-                    if not self._wait(running, left) and left <= 0:
-                        return False
+            return self._join(deadline, sigterm)
+
+    def _join(self, deadline: float, sigterm: _SigtermHandedOn) -> bool:
+        try:
+            while running := self._supervision.running():
+                if not self._may_go_on(sigterm.came_s):
+                    break
                 self._supervision.tell_vanished()
-                if sigterm.has_come:
-                    self._end_after_sigterm()
-                else:
-                    self._raise_first_failure()
-            except BaseException:
-                self._end(signal.SIGTERM)
-                raise
-            self._release()
+                left = math.inf if sigterm.has_come else deadline - time.monotonic()
+                if not self._wait(running, left) and left <= 0:
+                    return False
+            self._supervision.tell_vanished()
+            if sigterm.has_come:
+                self._end_after_sigterm()
+            else:
+                self._raise_first_failure()
+        except BaseException:
+            self._end(signal.SIGTERM)
+            raise
+        self._release()
         return True
 
     def _may_go_on(self, sigterm_s: float | None) -> bool:
@@ -345,6 +361,9 @@ class SpawnContext:
         for started in self._started:
             started.report()  # kept for another `join`
             started.file.close()
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote.wait()
         self._store = None
         _running.discard(self)
 
@@ -372,6 +391,7 @@ class _SigtermHandedOn:
     def __init__(self, started: list[Started]) -> None:
         self._started = started
         self._is_ours = False
+        self._told: set[int] = set()
         self.came_s: float | None = None
 
     @property
@@ -388,8 +408,16 @@ class _SigtermHandedOn:
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         if self.came_s is None:
             self.came_s = time.monotonic()
-        for started in self._started:
-            started.send(number)
+        self._told.clear()  # each time it comes
+        self.hand_on()
+
+    def hand_on(self) -> None:
+        """If it has come, send it to those that have started since."""
+        if self.has_come:
+            for started in self._started:
+                if started.rank not in self._told:
+                    self._told.add(started.rank)
+                    started.send(signal.SIGTERM)
 
     def __exit__(self, *error: object) -> None:
         if self._is_ours:
@@ -397,6 +425,17 @@ class _SigtermHandedOn:
             if self.has_come:
                 sys.stdout.flush()
                 os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _maker(nprocs: int, start_method: str, port: int) -> tuple[Callable[..., Any], Zygote | None]:
+    """Function that makes a process, given its variables; the zygote that the processes will be forks of, if any."""
+    if start_method == "spawn" and nprocs > 1 and can_fork():
+        variables = _variables(Ranks(0, nprocs, 0, nprocs), port)
+        shared = {name: variables[name] for name in variables.keys() - {"RANK", "LOCAL_RANK"}}
+        zygote = Zygote.start({**os.environ, **shared}, __name__)
+        return partial(ForkedProcess, zygote), zygote
+    context: Any = torch.multiprocessing.get_context(start_method)
+    return lambda variables, **options: context.Process(**options), None
 
 
 def _variables(of: Ranks, port: int) -> dict[str, str]:

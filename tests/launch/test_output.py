@@ -120,4 +120,5 @@ def test_long_lines_of_several_processes(options: tuple[str, ...], tmp_path: Pat
     if options:
         kept = {p.parent.name: p.read_text() for p in (tmp_path / "logs").rglob("stdout.log")}
         assert kept == {k: f"{k * 9000}\n" * 200 + k * 9000 for k in "01"}
-        assert os.listdir(tmp_path / "tmp") == []
+        # PyTorch's compile cache is made where that is imported.
+        assert not [n for n in os.listdir(tmp_path / "tmp") if not n.startswith("torchinductor_")]

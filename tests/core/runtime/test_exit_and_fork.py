@@ -263,6 +263,7 @@ def test_importing_brings_in_nothing_heavy_and_starts_nothing() -> None:
         print(len(threading.enumerate()) <= 2)
         """,
         prelude="",
+        PYTHONUNBUFFERED="1",  # so that it starts from nothing
     )
     lines = out.splitlines()
     assert lines == ["[]", "True", "['MainThread'] [] []", "['MainThread']", "True"] and err == ""
