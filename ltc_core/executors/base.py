@@ -34,6 +34,9 @@ class Executor(abc.ABC):
     def __init__(self, hardware: torch.device = CPU) -> None:
         self.hardware = hardware
 
+    def begin_thread(self) -> None:  # noqa: B027 - most need nothing
+        """Prepare a thread that will run programs; called in it, once."""
+
     @abc.abstractmethod
     def upload(self, tensor: torch.Tensor) -> Any:
         """Copy a CPU tensor to the device."""

@@ -1,8 +1,9 @@
-"""Attention as one op, as eager runs it on the CPU.
+"""Attention as one op, as eager runs it on the CPU and on a GPU.
 
-For a device that PyTorch does not know, `scaled_dot_product_attention` becomes thirty ops. Eager on the CPU calls flash
-attention. So does this device, in the same cases: the op has a
-gradient, is recorded as one op, and executors run it as one. `register_attention` is called once, at import.
+For a device that PyTorch does not know, `scaled_dot_product_attention` becomes thirty ops. Eager calls flash attention
+on the CPU, and on a GPU a kernel that it chooses by the operands. So does this device; on a GPU it is the kernel for
+all dtypes, "memory efficient attention". The op has a gradient, is recorded as one op, and executors run it as one.
+`register_attention` is called once, at import.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from typing import Any
 
 import torch
 
+from ltc_core.settings import settings
+
 __all__ = ["register_attention"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# The kernel of a GPU reads 16 bytes at a time.
+_ALIGNED = {torch.float32: 4, torch.float16: 8, torch.bfloat16: 8}
+_ALIGNMENT = 16
 _libraries: list[Any] = []
 
 
@@ -37,16 +43,40 @@ def _attention(
             _on_meta(value),
             None if attn_mask is None else _on_meta(attn_mask),
         )
-    if not _is_flash(query, key, value, attn_mask, dropout_p, enable_gqa):
-        return aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    if settings.device == "cuda":
+        if _is_efficient(query, key, value, attn_mask, dropout_p, enable_gqa):
+            return _efficient(query, key, value, attn_mask, is_causal, scale)
+    elif _is_flash(query, key, value, attn_mask, dropout_p, enable_gqa):
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(  # type: ignore[no-any-return]
+            query, key, value, dropout_p, is_causal, attn_mask=_added(attn_mask, query), scale=scale
         )[0]
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        attn_mask = torch.where(attn_mask, zero, float("-inf"))
-    return aten._scaled_dot_product_flash_attention_for_cpu.default(  # type: ignore[no-any-return]
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    return aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Memory efficient attention, which wants a mask of the whole size in rows that begin at multiples of 16."""
+    mask = _added(mask, q)
+    if mask is not None:
+        columns = mask.shape[-1]
+        if columns % _ALIGNMENT:
+            mask = torch.nn.functional.pad(mask, (0, -columns % _ALIGNMENT))[..., :columns]
+        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    return aten._scaled_dot_product_efficient_attention.default(  # type: ignore[no-any-return]
+        q, k, v, mask, needs_grad, 0.0, is_causal, scale=scale
+    )[0]
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """The mask as what is added to the products."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, float("-inf"))
 
 
 def _on_meta(t: Tensor) -> Tensor:
@@ -68,17 +98,41 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, gq
 
     Source: `use_flash_attention_cpp` and what it asks, in ATen/native/transformers/sdp_utils_cpp.
     """
+    return (
+        q.dtype in _DTYPES
+        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and _fits_one_op(q, k, v, p, gqa)
+        and q.shape[3] == v.shape[3]
+        and (mask is None or _fits_mask(q, k, mask))
+    )
+
+
+def _is_efficient(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, gqa: bool
+) -> bool:
+    """Whether a GPU takes memory efficient attention.
+
+    Source: `can_use_mem_efficient_attention`, in ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
+    if q.dtype not in _ALIGNED or not torch.backends.cuda.mem_efficient_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    aligned = _ALIGNED[q.dtype]
+    return (
+        _fits_one_op(q, k, v, p, gqa)
+        and q.shape[3] % aligned == v.shape[3] % aligned == 0
+        and (mask is None or (_fits_mask(q, k, mask) and mask.dtype in (torch.bool, q.dtype)))
+    )
+
+
+def _fits_one_op(q: Tensor, k: Tensor, v: Tensor, p: float, gqa: bool) -> bool:
+    """Whether there is no dropout, and each head of the query has one of the key and one of the value."""
     if p > 0 or gqa or not (q.dim() == k.dim() == v.dim() == 4):
         return False
-    if not (q.dtype is k.dtype is v.dtype) or q.dtype not in _DTYPES:
-        return False
-    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
-        return False
-    heads = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == k.shape[3] == v.shape[3]
-    if not heads or k.shape[2] != v.shape[2] or 0 in (*q.shape, *k.shape):
-        return False
-    if mask is None:
-        return True
+    heads = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == k.shape[3]
+    return heads and k.shape[2] == v.shape[2] and 0 not in (*q.shape, *k.shape)
+
+
+def _fits_mask(q: Tensor, k: Tensor, mask: Tensor) -> bool:
     if mask.requires_grad or mask.dim() not in (2, 4):
         return False
     wanted = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])[-mask.dim() :]

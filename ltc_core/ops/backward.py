@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from ltc_core.errors import DeviceError
 from ltc_core.runtime.found_steps import note_backward
 from ltc_core.settings import settings
 
@@ -35,6 +36,13 @@ class _Engine(torch._C._ImperativeEngine):
     """PyTorch's engine, in place of the one that `torch.autograd` calls."""
 
     def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_on_cuda(outputs):
+            raise DeviceError(
+                "backward() on a tensor of the device 'cuda' is not possible in a program that has imported ltc",
+                got="PyTorch's autograd serves one kind of accelerator in a process: pytorch/pytorch#161129",
+                next=f"train on the device {settings.device_name!r} with LTC_DEVICE=cuda, which computes on the "
+                "GPU, or in a program without ltc",
+            )
         note_backward()
         if not _is_multithreaded() or not _comes_to_lazy(outputs):
             return super().run_backward(outputs, *args, **kwargs)
@@ -43,6 +51,11 @@ class _Engine(torch._C._ImperativeEngine):
             return super().run_backward(outputs, *args, **kwargs)
         finally:
             _set_multithreaded(True)
+
+
+def _is_on_cuda(outputs: Iterable[Any]) -> bool:
+    """Whether a pass begins at PyTorch's own tensors on a GPU. Cost: 50 ns."""
+    return any(isinstance(output, torch.Tensor) and output.is_cuda for output in outputs)
 
 
 def _comes_to_lazy(outputs: Iterable[Any]) -> bool:

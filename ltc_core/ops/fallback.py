@@ -172,11 +172,14 @@ def _call(
         real_args = real_args[:position]
         cell = random_state.stream(trace, given)
         state = real(cell, schema.name)
-        generator = torch.Generator()
-        generator.set_state(state)
-        real_kwargs["generator"] = generator
     try:
-        result = schema.op(*real_args, **real_kwargs)
+        if cell is None:
+            result = schema.op(*real_args, **real_kwargs)
+        else:
+            result, after = random_state.draw_on_cpu(
+                state,
+                lambda drawing: schema.op(*real_args, **{**real_kwargs, "generator": drawing}),
+            )
     except Exception as error:
         raise errors.op_error(
             error,
@@ -186,7 +189,7 @@ def _call(
             next=_advice(error),
         ) from None
     if cell is not None:
-        cell.rebind(_value(context(trace.device.index), generator.get_state(), cell.meta))
+        cell.rebind(random_state.state_value(trace, after))
     return result
 
 

@@ -1,21 +1,25 @@
 """Random streams: the state of a generator is a value of the graph.
 
 Each device has a default stream, and each `torch.Generator` of the device has its own. A stream's state is a cell of
-bytes in the format of PyTorch's CPU generator. A random op reads and writes it like any other operand. So a seed gives
-the numbers that eager PyTorch draws on the CPU, in the order of recording, with every executor; XLA's draws other
-numbers from the same state unless LTC_RANDOM=host. Saving a state, or restoring a saved one, records nothing and does
-not sync. `recorder` asks `stream` for the cell; `runtime.device_hooks` installs the streams.
+bytes, in the host's memory, in the format of PyTorch's generator for the hardware: of the CPU, or of a GPU. A random op
+reads and writes it like any other operand. So a seed gives the numbers that eager PyTorch draws on that hardware, in
+the order of recording; XLA's draws other numbers from the state of the CPU unless LTC_RANDOM=host. Saving a state, or
+restoring a saved one, records nothing and does not sync. `recorder` asks `stream` for the cell; `runtime.device_hooks`
+installs the streams.
 """
 
 from __future__ import annotations
 
+import functools
+import struct
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ltc_core.errors import DeviceError
 from ltc_core.graph.ir import TensorMeta
+from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
@@ -26,9 +30,39 @@ if TYPE_CHECKING:
 
     from ltc_core.record.trace import Trace
 
-__all__ = ["STATE_META", "Stream", "Streams", "stream"]
+__all__ = ["Stream", "Streams", "draw_on_cpu", "generator", "state_meta", "state_value", "stream"]
 
-STATE_META = TensorMeta.packed(torch.Generator().get_state().shape, torch.uint8)
+_PHILOX_STATE = struct.Struct(
+    "<Qq"
+)  # a GPU's: the seed, and how many numbers of its stream were drawn
+_STEP = 4  # the offset of a GPU's stream counts in fours
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def generator() -> torch.Generator:
+    """A new generator of the kind that draws for the device."""
+    return torch.Generator("cuda" if settings.device == "cuda" else "cpu")
+
+
+@functools.cache
+def state_meta() -> TensorMeta:
+    """The meta of a stream's state."""
+    return TensorMeta.packed(generator().get_state().shape, torch.uint8)
+
+
+def draw_on_cpu(
+    state: torch.Tensor, call: Callable[[torch.Generator], Any]
+) -> tuple[Any, torch.Tensor]:
+    """Call an op that only the CPU has with a generator of the CPU; return its result and the state after it."""
+    made = torch.Generator()
+    if settings.device != "cuda":
+        made.set_state(state)
+        return call(made), made.get_state()
+    seed, offset = _PHILOX_STATE.unpack(bytes(state.tolist()))
+    made.manual_seed((seed ^ (offset + 1) * _GOLDEN) & _MASK)
+    after = _PHILOX_STATE.pack(seed, offset + _STEP)
+    return call(made), torch.tensor(list(after), dtype=torch.uint8)
 
 
 class Stream:
@@ -54,7 +88,7 @@ class Stream:
 
     @in_own_state
     def manual_seed(self, seed: int) -> None:
-        self._set(torch.Generator().manual_seed(seed).get_state())
+        self._set(generator().manual_seed(seed).get_state())
         self._seed = seed
         self._seeded = weakref.ref(
             self.cell.value
@@ -75,14 +109,15 @@ class Stream:
     def get_state(self) -> LazyTensor:
         """The state as a uint8 tensor on the device. Cost: none; `.cpu()` of it syncs."""
         with self.trace.lock:
-            return wrap(Cell(self.trace, self.cell.value, STATE_META))
+            return wrap(Cell(self.trace, self.cell.value, state_meta()))
 
     def set_state(self, state: torch.Tensor) -> None:
         """Set the state from a tensor on the CPU, or on this device: no sync there unless it is a view."""
-        if state.dtype != torch.uint8 or state.shape != STATE_META.size:
+        size = state_meta().size
+        if state.dtype != torch.uint8 or state.shape != size:
             raise DeviceError(
                 "this is not the state of a random stream",
-                got=f"{state.dtype}{list(state.shape)}, expected uint8{list(STATE_META.size)}",
+                got=f"{state.dtype}{list(state.shape)}, expected uint8{list(size)}",
                 next="pass what get_rng_state() gave",
             )
         if type(state) is LazyTensor and state._h.trace is self.trace and type(state._h) is Cell:
@@ -99,18 +134,23 @@ class Stream:
     @in_own_state
     def _set(self, state: torch.Tensor) -> None:
         try:
-            torch.Generator().set_state(state)
+            generator().set_state(state)
         except RuntimeError as error:
             raise DeviceError(
                 f"this is not the state of a random stream: {error}",
                 next="pass what get_rng_state() gave",
             ) from None
-        value = Value.of(Buffer.ready(self.trace.memory, state.clone(), state.nbytes))
+        value = state_value(self.trace, state)
         with self.trace.lock:
             if self._cell is None:
-                self._cell = Cell(self.trace, value, STATE_META)
+                self._cell = Cell(self.trace, value, state_meta())
             else:
                 self._cell.rebind(value)
+
+
+def state_value(trace: Trace, state: torch.Tensor) -> Value:
+    """A state as a value of the graph."""
+    return Value.of(Buffer.ready(trace.memory, state.clone(), state.nbytes))
 
 
 class Streams:
@@ -155,17 +195,17 @@ def install(
 _generator_id: Callable[[torch.Generator], int] | None = None
 
 
-def stream(trace: Trace, generator: torch.Generator | None) -> Cell:
-    """The state cell that an op on `trace` draws from."""
+def stream(trace: Trace, given: torch.Generator | None) -> Cell:
+    """The state cell that an op on `trace` draws from, with the generator that it was given."""
     assert streams is not None
-    if generator is None:
+    if given is None:
         return streams.default(trace.device.index).cell
-    if generator.device.type != trace.device.type or _generator_id is None:
+    if given.device.type != trace.device.type or _generator_id is None:
         raise DeviceError(
-            f"Expected a '{trace.device.type}' device type for generator but found '{generator.device.type}'",
+            f"Expected a '{trace.device.type}' device type for generator but found '{given.device.type}'",
             next=f"make it with torch.Generator('{trace.device}')",
         )
-    found = streams.of(_generator_id(generator))
+    found = streams.of(_generator_id(given))
     if found.trace is not trace:
         raise DeviceError(
             f"an op on {trace.device} was given a generator on {found.trace.device}",

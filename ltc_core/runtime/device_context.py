@@ -65,7 +65,9 @@ class DeviceContext:
         self.steps = FoundSteps(self.trace, self.cut)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.trace.on_limit = self._on_limit
-        self.worker = Worker(f"ltc-worker-{index}", settings.max_pending_steps)
+        self.worker = Worker(
+            f"ltc-worker-{index}", settings.max_pending_steps, self.executor.begin_thread
+        )
         self.failures: deque[Failure] = deque()
         self._worker_has_team = False
         self._marked_ns = 0  # the last cut or wait

@@ -96,11 +96,13 @@ class Worker:
     Args:
         name: of the thread.
         limit: number of jobs in the queue at which it is full.
+        begin: called first in the thread.
     """
 
-    def __init__(self, name: str, limit: int) -> None:
+    def __init__(self, name: str, limit: int, begin: Callable[[], None] = lambda: None) -> None:
         self._name = name
         self._limit = limit
+        self._begin = begin
         self._unfinished: deque[Job] = deque()
         self.after_fork()
 
@@ -174,6 +176,7 @@ class Worker:
 
     def _loop(self) -> None:
         _this_thread.worker = self
+        self._begin()
         jobs, unfinished = self._queue, self._unfinished
         while True:
             job = jobs.get()

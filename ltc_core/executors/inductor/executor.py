@@ -39,6 +39,14 @@ class InductorExecutor(ReferenceExecutor):
                 "use torch.autocast instead of these settings",
             )
             return program
+        if self.hardware.type == "cuda":
+            # Compiled programs of a GPU end the process without a word (torch 2.11, H200), so none is made.
+            refuse(
+                "no graph is compiled for a GPU yet: each is called by C++ from its second run on",
+                "nothing: LTC_COMPILE has no effect on a GPU",
+                is_printed=False,
+            )
+            return program
         return TieredProgram(graph, program, self.hardware)
 
     def empty_cache(self) -> None:

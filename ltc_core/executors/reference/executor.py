@@ -30,6 +30,12 @@ class ReferenceExecutor(Executor):
         """Whether tensors are stored in another dtype than they report."""
         return self._types is not None
 
+    def begin_thread(self) -> None:
+        if (
+            self.hardware.type == "cuda"
+        ):  # else the first call of cuBLAS there warns that no context is current
+            torch.cuda.set_device(self.hardware)
+
     def upload(self, tensor: torch.Tensor) -> Any:
         dtype = tensor.dtype if self._types is None else self._types.of(tensor.dtype)
         return tensor.detach().to(self.hardware, dtype, copy=True)

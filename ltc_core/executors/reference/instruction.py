@@ -14,7 +14,7 @@ from ltc_core.graph.op_schema import runs_with_grad
 from ltc_core.program.lowering.default_dtype import in_recorded_dtype
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 
-__all__ = ["Instruction", "on_cpu"]
+__all__ = ["Instruction", "takes_device"]
 
 
 class Instruction:
@@ -37,9 +37,6 @@ class Instruction:
         call: Callable[..., Any] = real_view(node.op)
         if runs_with_grad(node.op, node.args):
             call = torch.enable_grad()(call)
-        draws = "generator" in node.kwargs
-        if draws and hardware.type != "cpu":
-            call = on_cpu(call, hardware)
         if node.uses_default_dtype:
             call = _casting(node, call)
         self.call = call if types is None else types.call(node, call)
@@ -57,7 +54,7 @@ class Instruction:
             self._prepare(position, item, *found)
         self.refs, self.numbers, self.nested = map(tuple, found)
         self.kwargs = node.kwargs
-        if not draws and hardware.type != "cpu" and _takes_device(node):
+        if hardware.type != "cpu" and takes_device(node.op):
             self.kwargs = {**node.kwargs, "device": hardware}
         self.named = {k: v for k, v in node.kwargs.items() if _is_filled(v)}
         if self.named:
@@ -125,25 +122,9 @@ class Instruction:
         return item
 
 
-def _takes_device(node: Node) -> bool:
-    return any(a.name == "device" for a in node.op._schema.arguments)
-
-
-def on_cpu(call: Callable[..., Any], hardware: torch.device) -> Callable[..., Any]:
-    """`call` on the CPU, where the random stream is, so that a seed gives the same numbers on all hardware."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        here = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
-        result = call(*here, **kwargs)
-        for there, copy in zip(args, here, strict=True):
-            if isinstance(copy, torch.Tensor) and copy._version:
-                there.copy_(copy)
-        if isinstance(result, torch.Tensor):
-            written = [there for there, copy in zip(args, here, strict=True) if copy is result]
-            return written[0] if written else result.to(hardware)
-        return result if result is None else type(result)(r.to(hardware) for r in result)
-
-    return run
+def takes_device(op: Any) -> bool:
+    """Whether an op makes tensors on a device that it is told."""
+    return any(argument.name == "device" for argument in op._schema.arguments)
 
 
 def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,12 +26,16 @@ from ltc_core.settings import settings
 __all__ = ["ReferenceProgram", "rest_runner"]
 
 
+def _generator(hardware: torch.device) -> torch.Generator:
+    return torch.Generator(hardware if hardware.type == "cuda" else "cpu")
+
+
 class _Code:
     """The instructions of a program, and the generator that they draw from."""
 
-    def __init__(self, instructions: list[Instruction]) -> None:
+    def __init__(self, instructions: list[Instruction], hardware: torch.device) -> None:
         self.instructions = instructions
-        self.generator = torch.Generator()
+        self.generator = _generator(hardware)
 
     def run_one(self, position: int, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         """Run the instruction at a position on some of the values. Called from C++."""
@@ -69,15 +73,16 @@ class ReferenceProgram(Program):
                 for node, reuse, frees in zip(
                     graph.nodes, memory.in_place, memory.frees, strict=True
                 )
-            ]
+            ],
+            hardware,
         )
         last = graph.nodes[-1] if graph.nodes else None
         self._size = max([*graph.inputs, -1]) + 1
         if last is not None:
             self._size = max(self._size, last.first + len(last.outs))
         self._types, self._hardware = types, hardware
-        # A GPU draws on the CPU, and narrow dtypes are converted at each op: that is Python's.
-        can_replay = bool(graph.nodes) and types is None and hardware.type == "cpu"
+        # Narrow dtypes are converted at each op: that is Python's.
+        can_replay = bool(graph.nodes) and types is None and hardware.type in ("cpu", "cuda")
         self._plan = memory if can_replay else None  # until it is built
         self._replay: replay.Replay | None = None
         self._has_run = False
@@ -144,6 +149,7 @@ class ReferenceProgram(Program):
             self._outputs,
             self._size,
             self._code.run_one,
+            self._code.generator,
         )
 
     def _run_replay(
@@ -206,7 +212,7 @@ def rest_runner(
     scalars: Sequence[Any], types: StorageTypes | None, hardware: torch.device
 ) -> Callable[[Node, dict[int, Any]], None]:
     """Function that runs single nodes for `salvage`; it overwrites copies only."""
-    generator = torch.Generator()
+    generator = _generator(hardware)
 
     def run(node: Node, values: dict[int, Any]) -> None:
         instruction = Instruction(node, [False] * len(node.writes), (), types, hardware)

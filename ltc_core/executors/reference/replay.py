@@ -87,6 +87,7 @@ def build(
     outputs: Sequence[tuple[int, bool, torch.dtype]],
     size: int,
     in_python: InPython,
+    generator: torch.Generator,
 ) -> Replay | None:
     """Program for a graph; None if the C++ part cannot be built here.
 
@@ -94,6 +95,7 @@ def build(
         outputs: number, whether it is copied, dtype.
         size: one more than the largest number of a value.
         in_python: runs the node at a position on the values of a dict.
+        generator: draws, on the hardware, from the states that are values.
     Cost:
         10 us a node.
     """
@@ -108,10 +110,12 @@ def build(
         flat,
         [dtype for _, _, dtype in outputs],
         in_python,
+        generator,
     )
+    hardware = generator.device
     num_native = 0
     for node, in_place, frees in zip(nodes, memory.in_place, memory.frees, strict=True):
-        call = _call(program, node)
+        call = _call(program, node, hardware)
         num_native += call >= 0
         writes = [
             part
@@ -132,14 +136,16 @@ def build(
     return Replay(program, num_native)
 
 
-def _call(program: Any, node: Node) -> int:
+def _call(program: Any, node: Node, hardware: torch.device) -> int:
     """Number of the call of a node; -1 if it is none."""
     if not isinstance(node.op, torch._ops.OpOverload) or node.op.namespace != "aten":
         return -1
     arguments = node.op._schema.arguments
     rows = [_row(program, node, item) for item in node.args]
     for argument in arguments[len(rows) :]:
-        if argument.name in node.kwargs:
+        if argument.name == "device" and hardware.type != "cpu":
+            rows.append(("constant", hardware))
+        elif argument.name in node.kwargs:
             rows.append(_row(program, node, node.kwargs[argument.name], argument.name))
         else:
             rows.append(("default",))

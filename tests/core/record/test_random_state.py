@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import ltc_core as ltc
 from ltc_core.errors import DeviceError
 from ltc_core.record import random_state
-from ltc_core.record.random_state import STATE_META, Stream
+from ltc_core.record.random_state import Stream, state_meta
 from ltc_core.runtime import devices
 from ltc_core.settings import settings
 from tests.core.beside_eager import assert_same
@@ -42,7 +42,7 @@ class TestState:
     def test_it_has_the_format_of_pytorchs_cpu_generator(self, device: torch.device) -> None:
         ltc.manual_seed(42)
         state = ltc.get_rng_state()
-        assert ltc.is_lazy_tensor(state) and STATE_META.dtype is state.dtype is torch.uint8
+        assert ltc.is_lazy_tensor(state) and state_meta().dtype is state.dtype is torch.uint8
         assert_same(state, torch.Generator().manual_seed(42).get_state())
         torch.rand(3, device=device)
         eager = torch.Generator().manual_seed(42)
@@ -88,8 +88,8 @@ class TestState:
         before = ltc.get_rng_state().cpu()
         wrong = [
             torch.zeros(16, dtype=torch.uint8),
-            torch.zeros(STATE_META.size),
-            torch.zeros(STATE_META.size, dtype=torch.uint8),
+            torch.zeros(state_meta().size),
+            torch.zeros(state_meta().size, dtype=torch.uint8),
         ]
         for state in (*wrong, *(w.to(device) for w in wrong[:2])):
             with pytest.raises(DeviceError, match="state") as raised:

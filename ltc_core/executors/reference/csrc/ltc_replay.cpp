@@ -6,6 +6,8 @@
 // what, and how that runs.
 #include "replay_run.h"
 
+#include <torch/csrc/Generator.h>
+
 #include <memory>
 
 using namespace ltc;
@@ -196,10 +198,14 @@ PyTypeObject* program_type = nullptr;
 
 PyObject* py_program(PyObject*, PyObject* args) {
   Py_ssize_t size;
-  PyObject *inputs, *donated, *outputs, *dtypes, *in_python;
+  PyObject *inputs, *donated, *outputs, *dtypes, *in_python, *generator;
   if (!PyArg_ParseTuple(
-          args, "nOOOO!O:program", &size, &inputs, &donated, &outputs, &PyList_Type, &dtypes, &in_python))
+          args, "nOOOO!OO:program", &size, &inputs, &donated, &outputs, &PyList_Type, &dtypes, &in_python, &generator))
     return nullptr;
+  if (!THPGenerator_Check(generator)) {
+    PyErr_SetString(PyExc_TypeError, "the last argument must be a torch.Generator");
+    return nullptr;
+  }
   return guarded([&]() -> PyObject* {
     auto program = std::make_unique<Program>();
     std::vector<int32_t> is_donated, flat;
@@ -212,6 +218,7 @@ PyObject* py_program(PyObject*, PyObject* args) {
       PyObject* dtype = PyList_GET_ITEM(dtypes, static_cast<Py_ssize_t>(i / 2));
       program->outputs.push_back({flat[i], flat[i + 1] != 0, reinterpret_cast<THPDtype*>(dtype)->scalar_type});
     }
+    program->generator = reinterpret_cast<THPGenerator*>(generator)->cdata;
     program->in_python = Py_NewRef(in_python);
     auto* object = reinterpret_cast<ProgramObject*>(program_type->tp_alloc(program_type, 0));
     if (object)
@@ -224,7 +231,7 @@ PyObject* py_program(PyObject*, PyObject* args) {
 
 PyMethodDef methods[] = {
     {"program", py_program, METH_VARARGS, 
-     "program(size, inputs, donated, (slot, copied, ...), dtypes of outputs, in_python): a Program."},
+     "program(size, inputs, donated, (slot, copied, ...), dtypes of outputs, in_python, generator): a Program."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ltc_replay", "Replay programs.", -1, methods};

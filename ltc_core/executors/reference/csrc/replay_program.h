@@ -3,7 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -70,7 +70,7 @@ struct Program {
   std::vector<bool> donated;
   std::vector<Output> outputs;
   size_t size = 0;
-  at::Generator generator = at::detail::createCPUGenerator();
+  at::Generator generator;          // draws for the nodes, each from a state of its own
   PyObject* in_python = nullptr;    // (position, {slot: tensor}, scalars): runs one instruction on that dict
 };
 
