@@ -45,6 +45,7 @@ def set_up() -> None:
     metrics.register_sentences(tier_report.sentences)
     _register_fork_handlers()
     _register_exit_handlers()
+    uninterrupted.keep_interrupts()
 
 
 def _register_device() -> None:

@@ -4,27 +4,34 @@ To record an op changes several fields of a trace and of cells, and between a cu
 are values that no job computes. A finalizer or a handler that records ops, or reads a value, would do so in the middle
 of that. `uninterrupted` wraps such functions: no garbage is collected, and handlers wait. In the C++ part
 (`record/csrc/ltc_record.cpp`) only garbage collection can run Python code.
+
+Python drops what a finalizer raises, and a Ctrl-C that comes in one of the runtime's would be lost. `keep_interrupts`
+has it come again.
 """
 
 from __future__ import annotations
 
 # `signal` itself makes enum members of what it returns, which takes ten times as long.
 import _signal  # type: ignore[import-not-found]
+import _thread
 import functools
 import gc
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["after_fork_in_child", "calls", "paused", "uninterrupted"]
+__all__ = ["after_fork_in_child", "calls", "keep_interrupts", "paused", "uninterrupted"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # The signals for which programs set handlers.
 _NAMES = ("INT", "TERM", "HUP", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "CHLD", "QUIT", "XCPU")
+_PACKAGE = "ltc_core."
+_AGAIN_S = 0.001
 _SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES)
 
 
@@ -71,6 +78,20 @@ def after_fork_in_child() -> None:
         gc.enable()
     if _Handlers.active is not None:
         _Handlers.active.restore()
+
+
+def keep_interrupts() -> None:
+    """Have a KeyboardInterrupt that one of the runtime's finalizers drops raised again, once that has ended."""
+    before = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        module = getattr(dropped.object, "__module__", None) or ""
+        if dropped.exc_type is KeyboardInterrupt and module.startswith(_PACKAGE):
+            threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = hook
 
 
 class _Handlers:

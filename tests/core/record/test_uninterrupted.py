@@ -270,3 +270,28 @@ print(gc.isenabled(), signal.getsignal(signal.SIGINT) is signal.default_int_hand
 """
     out, err = child.run(script, timeout_s=60)
     assert (out.split(), err) == (["0", "True", "True"], "")
+
+
+def test_ctrl_c_within_a_finalizer_is_not_lost() -> None:
+    """Python drops what a finalizer raises; then a loop that is interrupted there would go on for ever."""
+    out, err = child.run(
+        """
+        import signal, time
+        from ltc_core.tensor.buffer import Buffer
+
+        class Interrupted:
+            def add(self, nbytes): pass
+            def free(self, nbytes):
+                signal.raise_signal(signal.SIGINT)
+
+        made = Buffer.ready(Interrupted(), torch.ones(2), 8)
+        try:
+            del made
+            for _ in range(500):
+                time.sleep(0.01)
+            print("lost")
+        except KeyboardInterrupt:
+            print("interrupted")
+        """
+    )
+    assert (out, err) == ("interrupted\n", "")
