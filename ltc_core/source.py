@@ -16,7 +16,14 @@ from types import CodeType, FrameType
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-__all__ = ["called_module", "skip_frames_of", "user_frames", "user_line", "user_place"]
+__all__ = [
+    "called_module",
+    "line_of_script",
+    "skip_frames_of",
+    "user_frames",
+    "user_line",
+    "user_place",
+]
 
 _libraries = [
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__)
@@ -66,6 +73,13 @@ def outer_line() -> str:
             last = frame
         frame = frame.f_back
     return _describe(last) if last is not None else user_line()
+
+
+def line_of_script() -> str:
+    """The user's innermost line; '' if that is in an installed library, which is not the user's to change."""
+    frame, _ = _innermost()
+    is_script = frame is not None and not frame.f_code.co_filename.startswith(_INSTALLED)
+    return _describe(frame) if frame is not None and is_script else ""
 
 
 def user_place() -> tuple[CodeType, int] | None:

@@ -1,7 +1,7 @@
 """Refuse to save a tensor and a view of it: they would be loaded as two tensors that do not share memory.
 
 `check_handles` checks all tensors of a structure, for `api.verbs`. `check_pickled` checks the tensors that one pickler
-writes, one after the other, for `lazy_tensor`.
+writes, one after the other, for `lazy_tensor`; the first one says how to load the file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ltc_core import errors, source
+from ltc_core.settings import settings
 from ltc_core.tensor.handles import Cell, Handle, base_of
 
 __all__ = ["check_handles", "check_pickled"]
@@ -55,6 +56,25 @@ def check_pickled(handle: Handle) -> None:
     pickler = _calling_pickler()
     if pickler is not None:
         _picklers.setdefault(pickler, _Seen()).add(handle)
+        _tell_how_to_load()
+
+
+_has_told = False
+
+
+def _tell_how_to_load() -> None:
+    """Say once how to load the file without ltc, if the script calls `torch.save` itself."""
+    global _has_told
+    where = "" if _has_told else source.line_of_script()
+    if where:
+        _has_told = True
+        name = settings.device_name
+        print(
+            f"[ltc] torch.save writes tensors of the device {name} ({where}): a program without ltc_core has to load "
+            "them with map_location='cpu'. ltc_core.save writes CPU tensors.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _calling_pickler() -> Any:

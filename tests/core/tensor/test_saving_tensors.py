@@ -203,6 +203,27 @@ except RuntimeError as error:
     assert child.stdout.startswith("refused:") and settings.device_name in child.stdout
 
 
+def test_who_saves_tensors_of_the_device_is_told_once_how_to_load_them(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import sys, torch, ltc_core as ltc\n"
+        "model = torch.nn.Linear(2, 2).to('ltc')\n"
+        "ltc.save(model.state_dict(), sys.argv[1])\n"
+        "for _ in range(2):\n"
+        "    torch.save(model.state_dict(), sys.argv[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "train.py", "w.pt"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert done.returncode == 0 and done.stderr == (
+        "[ltc] torch.save writes tensors of the device ltc (train.py:5): a program without ltc_core has to load them "
+        "with map_location='cpu'. ltc_core.save writes CPU tensors.\n"
+    )
+
+
 def test_a_library_that_saves_does_not_take_a_tensor_apart(device: torch.device) -> None:
     """huggingface_hub asks so before `save_pretrained` writes, and would save the inner tensors."""
     weight = nn.Parameter(torch.ones(2, 3, device=device))
