@@ -60,7 +60,11 @@ def fork() -> Early | Callable[[], None]:
         os._exit(0)
     os.environ.clear()
     os.environ.update(environ)
-    call: Callable[[], None] = importlib.import_module(_ZYGOTE).serve(connection, _SHIM)
+    try:
+        zygote = importlib.import_module(_ZYGOTE)
+    except Exception:  # each process meets it, and reports it
+        os._exit(1)
+    call: Callable[[], None] = zygote.serve(connection, _SHIM)
     return call
 
 

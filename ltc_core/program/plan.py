@@ -7,6 +7,7 @@ live value shares their memory. The programs of all executors follow it.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -100,11 +101,12 @@ def _place(node: Node, at: int, operands: Sequence[int], memory: _Memory) -> tup
         value = node.first + i
         memory.define(value, memory.root[plain[0]] if aliases else value)
     decided = []
+    read_too = {memory.root[other] for other in plain}
+    num_writes = Counter(memory.root[old] for old in writes)
     for k, old in enumerate(writes):
         root = memory.root[old]
-        read_too = any(memory.root[other] == root for other in plain)
-        other_write = any(memory.root[o] == root for j, o in enumerate(writes) if j != k)
-        reuse = not read_too and not other_write and memory.free_after(root, at)
+        is_alone = root not in read_too and num_writes[root] == 1
+        reuse = is_alone and memory.free_after(root, at)
         decided.append(reuse)
         new = node.first_write + k
         memory.define(new, root if reuse else new)

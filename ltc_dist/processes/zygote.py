@@ -15,6 +15,8 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import multiprocessing as mp
+import multiprocessing.spawn
 import os
 import signal
 import socket
@@ -128,7 +130,7 @@ class Zygote:
         with theirs:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, *util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
+                    *(mp.spawn.get_executable(), *util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
                     *("-c", _PROGRAM, str(theirs.fileno()), module, *_path()),
                 ],
                 env=environ,

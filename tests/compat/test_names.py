@@ -194,6 +194,15 @@ _XLAC._xla_sync_multi([x], [])
 assert "aten.add" not in _XLAC._get_xla_tensor_debug_info(x)
 assert _XLAC._xla_get_cpu_tensors([x])[0].tolist() == [[2] * 3] * 2
 assert _XLAC._xla_get_tensor_id(x) == _XLAC._xla_get_tensor_id(x.view(-1)) != _XLAC._xla_get_tensor_id(x + 0)
+size = _XLAC._xla_get_tensor_dimension_size(x, 1)
+assert (size.item(), size.dtype, size.device) == (3, torch.int32, x.device)
+from torch_xla.utils import dlpack
+capsule = dlpack.to_dlpack(x)
+again = dlpack.from_dlpack(capsule)
+assert again.device == x.device and torch.equal(again, x)
+with pytest.raises(RuntimeError, match="consumed only once"):
+    dlpack.from_dlpack(capsule)
+assert dlpack.from_dlpack(torch.arange(3)).tolist() == [0, 1, 2]
 assert _XLAC._xla_set_default_device("xla:1") == "xla:0" and _XLAC._xla_get_default_device() == "xla:1"
 _XLAC._xla_sync_multi([x], devices=[], wait=True, sync_xla_data=True)
 _XLAC._xla_set_use_full_mat_mul_precision(use_full_mat_mul_precision=True)

@@ -27,6 +27,7 @@ __all__ = [
     "_xla_get_default_device",
     "_xla_get_devices",
     "_xla_get_replication_devices_count",
+    "_xla_get_tensor_dimension_size",
     "_xla_get_tensor_id",
     "_xla_memory_info",
     "_xla_metric_data",
@@ -123,6 +124,11 @@ def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
 
 def _xla_get_replication_devices_count() -> int:
     return xla_model.xrt_world_size()
+
+
+def _xla_get_tensor_dimension_size(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The size of a dim as an int32 tensor of no dims, on the device of `tensor`. Shapes are known here: no sync."""
+    return torch.tensor(tensor.shape[dim], dtype=torch.int32, device=tensor.device)
 
 
 def _xla_get_tensor_id(tensor: torch.Tensor) -> int:
