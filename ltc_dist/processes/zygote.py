@@ -40,6 +40,7 @@ __all__ = ["Call", "Zygote", "can_fork", "inherited", "serve"]
 
 # What each process would import in its first step: for the first op of a tensor of ours, and the first optimizer.
 _OF_A_STEP = ("torch.distributed.tensor", "torch._dynamo")
+_WATCHERS = {"coverage", "pydevd"}
 _MOST_DESCRIPTORS = 128  # of one message; the kernel takes 253
 _OWN_BACKEND = "ltc"
 # A scheduler or a terminal sends them to all processes of a job.
@@ -257,8 +258,11 @@ def serve(connection: Connection[Any, Any], module: str) -> Call:
 
 
 def _is_safe() -> bool:
-    """Whether a fork can do what a new process can: there is one thread, and CUDA was not asked for its devices."""
-    if threading.active_count() > 1:
+    """Whether a fork can do what a new process can.
+
+    There is one thread, nothing that watches each process from its start, and CUDA was not asked for its devices.
+    """
+    if threading.active_count() > 1 or not _WATCHERS.isdisjoint(sys.modules):
         return False
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return True

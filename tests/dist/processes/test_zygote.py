@@ -156,10 +156,16 @@ def test_without_it_processes_start_from_nothing(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_thread_that_an_import_has_started_forbids_it(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    )
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "import sys, types; sys.modules['coverage'] = types.ModuleType('coverage')",
+    ],
+    ids=["a thread", "coverage"],
+)
+def test_what_was_started_with_python_forbids_it(tmp_path: Path, code: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(code)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     one = started(PYTHONPATH=path)
     try:
