@@ -15,10 +15,11 @@ from tests import prepared
 ROOT = Path(__file__).parents[1]
 SEEN = """
 import json, os, pathlib, re, sys, warnings
-import torch
+import torch, torch._dynamo, torch.distributed.tensor  # some of what they import adds a filter
 seen = {
     "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "name": __name__, "file": globals().get("__file__"),
-    "main": sys.modules["__main__"].__dict__ is globals(), "directory": os.getcwd(), "environ": dict(os.environ),
+    "main": sys.modules["__main__"].__dict__ is globals(), "directory": os.getcwd(),
+    "environ": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},  # that import sets it
     "filters": [str(each) for each in warnings.filters], "stdin": sys.stdin.read(),
     "descriptors": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in os.listdir("/proc/self/fd")[:-1]),
     "signals": re.findall("Sig[BCI].*", pathlib.Path("/proc/self/status").read_text()),

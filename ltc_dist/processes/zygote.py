@@ -238,10 +238,16 @@ def serve(connection: Connection[Any, Any], module: str) -> Call:
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
     gc.disable()
     try:
-        for name in (module, *_OF_A_STEP):
+        importlib.import_module(module)
+        before = set(os.environ)
+        for name in _OF_A_STEP:
             importlib.import_module(name)
     except Exception:  # each process meets it, and reports it
         os._exit(1)
+    for added in (
+        os.environ.keys() - before
+    ):  # a script may choose its own directory for PyTorch's compiler
+        del os.environ[added]
     gc.freeze()  # the collector of a fork would copy all their pages
     gc.enable()
     with contextlib.suppress(EOFError, ConnectionError):
