@@ -17,17 +17,23 @@ import psutil
 
 from ltc_dist.processes import child
 
-__all__ = ["Job", "launcher"]
+__all__ = ["Job", "launcher", "names_in"]
 
 ROOT = Path(__file__).parents[1]
 _MARK = "TEST_JOB"
 # PyTorch keeps its compile cache (torchinductor_USER) among the temporary files, one for all programs.
+_COMPILE_CACHE = "torchinductor_"
 _LEAVE_S = 2.0  # for what a killed launcher leaves
 
 
 def launcher(*options: str) -> list[str]:
     """The command line of the launcher, up to the script."""
     return [sys.executable, "-m", "ltc_launch", *options]
+
+
+def names_in(directory: Path) -> list[str]:
+    """What is in a directory, but for PyTorch's compile cache, which is made where that is imported."""
+    return [p.name for p in directory.iterdir() if not p.name.startswith(_COMPILE_CACHE)]
 
 
 class Job:
@@ -131,7 +137,7 @@ class Job:
         while (names := self._shared_memory_left()) and time.monotonic() < deadline:
             time.sleep(0.05)
         left += [f"/dev/shm/{name}" for name in names]
-        excused = ("torchinductor_", *(("ltc-launch-", "pymp-") if is_killed else ()))
+        excused = (_COMPILE_CACHE, *(("ltc-launch-", "pymp-") if is_killed else ()))
         kept = [path for path in self._tmp.iterdir() if not path.name.startswith(excused)]
         left += [f"temporary {p.name}" for p in kept if not (is_killed and _is_probe(p))]
         return left

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.launching import names_in
+
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +75,7 @@ def test_what_a_process_finds(tmp_path: Path) -> None:
             "[0, 1]",
             "[2.0, 2.0]",
         ]
-    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+    assert names_in(tmp_path) == ["train.py"]
 
 
 def test_one_process_without_a_prefix(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """SIGUSR1 and SIGUSR2 to the launcher reach the scripts; stacks are shown by a signal of their own."""
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -9,7 +8,7 @@ import psutil
 import pytest
 
 from ltc_dist.processes import child
-from tests.launching import Job, launcher
+from tests.launching import Job, launcher, names_in
 
 pytestmark = pytest.mark.dist
 
@@ -82,4 +81,4 @@ def test_without_a_handler_sigusr1_shows_the_stacks(tmp_path: Path) -> None:
     assert b"most recent call first" in job.process.stderr.readline()
     job.process.terminate()
     assert job.end()[0] == 143
-    assert os.listdir(tmp_path / "tmp") == []
+    assert names_in(tmp_path / "tmp") == []
