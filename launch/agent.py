@@ -47,7 +47,7 @@ from ltc_dist.processes.supervision import Supervision
 from ltc_dist.processes.zygote import Zygote, can_fork
 
 from . import early, heartbeat, rendezvous, status, temporary, user_signals
-from .early import Early
+from .early import SHIM, Early
 from .forked import handlers_of
 from .output import Output
 from .spec import Spec
@@ -77,11 +77,12 @@ def run(spec: Spec, fork: Early | None = None) -> int:
     child.write_lines()
     os.environ.update(variables(spec))
     zygote = None
-    if fork is not None and can_fork():
-        fork.begin(os.environ)
+    if fork is not None:
         zygote = Zygote(fork.connection, fork.pid)
-    elif fork is not None:
-        fork.connection.close()
+        if can_fork():
+            fork.begin(os.environ)
+        else:
+            zygote.close()  # then it forks nothing
     is_watched = status.is_worth_it() and spec.nprocs > 1
     with temporary.directory() as own:
         log_dir = os.path.abspath(spec.log_dir) if spec.log_dir else own
@@ -350,7 +351,7 @@ def command(spec: Spec, parent_pid: int, beats: str = "") -> list[str]:
     """
     flags = ["-m"] if spec.is_module else []
     # -P: no imports from the working directory, where a file may have the name of a module that PyTorch imports.
-    return ["-P", "-m", "ltc_launch.shim", str(parent_pid), beats, *flags, spec.target, *spec.args]
+    return ["-P", "-m", SHIM, str(parent_pid), beats, *flags, spec.target, *spec.args]
 
 
 def variables(spec: Spec) -> dict[str, str]:

@@ -19,9 +19,10 @@ from typing import Any
 
 from .spec import Spec, num_cores
 
-__all__ = ["Early", "as_in_the_processes", "fork", "variables"]
+__all__ = ["SHIM", "Early", "as_in_the_processes", "fork", "variables"]
 
-_SHIM, _ZYGOTE = "ltc_launch.shim", "ltc_dist.processes.zygote"
+SHIM = "ltc_launch.shim"  # each process begins there
+_ZYGOTE = "ltc_dist.processes.zygote"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def fork() -> Early | Callable[[], None]:
         zygote = importlib.import_module(_ZYGOTE)
     except Exception:  # each process meets it, and reports it
         os._exit(1)
-    call: Callable[[], None] = zygote.serve(connection, _SHIM)
+    call: Callable[[], None] = zygote.serve(connection, SHIM)
     return call
 
 

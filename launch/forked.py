@@ -1,4 +1,4 @@
-"""PyTorch's agent starts its processes as forks of a zygote: `Handler` is its handler of one process.
+"""PyTorch's agent starts its processes as forks of a zygote: `_Handler` is its handler of one process.
 
 Used by `agent`.
 """
@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from ltc_dist.processes.zygote import Call, Zygote
 
-__all__ = ["handlers_of"]
+from .early import SHIM
 
-_SHIM = "ltc_launch.shim"
+__all__ = ["handlers_of"]
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ class _Handler(SubprocessHandler):
 
     def _popen(self, args: Any, env: dict[str, str]) -> Any:
         words = list(args)
-        call = Call(_SHIM, "main", (words[words.index(_SHIM) + 1 :],))
+        call = Call(SHIM, "main", (words[words.index(SHIM) + 1 :],))
         files = {1: self._stdout, 2: self._stderr}
         streams = {number: file.fileno() for number, file in files.items() if file is not None}
         pid = self._zygote.fork(call, env, streams=streams, has_own_session=True)

@@ -30,9 +30,9 @@ R = TypeVar("R")
 
 # The signals for which programs set handlers.
 _NAMES = ("INT", "TERM", "HUP", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "CHLD", "QUIT", "XCPU")
+_SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES)
 _PACKAGE = "ltc_core."
 _AGAIN_S = 0.001
-_SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES)
 
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:

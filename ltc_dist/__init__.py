@@ -47,7 +47,8 @@ from ltc_dist.job.ranks import (
     master_print,
     world_size,
 )
-from ltc_dist.processes.spawn import MpModelWrapper, MpSerialExecutor, spawn
+from ltc_dist.processes.serial import MpModelWrapper, MpSerialExecutor
+from ltc_dist.processes.spawn import spawn
 from ltc_dist.train.rate import RateTracker
 from ltc_dist.train.step import clip_grad_norm_, optimizer_step, reduce_gradients
 from ltc_dist.train.sync_batch_norm import SyncBatchNorm

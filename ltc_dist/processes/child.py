@@ -27,7 +27,6 @@ __all__ = [
     "begin",
     "die_with_thread",
     "left_mark",
-    "num_threads",
     "variables",
     "write_lines",
 ]
@@ -39,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
 
-def num_threads(local_world_size: int) -> int:
+def _num_threads(local_world_size: int) -> int:
     """Return the threads of one process: the cores this one may use, divided among the processes of the host."""
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
@@ -64,7 +63,7 @@ def variables(
         "MASTER_PORT": str(master_port),
     }
     if "OMP_NUM_THREADS" not in environ:
-        found["OMP_NUM_THREADS"] = str(num_threads(of.local_world_size))
+        found["OMP_NUM_THREADS"] = str(_num_threads(of.local_world_size))
     if master_addr == LOOPBACK:
         found["GLOO_SOCKET_IFNAME"] = "lo"
     return found

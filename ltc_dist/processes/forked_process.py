@@ -25,16 +25,11 @@ Popen: Any = _SpawnPopen  # the stubs lack most of it
 
 
 class ForkedProcess(SpawnProcess):
-    """A process that `of` forks; a new interpreter if it cannot.
+    """A process that `of` forks; a new interpreter if it cannot."""
 
-    Args:
-        variables: of the process, from its first moment.
-    """
-
-    def __init__(self, of: Zygote, variables: dict[str, str], **options: Any) -> None:
+    def __init__(self, of: Zygote, **options: Any) -> None:
         super().__init__(**options)
         self._of = of
-        self._variables = variables
 
     @staticmethod
     def _Popen(process: Any) -> Any:
@@ -88,7 +83,7 @@ class _Forked(Popen):  # type: ignore[misc]
             pipe = self.duplicate_for_child(data_r)
             self.duplicate_for_child(ended_w)
             call = Call(__name__, begin.__name__, (tracker, pipe))
-            pid = process._of.fork(call, process._variables, self._fds)
+            pid = process._of.fork(call, {}, self._fds)
         finally:
             os.close(ended_w)
             os.close(data_r)

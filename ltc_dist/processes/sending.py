@@ -25,7 +25,7 @@ import cloudpickle
 from ltc_core.errors import RankError
 from ltc_dist.processes.main_guard import guarded_names
 
-__all__ = ["Call", "Name"]
+__all__ = ["Call", "Name", "import_path"]
 
 
 class Call:
@@ -116,14 +116,20 @@ def _main_names() -> set[str]:
         return set(vars(main))
 
 
+def _first_directory() -> str:
+    """Where Python was started, from which relative paths count, as for multiprocessing."""
+    return getattr(multiprocessing.process, "ORIGINAL_DIR", None) or ""
+
+
+def import_path() -> list[str]:
+    """`sys.path`, as another process has to have it."""
+    return [entry or _first_directory() for entry in sys.path]
+
+
 def _main_path() -> str:
     """Path of the script; empty if it has none, as in a notebook."""
     path = getattr(sys.modules["__main__"], "__file__", None)
-    if not path:
-        return ""
-    # Relative ones count from where Python was started, as for multiprocessing.
-    directory = getattr(multiprocessing.process, "ORIGINAL_DIR", None) or ""
-    return os.path.normpath(os.path.join(directory, path))
+    return os.path.normpath(os.path.join(_first_directory(), path)) if path else ""
 
 
 def _main_is_imported() -> bool:
@@ -173,11 +179,9 @@ class _SetUp:
     """Unpickled, it runs `_SET_UP`: built-in names alone, since a module of ours would import PyTorch."""
 
     def __init__(self, variables: dict[str, str]) -> None:
-        directory = getattr(multiprocessing.process, "ORIGINAL_DIR", None) or ""
-        path = [entry or directory for entry in sys.path]
         # multiprocessing runs the file of the script, unless it has this path. `python -` has the file '<stdin>'.
         main = "" if _main_is_imported() else _main_path()
-        self._names = {"variables": variables, "path": path, "main": main}
+        self._names = {"variables": variables, "path": import_path(), "main": main}
 
     def __reduce__(self) -> Any:
         return exec, (_SET_UP, self._names)

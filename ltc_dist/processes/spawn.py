@@ -22,18 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.multiprocessing  # tensors go to another process by its rules
-from filelock import FileLock
 
 import ltc_core as ltc
 from ltc_core.errors import RankError
-from ltc_core.private_directory import private_directory
-from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import keeping_copies
 from ltc_dist.job import host_collectives
@@ -47,11 +42,12 @@ from ltc_dist.processes.failures import (
 from ltc_dist.processes.forked_process import ForkedProcess
 from ltc_dist.processes.main_guard import is_unguarded
 from ltc_dist.processes.sending import Call, Name
+from ltc_dist.processes.sigterm import SigtermHandedOn
 from ltc_dist.processes.started import ErrorReport, ReportFile, Started
 from ltc_dist.processes.supervision import Supervision
 from ltc_dist.processes.zygote import Zygote, can_fork
 
-__all__ = ["MpModelWrapper", "MpSerialExecutor", "SpawnContext", "spawn"]
+__all__ = ["SpawnContext", "spawn"]
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 _GRACE_S = 5.0
@@ -113,7 +109,7 @@ def spawn(
     call, started = Call(fn, tuple(args)), list[Started]()
     if not join:
         return SpawnContext(call, count, daemon, start_method, started)
-    with _SigtermHandedOn(
+    with SigtermHandedOn(
         started
     ) as sigterm:  # the first process runs before the last one is started
         context = SpawnContext(call, count, daemon, start_method, started)
@@ -219,7 +215,6 @@ class SpawnContext:
                 place = _Place(of, _variables(of, port), os.getpid(), in_main_thread, start_method)
                 file = ReportFile()
                 process = make(
-                    place.variables,
                     target=_main,
                     args=(call, place, file),
                     name=Name.of(f"rank {rank}", place.variables),
@@ -273,10 +268,10 @@ class SpawnContext:
         half a minute later is killed. What fails meanwhile is printed.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        with _SigtermHandedOn(self._started) as sigterm:
+        with SigtermHandedOn(self._started) as sigterm:
             return self._join(deadline, sigterm)
 
-    def _join(self, deadline: float, sigterm: _SigtermHandedOn) -> bool:
+    def _join(self, deadline: float, sigterm: SigtermHandedOn) -> bool:
         try:
             while running := self._supervision.running():
                 if not self._may_go_on(sigterm.came_s):
@@ -381,61 +376,15 @@ def _end_after_ctrl_c() -> None:
             context._end(signal.SIGTERM)
 
 
-class _SigtermHandedOn:
-    """Context manager: forwards SIGTERM to the processes, and at the end to this one, unless it has its own handler.
-
-    Attributes:
-        came_s: when it came first, on the monotonic clock.
-    """
-
-    def __init__(self, started: list[Started]) -> None:
-        self._started = started
-        self._is_ours = False
-        self._told: set[int] = set()
-        self.came_s: float | None = None
-
-    @property
-    def has_come(self) -> bool:
-        return self.came_s is not None
-
-    def __enter__(self) -> _SigtermHandedOn:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._is_ours = in_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        if self._is_ours:
-            signal.signal(signal.SIGTERM, self._hand_on)
-        return self
-
-    def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        if self.came_s is None:
-            self.came_s = time.monotonic()
-        self._told.clear()  # each time it comes
-        self.hand_on()
-
-    def hand_on(self) -> None:
-        """If it has come, send it to those that have started since."""
-        if self.has_come:
-            for started in self._started:
-                if started.rank not in self._told:
-                    self._told.add(started.rank)
-                    started.send(signal.SIGTERM)
-
-    def __exit__(self, *error: object) -> None:
-        if self._is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if self.has_come:
-                sys.stdout.flush()
-                os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _maker(nprocs: int, start_method: str, port: int) -> tuple[Callable[..., Any], Zygote | None]:
-    """Function that makes a process, given its variables; the zygote that the processes will be forks of, if any."""
+    """What makes a process, and the zygote that the processes will be forks of, if any."""
     if start_method == "spawn" and nprocs > 1 and can_fork():
         variables = _variables(Ranks(0, nprocs, 0, nprocs), port)
         shared = {name: variables[name] for name in variables.keys() - {"RANK", "LOCAL_RANK"}}
         zygote = Zygote.start({**os.environ, **shared}, __name__)
         return partial(ForkedProcess, zygote), zygote
     context: Any = torch.multiprocessing.get_context(start_method)
-    return lambda variables, **options: context.Process(**options), None
+    return context.Process, None
 
 
 def _variables(of: Ranks, port: int) -> dict[str, str]:
@@ -467,38 +416,3 @@ def _rebuilt(rank: int, report: ErrorReport, pid: int) -> BaseException:
             error = pickle.loads(report.payload)
     error.add_note(note)
     return error
-
-
-def _one_at_a_time() -> FileLock:
-    """Lock for one process of this user on this host at a time; its holder may wait for collectives."""
-    hand_over()
-    directory = Path(settings.cache_dir).expanduser()
-    private_directory(directory)
-    return FileLock(directory / "serial.lock")
-
-
-class MpModelWrapper:
-    """Holds a model made in the parent, so that forked processes share its memory until they move it.
-
-    Source: `torch_xla.distributed.xla_multiprocessing.MpModelWrapper`.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def to(self, device: Any) -> torch.nn.Module:
-        """Move the model, in one process at a time, so that the host makes one copy at a time."""
-        with _one_at_a_time():
-            return self._model.to(device)
-
-
-class MpSerialExecutor:
-    """Runs a function in one process at a time, such as a download that only the first one has to make.
-
-    Source: `torch_xla.distributed.xla_multiprocessing.MpSerialExecutor`.
-    """
-
-    def run(self, fn: Callable[[], Any]) -> Any:
-        """Call `fn()` and return what it returns. Cost: waits for the processes of this host that run it before."""
-        with _one_at_a_time():
-            return fn()

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from ltc_core.settings import settings
+from ltc_dist.processes.sending import import_path
 
 __all__ = ["Call", "Zygote", "can_fork", "inherited", "serve"]
 
@@ -132,7 +133,7 @@ class Zygote:
             process = subprocess.Popen(
                 [
                     *(mp.spawn.get_executable(), *util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
-                    *("-c", _PROGRAM, str(theirs.fileno()), module, *_path()),
+                    *("-c", _PROGRAM, str(theirs.fileno()), module, *import_path()),
                 ],
                 env=environ,
                 pass_fds=[theirs.fileno()],
@@ -194,12 +195,6 @@ class Zygote:
         if not self._has_ended:
             self._has_ended = True
             os.waitpid(self._pid, 0)
-
-
-def _path() -> list[str]:
-    """`sys.path`, as another process would read it."""
-    directory = os.getcwd()
-    return [entry or directory for entry in sys.path]
 
 
 @contextlib.contextmanager

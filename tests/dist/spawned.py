@@ -16,7 +16,7 @@ import ltc_dist
 from ltc_core.graph import collective
 from ltc_dist.collectives.process_group import group_of
 from ltc_dist.job.ranks import ranks
-from ltc_dist.processes.spawn import MpSerialExecutor
+from ltc_dist.processes.serial import MpSerialExecutor
 
 __all__ = [
     "Changed",

@@ -14,7 +14,7 @@ from ltc_core.graph.op_schema import runs_with_grad
 from ltc_core.program.lowering.default_dtype import in_recorded_dtype
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 
-__all__ = ["Instruction", "takes_device"]
+__all__ = ["Instruction"]
 
 
 class Instruction:
@@ -54,7 +54,7 @@ class Instruction:
             self._prepare(position, item, *found)
         self.refs, self.numbers, self.nested = map(tuple, found)
         self.kwargs = node.kwargs
-        if hardware.type != "cpu" and takes_device(node.op):
+        if hardware.type != "cpu" and _takes_device(node):
             self.kwargs = {**node.kwargs, "device": hardware}
         self.named = {k: v for k, v in node.kwargs.items() if _is_filled(v)}
         if self.named:
@@ -122,9 +122,8 @@ class Instruction:
         return item
 
 
-def takes_device(op: Any) -> bool:
-    """Whether an op makes tensors on a device that it is told."""
-    return any(argument.name == "device" for argument in op._schema.arguments)
+def _takes_device(node: Node) -> bool:
+    return any(a.name == "device" for a in node.op._schema.arguments)
 
 
 def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ltc_core as ltc
+import ltc_dist as ltd
 from ltc_core.errors import PeerEndedError, RankError, RankTimeoutError
 from ltc_dist.processes import spawn as xmp
 from ltc_dist.processes.failures import last_line
@@ -298,7 +299,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_wrapped_model(tmp_path: Path) -> None:
-    wrapped = xmp.MpModelWrapper(torch.nn.Linear(2, 2))
+    wrapped = ltd.MpModelWrapper(torch.nn.Linear(2, 2))
     assert wrapped.to(ltc.lazy_device()).weight.device == ltc.lazy_device()
 
 
