@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ltc_core as ltc
 from ltc_core.errors import UnsupportedOpError
+from tests.compiled_cache import empty_cache
 from tests.core import child
 from tests.core.beside_eager import beside_eager
 from tests.core.view_kinds import VIEWS, base_tensor
@@ -460,7 +461,10 @@ print(ltc.metrics.counter_value("CompiledProgram") > 0)
 @pytest.mark.timeout(300)
 def test_compiled(tmp_path: Path) -> None:
     out, err = child.run(
-        COMPILED, timeout_s=280, LTC_COMPILE="sync", LTC_COMPILED_CACHE_DIR=str(tmp_path)
+        COMPILED,
+        timeout_s=280,
+        LTC_COMPILE="sync",
+        LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
     )
     assert err == ""
     assert out.split() == ["True"] * 6

@@ -288,4 +288,7 @@ def test_a_script_written_for_another_device(name: str) -> None:
     )
     advice, counters, fallbacks = out.splitlines()
     assert f"t.to('{name}')" in advice and name in counters and fallbacks == "[]"
-    assert err.startswith(f"[ltc] torch.save writes tensors of the device {name} (") and err.count("\n") == 1, err
+    assert (
+        err.startswith(f"[ltc] torch.save writes tensors of the device {name} (")
+        and err.count("\n") == 1
+    ), err

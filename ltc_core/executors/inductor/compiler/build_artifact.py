@@ -13,6 +13,7 @@ import torch._inductor.lowering  # decompositions look it up there
 from torch._guards import TracingContext, tracing
 from torch._inductor.virtualized import V
 
+from ltc_core.executors.inductor.compiler import shared_runtime
 from ltc_core.executors.inductor.compiler.request import decode
 from ltc_core.executors.inductor.lowering import fusion_repair, gemm_lowering
 from ltc_core.executors.inductor.lowering.lower import lower
@@ -57,6 +58,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         V.set_aot_compilation(True),
         inductor_config.patch(options),
         fusion_repair.repaired(),
+        shared_runtime.shared(),
     ):
         compiled = compile_fx.compile_fx_inner(
             lowered.module, lowered.fakes, cpp_wrapper=True, aot_mode=True

@@ -1,11 +1,11 @@
 """Programs that compiled code once got wrong, by the real compiler: each gives what eager gives."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compiled_cache import empty_cache
 from tests.core import child
 
 SCRIPT = """
@@ -90,8 +90,8 @@ print(json.dumps(wrong))
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cache: Path = tmp_path_factory.mktemp("compiled")
-    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": str(cache)}
+    cache = empty_cache(tmp_path_factory.mktemp("compiled"))
+    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": cache}
     out, err = child.run(SCRIPT, timeout_s=280, **settings)
     assert err == ""
     return json.loads(out)  # type: ignore[no-any-return]

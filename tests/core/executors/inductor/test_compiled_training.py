@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.compiled_cache import empty_cache
 from tests.core import child
 
 SCRIPT = """
@@ -91,7 +92,9 @@ def run_script(cache: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    cache: Path = tmp_path_factory.mktemp("cache")
+    empty_cache(cache / "compiled")
+    return cache
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +153,6 @@ def test_ops_that_compiled_code_only_calls(tmp_path: Path) -> None:
         assert ltc.metrics.counter_value("CompiledProgram") == 1
         """,
         LTC_COMPILE="sync",
-        LTC_COMPILED_CACHE_DIR=str(tmp_path),
+        LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
     )
     assert out == err == ""

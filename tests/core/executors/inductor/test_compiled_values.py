@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiled_cache import empty_cache
 from tests.core import child
 
 SCRIPT = """
@@ -69,7 +70,7 @@ print(ltc.metrics.counter_value("CompiledProgram") > 2)
 
 @pytest.mark.timeout(300)
 def test_values_are_those_of_eager(tmp_path: Path) -> None:
-    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": str(tmp_path)}
+    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": empty_cache(tmp_path / "compiled")}
     out, err = child.run(SCRIPT, timeout_s=280, **settings)
     assert err == ""
     assert out.splitlines() == ["[1.0, inf, -inf] [[1, 4, 9, 16], [1, 4, 9, 16], True]", "True"]

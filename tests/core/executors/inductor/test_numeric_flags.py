@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ltc_core.executors.inductor.numeric_flags import NumericFlags
+from tests.compiled_cache import empty_cache
 from tests.core import child
 
 SCRIPT = """
@@ -42,7 +43,7 @@ for change in set_flags:
 @pytest.mark.timeout(300)
 def test_each_setting_has_its_program(tmp_path: Path) -> None:
     """Deterministic sums are those of eager to the last bit, and so are products without oneDNN."""
-    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": str(tmp_path)}
+    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": empty_cache(tmp_path / "compiled")}
     out, err = child.run(SCRIPT, timeout_s=280, **settings)
     assert err == ""
     assert out.splitlines() == [f"True True {programs}" for programs in (1, 2, 3, 3)]

@@ -11,6 +11,7 @@ import torch
 
 from ltc_core.executors.inductor.lowering.own_memory_lowering import AliasingError, check_outputs
 from ltc_core.graph.ir import TensorMeta
+from tests.compiled_cache import empty_cache
 from tests.core import child
 
 SCRIPT = """
@@ -236,7 +237,7 @@ print(len(found), "programs,", ltc.metrics.counter_value("CompiledProgram"), "co
 
 @pytest.mark.timeout(300)
 def test_copies_stay_copies(tmp_path: Path) -> None:
-    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": str(tmp_path)}
+    settings = {"LTC_COMPILE": "sync", "LTC_COMPILED_CACHE_DIR": empty_cache(tmp_path / "compiled")}
     out, err = child.run(SCRIPT, timeout_s=280, **settings)
     assert err == ""
     *wrong, last = out.splitlines()
