@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,11 +15,11 @@ from pathlib import Path
 import psutil
 
 from ltc_dist.processes import child
+from tests import prepared
 
 __all__ = ["Job", "launcher", "names_in"]
 
 ROOT = Path(__file__).parents[1]
-_MARK = "TEST_JOB"
 # PyTorch keeps its compile cache (torchinductor_USER) among the temporary files, one for all programs.
 _COMPILE_CACHE = "torchinductor_"
 _LEAVE_S = 2.0  # for what a killed launcher leaves
@@ -37,11 +36,12 @@ def names_in(directory: Path) -> list[str]:
 
 
 class Job:
-    """A command that runs, and all processes that come from it.
+    """A command that runs, and all processes that come from it; Python's programs start in `prepared`.
 
     Args:
         directory: an empty one, where it runs; its temporary files go to `tmp` in it.
         ignores_interrupts: as under `nohup ... &`.
+        is_prepared: whether it may be a fork of a process that has imported PyTorch (`prepared`).
         environ: more variables.
     """
 
@@ -50,6 +50,7 @@ class Job:
         command: Sequence[str],
         directory: Path,
         ignores_interrupts: bool = False,
+        is_prepared: bool = True,
         **environ: str,
     ) -> None:
         self._mark = uuid.uuid4().hex
@@ -57,18 +58,16 @@ class Job:
         self._tmp.mkdir(exist_ok=True)
         self._shared_memory = _shared_memory()
         kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-        places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._tmp), _MARK: self._mark}
-        begin = (
-            (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignores_interrupts else None
-        )
-        self.process = subprocess.Popen(
+        places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._tmp), prepared.MARK: self._mark}
+        start = prepared.start if is_prepared else prepared.start_alone
+        self.process = start(
             command,
             cwd=directory,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**kept, **places, **environ},
             start_new_session=True,
-            preexec_fn=begin,
+            ignores_interrupts=ignores_interrupts,
         )
 
     def wait_for(self, line: str, times: int = 1) -> None:
@@ -86,7 +85,7 @@ class Job:
         found = []
         for process in psutil.process_iter():
             try:
-                is_ours = process.environ().get(_MARK) == self._mark
+                is_ours = process.environ().get(prepared.MARK) == self._mark
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):

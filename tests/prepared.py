@@ -1,33 +1,39 @@
 """A fork server for the tests: Python programs that start with PyTorch imported, in a twentieth of the time.
 
-`start` and `run` are `subprocess.Popen` and `subprocess.run` for `[sys.executable, ...]`. The server, one for each test
-process, has imported `torch` and nothing of ours. For a program it forks, takes the program's descriptors, directory
-and environment, and runs it as `__main__`; the program ends as any interpreter does. A program whose environment
-decides what the import of `torch` does, or whose options are others than the server's `-W error`, starts from nothing.
+`start` and `run` are `subprocess.Popen` and `subprocess.run` for `[sys.executable, ...]`. A server, one for each test
+process and set of the interpreter's options, has imported `torch` and nothing of ours. For a program it forks, takes
+the program's descriptors, directory and environment, and runs it as `__main__`; the program ends as any interpreter
+does. A program whose environment decides what the import of `torch` does, or which has other options, starts from
+nothing.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
+import ctypes
 import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MODULE", "run", "server_pids", "start"]
+__all__ = ["MARK", "MODULE", "run", "server_pids", "start", "start_alone"]
 
 MODULE = "tests.prepared"  # as it stands in the server's command line
+MARK = "TEST_JOB"  # this variable's value, of 32 characters, is in the /proc/PID/environ of a program as well
 _ROOT = Path(__file__).parents[1]
-_OPTIONS = ["-W", "error"]
+# Of a test's program, a user's script, and the launcher, which starts itself anew without it.
+_OPTIONS = {("-W", "error"), (), ("-P",)}
+_LAUNCHER = ["-m", "ltc_launch"]
 # Read by the interpreter, by the libraries of PyTorch when they are loaded, or by `import torch`.
 _READ_AT_START = (
     "ATEN_", "GOMP_", "KMP_", "LD_", "LTC_AUTOLOAD", "LTC_COMPAT", "MALLOC_",
@@ -42,13 +48,13 @@ _MESSAGE_BYTES = 1 << 17
 class _Server:
     """The process that forks; it ends when this one does."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: tuple[str, ...]) -> None:
         self.environ = {n: v for n, v in os.environ.items() if not n.startswith(("LTC_", "XLA_"))}
-        self.environ["PYTHONPATH"] = str(_ROOT)
+        self.environ |= {"PYTHONPATH": str(_ROOT), MARK: "0" * 32}
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *_OPTIONS, "-m", MODULE, str(theirs.fileno())],
+                [sys.executable, *options, "-m", MODULE, str(theirs.fileno())],
                 env=self.environ,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -71,33 +77,46 @@ class _Server:
         return int(ours.recv(32)), ours
 
 
-@functools.cache
-def _server() -> _Server:
-    return _Server()
+_servers: dict[tuple[str, ...], _Server] = {}
+
+
+def _server(options: tuple[str, ...]) -> _Server:
+    if options not in _servers:
+        _servers[options] = _Server(options)
+    return _servers[options]
 
 
 def server_pids() -> list[int]:
-    """The process id of the server, if it was started."""
-    return [_server().pid] if _server.cache_info().currsize else []
+    """The process ids of the servers that were started."""
+    return [server.pid for server in _servers.values()]
 
 
 class _Prepared(subprocess.Popen[Any]):
-    """A program of the fork server: a `Popen` whose process is started and waited for by another."""
+    """A program of a fork server: a `Popen` whose process is started and waited for by another."""
+
+    def __init__(self, command: list[str], *, ignores_interrupts: bool, **options: Any) -> None:
+        self._ignores_interrupts = ignores_interrupts
+        super().__init__(command, **options)
 
     def _execute_child(  # type: ignore[override]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
         startupinfo: Any, creationflags: Any, shell: Any,
-        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *_: Any,
+        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
+        restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any, start_new_session: bool, *_: Any,
     ) -> None:  # fmt: skip
+        options, arguments = _split(args)
         request = {
-            "arguments": args[1:],
+            "options": options,
+            "arguments": arguments,
             "directory": os.fspath(cwd or os.getcwd()),
             "environ": env,
+            "has_own_session": start_new_session,
+            "ignores_interrupts": self._ignores_interrupts,
         }
         own = (0 if p2cread == -1 else p2cread, 1 if c2pwrite == -1 else c2pwrite)
         descriptors = [*own, 2 if errwrite == -1 else errwrite]
         try:
-            self.pid, self._status = _server().fork(request, descriptors)
+            self.pid, self._status = _server(options).fork(request, descriptors)
         finally:
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
         self._child_created = True
@@ -116,11 +135,31 @@ class _Prepared(subprocess.Popen[Any]):
         return self.returncode
 
 
-def start(command: Sequence[str], *, env: dict[str, str] | None = None, **options: Any) -> Any:
-    """Start `[sys.executable, ...]` as `subprocess.Popen` does; options are cwd, env, text and the three streams."""
+def start(
+    command: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    ignores_interrupts: bool = False,
+    **options: Any,
+) -> Any:
+    """Start `[sys.executable, ...]` as `subprocess.Popen` does.
+
+    Args:
+        ignores_interrupts: start it with SIGINT ignored, as under `nohup ... &`.
+        options: cwd, text, start_new_session and the three streams.
+    """
     environ = dict(os.environ if env is None else env)
-    kind = _Prepared if _is_prepared(command, environ) else subprocess.Popen
-    return kind(list(command), env=environ, **options)
+    if _is_prepared(command, environ):
+        return _Prepared(
+            list(command), env=environ, ignores_interrupts=ignores_interrupts, **options
+        )
+    return start_alone(command, env=environ, ignores_interrupts=ignores_interrupts, **options)
+
+
+def start_alone(command: Sequence[str], *, ignores_interrupts: bool = False, **options: Any) -> Any:
+    """As `start`, but never a fork."""
+    begin = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignores_interrupts else None
+    return subprocess.Popen(list(command), preexec_fn=begin, **options)
 
 
 def run(
@@ -142,15 +181,30 @@ def run(
         return subprocess.CompletedProcess(command, program.returncode, out, err)
 
 
+def _split(command: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The interpreter's options, and the arguments after them."""
+    arguments = list(command[1:])
+    options: list[str] = []
+    if arguments[:2] == _LAUNCHER:
+        options = ["-P"]
+    elif arguments[:1] == ["-W"]:
+        options = arguments[:2]
+        arguments = arguments[2:]
+    return tuple(options), arguments
+
+
 def _is_prepared(command: Sequence[str], environ: dict[str, str]) -> bool:
-    server = _server()
+    if command[0] != sys.executable:
+        return False
+    options, arguments = _split(command)
+    is_option = arguments[0].startswith("-") and arguments[0] not in ("-c", "-m")
+    if options not in _OPTIONS or is_option:
+        return False
+    server = _server(options)
     differs = {
         n for n in environ.keys() | server.environ.keys() if environ.get(n) != server.environ.get(n)
     }
-    begin = list(command[: 1 + len(_OPTIONS)])
-    return begin == [sys.executable, *_OPTIONS] and not any(
-        n.startswith(_READ_AT_START) for n in differs
-    )
+    return not any(n.startswith(_READ_AT_START) for n in differs)
 
 
 # --- the server -----------------------------------------------------------------------------------------------------
@@ -204,18 +258,30 @@ class _Forker:
             who.send(str(status).encode())
 
 
-def _become(request: dict[str, Any]) -> None:
-    """Run a program as the interpreter would, given its command line."""
+def _become(request: dict[str, Any], mark: int) -> None:
+    """Run a program as the interpreter would, given its command line.
+
+    Args:
+        mark: address of the mark in the variables that this process was started with.
+    """
+    if request["has_own_session"]:
+        os.setsid()
+    if request["ignores_interrupts"]:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    arguments = request["arguments"][len(_OPTIONS) :]
-    sys.orig_argv = [sys.executable, *request["arguments"]]
+    tempfile.tempdir = None  # looked up anew: the server has looked, too
+    if MARK in os.environ:
+        ctypes.memmove(mark, os.environ[MARK].encode(), len("0" * 32))
+    arguments = request["arguments"]
+    sys.orig_argv = [sys.executable, *request["options"], *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     what = arguments[0]
     if what == "-m":
         sys.argv = arguments[1:]
-        sys.path[0] = os.getcwd()
+        if not sys.flags.safe_path:
+            sys.path[0] = os.getcwd()
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
         return
     if what == "-c":
@@ -233,6 +299,10 @@ def _become(request: dict[str, Any]) -> None:
 def _main() -> None:
     import gc
 
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    mark = getenv(MARK.encode())
+
     import torch
     import torch._dynamo
     import torch.distributed.tensor  # noqa: F401
@@ -244,7 +314,7 @@ def _main() -> None:
     if request is None:
         return
     try:
-        _become(request)
+        _become(request, mark)
     except Exception as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,13 +15,15 @@ from tests import prepared
 
 ROOT = Path(__file__).parents[1]
 SEEN = """
-import json, os, pathlib, re, sys, warnings
+import json, os, pathlib, re, signal, sys, tempfile, warnings
 import torch, torch._dynamo, torch.distributed.tensor  # some of what they import adds a filter
 seen = {
     "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "name": __name__, "file": globals().get("__file__"),
-    "main": sys.modules["__main__"].__dict__ is globals(), "directory": os.getcwd(),
+    "main": sys.modules["__main__"].__dict__ is globals(), "directory": os.getcwd(), "temporary": tempfile.gettempdir(),
     "environ": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},  # that import sets it
     "filters": [str(each) for each in warnings.filters], "stdin": sys.stdin.read(),
+    "mark": re.findall("TEST_JOB=[01]+", pathlib.Path("/proc/self/environ").read_text()),
+    "session": os.getsid(0) == os.getpid(), "interrupt": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
     "descriptors": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in os.listdir("/proc/self/fd")[:-1]),
     "signals": re.findall("Sig[BCI].*", pathlib.Path("/proc/self/status").read_text()),
 }
@@ -34,9 +37,9 @@ def environ(**more: str) -> dict[str, str]:
 
 def both(arguments: list[str], **options: Any) -> list[subprocess.CompletedProcess[str]]:
     """What a program does when the server forks it, and what it does alone."""
-    command = [sys.executable, "-W", "error", *arguments]
+    command = [sys.executable, *options.pop("flags", ["-W", "error"]), *arguments]
     options = {
-        "env": environ(LTC_SOME="1"),
+        "env": environ(LTC_SOME="1", TEST_JOB="1" * 32, TMPDIR=str(ROOT / "tests")),
         "capture_output": True,
         "text": True,
         "timeout": 60,
@@ -46,10 +49,11 @@ def both(arguments: list[str], **options: Any) -> list[subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("how", ["code", "script", "module"])
-def test_a_program_sees_what_it_sees_alone(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [["-W", "error"], []])
+def test_a_program_sees_what_it_sees_alone(how: str, flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "seeing.py").write_text(SEEN)
     arguments = {"code": ["-c", SEEN], "script": ["seeing.py"], "module": ["-m", "seeing"]}[how]
-    done = both([*arguments, "an", "argument"], cwd=tmp_path, stdin=subprocess.DEVNULL)
+    done = both([*arguments, "an", "argument"], flags=flags, cwd=tmp_path, stdin=subprocess.DEVNULL)
     forked, alone = (json.loads(each.stdout) for each in done)
     assert forked == alone and forked["environ"]["LTC_SOME"] == "1"
 
@@ -91,8 +95,22 @@ def test_a_program_is_waited_for_killed_and_talked_to() -> None:
 
 
 def _children() -> list[int]:
-    [server] = prepared.server_pids()
-    return [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+    files = [Path(f"/proc/{server}/task/{server}/children") for server in prepared.server_pids()]
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def test_a_job_has_a_session_and_a_mark_and_may_ignore_interrupts() -> None:
+    options = {
+        "env": environ(TEST_JOB="1" * 32), "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
+        "start_new_session": True,
+    }  # fmt: skip
+    done = []
+    for start in (prepared.start, prepared.start_alone):
+        with start([sys.executable, "-c", SEEN], ignores_interrupts=True, **options) as program:
+            done.append(json.loads(program.communicate(timeout=60)[0]))
+    assert done[0] == done[1]
+    assert done[0]["mark"] == ["TEST_JOB=" + "1" * 32]
+    assert done[0]["session"] and done[0]["interrupt"]
 
 
 @pytest.mark.parametrize(
@@ -100,8 +118,9 @@ def _children() -> list[int]:
     [
         (["-W", "error"], {}, True),
         (["-W", "error"], {"LTC_NUM_DEVICES": "2", "XLA_USE_BF16": "1", "TMPDIR": "/tmp"}, True),
+        ([], {}, True),
         (["-W", "ignore"], {}, False),
-        ([], {}, False),
+        (["-u"], {}, False),
         (["-W", "error"], {"OMP_NUM_THREADS": "3"}, False),
         (["-W", "error"], {"LTC_AUTOLOAD": "1"}, False),
         (["-W", "error"], {"PYTHONPATH": "/"}, False),
@@ -112,4 +131,17 @@ def test_a_program_that_starts_otherwise_is_not_forked(
 ) -> None:
     command = [sys.executable, *options, "-c", "import os; print(os.getppid())"]
     done = prepared.run(command, env=environ(**more), capture_output=True, text=True)
-    assert int(done.stdout) == (prepared.server_pids()[0] if is_forked else os.getpid())
+    assert (int(done.stdout) in prepared.server_pids()) is is_forked
+
+
+def test_the_launcher_is_forked_as_it_starts_itself_anew(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    code, out = [], []
+    for run in (prepared.run, subprocess.run):
+        done = run(
+            [sys.executable, "-m", "ltc_launch", "--dry-run", "train.py"],
+            cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        code.append(done.returncode)
+        out.append(done.stdout)
+    assert code == [0, 0] and out[0] and re.sub(r"\d+", "", out[0]) == re.sub(r"\d+", "", out[1])

@@ -109,7 +109,9 @@ def test_files_beside_the_user_do_not_replace_modules(tmp_path: Path) -> None:
     here.mkdir()
     for name in ("psutil", "selectors", "torch", "ltc_core", "json"):
         (here / f"{name}.py").write_text(f"raise ImportError('{name}.py beside the user')")
-    code, out, err = Job([*launcher("--nprocs", "2"), "../package/train.py"], here).end()
+    code, out, err = Job(
+        [*launcher("--nprocs", "2"), "../package/train.py"], here, is_prepared=False
+    ).end()
     assert code == 0 and sorted(out.splitlines()) == ["[0] done", "[1] done"], err
 
 

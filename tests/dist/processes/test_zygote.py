@@ -51,7 +51,7 @@ def finds(directory: Path, script: str, is_launched: bool, **environ: str) -> li
 
     (directory / "train.py").write_text(script)
     command = launcher("--nprocs", "2", "--no-prefix") if is_launched else [sys.executable]
-    job = Job([*command, "train.py"], directory, **environ)
+    job = Job([*command, "train.py"], directory, is_prepared=False, **environ)
     code, out, err = job.end()
     assert (code, err) == (0, ""), err
     lines = [json.loads(line) for line in out.splitlines()]
@@ -201,7 +201,9 @@ def test_the_launcher_is_found_by_the_name_of_its_script(tmp_path: Path) -> None
         "print(open('/proc/self/cmdline').read().split(chr(0))[:-1])"
     )
     code, out, err = Job(
-        launcher("--nprocs", "2", "--no-prefix", "train.py", "--lr", "1"), tmp_path
+        launcher("--nprocs", "2", "--no-prefix", "train.py", "--lr", "1"),
+        tmp_path,
+        is_prepared=False,
     ).end()
     assert (code, err) == (0, "")
     assert {line.partition("'-P', ")[2] for line in out.splitlines()} == {
