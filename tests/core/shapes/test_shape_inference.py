@@ -11,6 +11,7 @@ import ltc_core as ltc
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.shapes import shape_inference as infer_module
+from ltc_core.shapes import size_rules
 from ltc_core.shapes.shape_inference import Unknown, infer, typed
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def told(op: Overload, *args: Any, **kwargs: Any) -> Any:
 def empty_cache(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     cache: dict[Any, Any] = {}
     monkeypatch.setattr(infer_module, "_cache", cache)
-    monkeypatch.setattr(infer_module, "_dtypes", {})
+    monkeypatch.setattr(infer_module, "_known", size_rules.Known())
     return cache
 
 
