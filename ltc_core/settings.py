@@ -232,8 +232,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("downcast_bf16", "LTC_DOWNCAST_BF16", ("XLA_DOWNCAST_BF16",), bool, False,
             "Store and compute float32 as bfloat16, float64 as float32."),
     Setting("random", "LTC_RANDOM", (), str, "device",
-            "Where a TPU's random numbers are made; host: eager's own numbers, sent to it in each step.",
-            choices=("device", "host")),
+            "Where a TPU's random numbers are made; host: eager's own numbers, sent to it in each step. cpu_stream: all"
+            " devices draw from the CPU's generator, at once, as eager PyTorch on the CPU does.",
+            choices=("device", "host", "cpu_stream")),
     Setting("metrics_file", "LTC_METRICS_FILE", ("XLA_METRICS_FILE",), str, None,
             "Append the metrics of each step to this file (STDERR, STDOUT; 1: ltc_metrics.txt), in a job to .RANK."),
     Setting("save_tensors_file", "LTC_SAVE_TENSORS_FILE", ("XLA_SAVE_TENSORS_FILE",), str, None,

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ltc_core import errors, source
 from ltc_core.graph.op_schema import OpSchema
+from ltc_core.ops import cpu_draws
 from ltc_core.ops.composites import RULE_MAKERS, RULES
 from ltc_core.ops.fallback import run_real
 from ltc_core.ops.special import SPECIAL, on_other_device, share
@@ -134,8 +135,11 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if not schema.yields_tensors or not (schema.returns or schema.writes):
         # Its result, or its error (as for a singular matrix), depends on the values.
         return _on_real_values(schema)
+    record = _with_rescue(schema, recorder(schema))
+    if schema.draws and cpu_draws.are_chosen():
+        return cpu_draws.draw_at_once(schema, record)
     add_op(op, schema)
-    return _with_rescue(schema, recorder(schema))
+    return record
 
 
 def _on_real_values(schema: OpSchema) -> Handler:

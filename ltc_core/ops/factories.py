@@ -15,6 +15,7 @@ from ltc_core import errors, source
 from ltc_core.device import register
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import OpSchema
+from ltc_core.ops import cpu_draws
 from ltc_core.ops.composites import RULES
 from ltc_core.ops.fallback import run_real
 from ltc_core.ops.set_data import set_data
@@ -83,6 +84,8 @@ def _make(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
             next="report the call that did this",
         )
     trace = _trace_of(kwargs)
+    if schema.draws and cpu_draws.are_chosen() and kwargs.get("generator") is None:
+        return cpu_draws.drawn(schema, trace, args, kwargs)
     try:
         return record_factory(schema, trace, args, kwargs)
     except (NotRecordable, Unknown):

@@ -169,9 +169,10 @@ def _call(
     if schema.draws:
         position = schema.position("generator")
         given = real_args[position] if position < len(real_args) else real_kwargs.get("generator")
-        real_args = real_args[:position]
-        cell = random_state.stream(trace, given)
-        state = real(cell, schema.name)
+        if given is not None or settings.random != "cpu_stream":
+            real_args = real_args[:position]
+            cell = random_state.stream(trace, given)
+            state = real(cell, schema.name)
     try:
         if cell is None:
             result = schema.op(*real_args, **real_kwargs)

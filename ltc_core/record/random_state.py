@@ -136,16 +136,45 @@ class Stream:
         try:
             generator().set_state(state)
         except RuntimeError as error:
-            raise DeviceError(
-                f"this is not the state of a random stream: {error}",
-                next="pass what get_rng_state() gave",
-            ) from None
+            raise _not_a_state(error) from None
         value = state_value(self.trace, state)
         with self.trace.lock:
             if self._cell is None:
                 self._cell = Cell(self.trace, value, state_meta())
             else:
                 self._cell.rebind(value)
+
+
+class CpuStream(Stream):
+    """The default stream of each device under LTC_RANDOM=cpu_stream: that of the CPU. `ops.cpu_draws` draws from it."""
+
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        return torch.default_generator.initial_seed()
+
+    def seed_of_state(self) -> int | None:
+        return None
+
+    @in_own_state
+    def get_state(self) -> LazyTensor:
+        state = torch.default_generator.get_state()
+        meta = TensorMeta.packed(state.shape, torch.uint8)
+        return wrap(Cell(self.trace, state_value(self.trace, state), meta))
+
+    def set_state(self, state: torch.Tensor) -> None:
+        try:
+            torch.default_generator.set_state(state.detach().cpu())
+        except (RuntimeError, TypeError) as error:
+            raise _not_a_state(error) from None
+
+
+def _not_a_state(error: Exception) -> DeviceError:
+    return DeviceError(
+        f"this is not the state of a random stream: {error}",
+        next="pass what get_rng_state() gave",
+    )
 
 
 def state_value(trace: Trace, state: torch.Tensor) -> Value:
@@ -160,23 +189,25 @@ class Streams:
         self._trace_of = trace_of
         # No lock: each access is one dict operation, and a signal handler or a finalizer may interrupt with another.
         self._defaults: dict[int, Stream] = {}
-        self._by_generator: dict[int, Stream] = {}
+        # The index of a device stands for its default stream: which kind that is, a setting says at the first use.
+        self._by_generator: dict[int, Stream | int] = {}
 
     def default(self, device: int) -> Stream:
         found = self._defaults.get(device)
         if found is None:
-            found = self._defaults.setdefault(device, Stream(device, self._trace_of))
+            kind = CpuStream if settings.random == "cpu_stream" else Stream
+            found = self._defaults.setdefault(device, kind(device, self._trace_of))
         return found
 
     def add(self, generator: int, device: int, default: bool = False) -> None:
-        new = self.default(device) if default else Stream(device, self._trace_of)
-        self._by_generator[generator] = new
+        self._by_generator[generator] = device if default else Stream(device, self._trace_of)
 
     def remove(self, generator: int) -> None:
         self._by_generator.pop(generator, None)
 
     def of(self, generator: int) -> Stream:
-        return self._by_generator[generator]
+        found = self._by_generator[generator]
+        return self.default(found) if isinstance(found, int) else found
 
 
 streams: Streams | None = None
