@@ -30,6 +30,7 @@ _INTERFACE = Path(torch.__file__).parent / "_inductor/codegen/aoti_runtime/inter
 _BASE = "template class torch::aot_inductor::AOTInductorModelBase<torch::aot_inductor::AOTInductorModel>;\n"
 _WRAPPER = ".wrapper."
 _DIRECTORY = "ltc_runtime"
+_TORCH = (torch.__version__, str(torch.version.git_version))
 
 _compile: Callable[..., Any] = codecache.AotCodeCompiler.compile.__func__  # type: ignore[attr-defined]
 
@@ -78,10 +79,10 @@ class _Parts:
         code = f"{self._begin}{_INTERFACE.read_text()}\n{_BASE}"
         command = CppBuilder("o", "i", option).get_command_line()
         header = getattr(option, "precompiled_header", None)
-        if header:  # its name tells its content; its directory does not matter
-            command = command.replace(os.path.dirname(header), "")
-        version = get_compiler_version_info(option.get_compiler())
-        text = "\0".join((code, command, version, torch.__version__))
+        if header:  # makes no difference to the object
+            command = command.replace(header, "")
+        versions = get_compiler_version_info(option.get_compiler()), *_TORCH
+        text = "\0".join((code, command.replace("-include ", ""), *versions))
         path = Path(cache_dir(), _DIRECTORY, f"{hashlib.sha256(text.encode()).hexdigest()}.o")
         with contextlib.suppress(FileNotFoundError):
             os.utime(path)  # it is in use: not to be removed now to make room

@@ -86,3 +86,34 @@ def test_what_its_check_approves_is_kept(
     found, path = answer(request_, root)
     assert found == ("built", str(path), 0) and path is not None
     assert Artifacts(root).facts(path) == {"library": "model.so", "returned": [1]}
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "is_there", "wanted"), [(3, False, False), (4, False, True), (0, True, True)]
+)
+def test_headers_are_precompiled_where_that_pays(
+    num_programs: int,
+    is_there: bool,
+    wanted: bool,
+    request_: Request,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    headers = root.parent / "headers"
+    headers.mkdir()
+    if is_there:
+        (headers / "prefix.h.gch").touch()
+    for number in range(num_programs):
+        (root / f"program{number}").mkdir(parents=True)
+        (root / f"program{number}" / "model.so").touch()
+    found = []
+    compile_ = build_artifact.compile_fx.compile_fx_inner
+
+    def noted(*args: Any, **options: Any) -> str:
+        found.append(torch._inductor.config.aot_inductor.precompile_headers)
+        return compile_(*args, **options)
+
+    monkeypatch.setattr(build_artifact.codecache, "_HEADER_DIR", str(headers))
+    monkeypatch.setattr(build_artifact.compile_fx, "compile_fx_inner", noted)
+    answer(request_, root)
+    assert found == [wanted]
