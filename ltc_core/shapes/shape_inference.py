@@ -165,7 +165,8 @@ def _as_processor_gives(schema: OpSchema, args: Any, kwargs: dict[str, Any], met
     if schema.name in _PARAMETERS_OF_NORMS and settings.device == "cpu":
         given = (args[k] for k in _PARAMETERS_OF_NORMS[schema.name] if k < len(args))
         parameters = [t._h.meta.dtype for t in given if isinstance(t, LazyTensor)]
-        return _of_norm(metas, args[0]._h.meta.dtype, parameters)
+        trains = schema.name not in _EVALUATE and args[_TRAINS.get(schema.name, 0)] is not False
+        return _of_norm(metas, args[0]._h.meta.dtype, parameters, trains)
     return metas
 
 
@@ -175,14 +176,23 @@ _PARAMETERS_OF_NORMS = {
     "native_group_norm": (1, 2),
     "native_batch_norm": (1, 2, 3, 4),
     "_native_batch_norm_legit": (1, 2, 3, 4),
+    "_native_batch_norm_legit_no_training": (1, 2, 3, 4),
     "_batch_norm_with_update": (1, 2, 3, 4),
+    "_batch_norm_no_update": (1, 2, 3, 4),
 }
 
 
-def _of_norm(metas: Any, dtype: torch.dtype, parameters: list[torch.dtype]) -> Any:
-    """`metas` with the dtype of the mean and the deviation that the CPU kernel saves for backward."""
+# Those that evaluate, and those with an argument that says whether they do, at this position.
+_EVALUATE = {"_native_batch_norm_legit_no_training", "_batch_norm_no_update"}
+_TRAINS = {"native_batch_norm": 5, "_native_batch_norm_legit": 5}
+
+
+def _of_norm(metas: Any, dtype: torch.dtype, parameters: list[torch.dtype], trains: bool) -> Any:
+    """`metas` with the dtype and size of the mean and the deviation that the CPU kernel saves for backward."""
     is_mixed = dtype in (torch.bfloat16, torch.half) and torch.float32 in parameters
     saved = torch.float32 if is_mixed else dtype
+    if not trains:  # it saves empty ones
+        return (metas[0], *[TensorMeta.packed((0,), saved)] * 2, *metas[3:])
     return (
         metas[0],
         *(TensorMeta.of(m.size, m.stride, m.offset, saved) for m in metas[1:3]),

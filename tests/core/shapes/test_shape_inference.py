@@ -152,7 +152,29 @@ def test_what_a_norm_saves(name: str, dtype: torch.dtype, of_weight: torch.dtype
     weight = None if of_weight is None else torch.ones((4,), dtype=of_weight)
     op, args = NORMS[name](torch.ones(2, 4, 4, dtype=dtype), weight)
     got = told(op, *torch.utils._pytree.tree_map_only(Tensor, lazy, args))
-    assert [meta.dtype for meta in got] == [t.dtype for t in op(*args)]
+    assert [(meta.dtype, meta.size) for meta in got] == [(t.dtype, t.shape) for t in op(*args)]
+
+
+@pytest.mark.parametrize(
+    "op", [aten.native_batch_norm.default, aten._native_batch_norm_legit.default]
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_a_batch_norm_saves(op: Overload, trains: bool) -> None:
+    """ATen's meta kernel says that one that evaluates saves a mean, too."""
+    args = (image, *[torch.ones(3) for _ in range(4)], trains, 0.1, 1e-5)
+    check_sizes(op, args)
+
+
+@pytest.mark.parametrize(
+    "op", [aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default]
+)
+def test_what_a_batch_norm_that_evaluates_saves(op: Overload) -> None:
+    check_sizes(op, (image, *[torch.ones(3) for _ in range(4)], 0.1, 1e-5))
+
+
+def check_sizes(op: Overload, args: tuple[Any, ...]) -> None:
+    got = told(op, *torch.utils._pytree.tree_map_only(Tensor, lazy, args))
+    assert [meta.size for meta in got] == [t.shape for t in op(*args)]
 
 
 def test_operands_may_be_metas_already() -> None:
