@@ -165,8 +165,7 @@ def _as_processor_gives(schema: OpSchema, args: Any, kwargs: dict[str, Any], met
     if schema.name in _PARAMETERS_OF_NORMS and settings.device == "cpu":
         given = (args[k] for k in _PARAMETERS_OF_NORMS[schema.name] if k < len(args))
         parameters = [t._h.meta.dtype for t in given if isinstance(t, LazyTensor)]
-        trains = schema.name not in _EVALUATE and args[_TRAINS.get(schema.name, 0)] is not False
-        return _of_norm(metas, args[0]._h.meta.dtype, parameters, trains)
+        return _of_norm(metas, args[0]._h.meta.dtype, parameters, _trains(schema, args, kwargs))
     return metas
 
 
@@ -182,9 +181,15 @@ _PARAMETERS_OF_NORMS = {
 }
 
 
-# Those that evaluate, and those with an argument that says whether they do, at this position.
 _EVALUATE = {"_native_batch_norm_legit_no_training", "_batch_norm_no_update"}
-_TRAINS = {"native_batch_norm": 5, "_native_batch_norm_legit": 5}
+
+
+def _trains(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a norm normalizes with the statistics of its input, and saves them."""
+    if "training" not in schema.names:
+        return schema.name not in _EVALUATE
+    position = schema.position("training")
+    return bool(args[position] if position < len(args) else kwargs["training"])
 
 
 def _of_norm(metas: Any, dtype: torch.dtype, parameters: list[torch.dtype], trains: bool) -> Any:
