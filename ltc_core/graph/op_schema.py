@@ -140,6 +140,11 @@ class OpSchema:
     def position(self, name: str) -> int:
         return self.names.index(name)
 
+    def given(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The argument of this name in a call, by position or by keyword; None if the call does not give it."""
+        position = self.position(name)
+        return args[position] if position < len(args) else kwargs.get(name)
+
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether the op is implemented by other ops alone (CompositeImplicitAutograd), also on the CPU."""

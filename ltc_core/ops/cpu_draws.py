@@ -23,7 +23,7 @@ from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_core.thread_state import in_own_state
 
-__all__ = ["are_chosen", "draw_at_once", "drawn", "names_generator"]
+__all__ = ["are_chosen", "draw_at_once", "drawn"]
 
 Handler = Callable[[Any, Any], Any]
 
@@ -53,7 +53,7 @@ def draw_at_once(schema: OpSchema, record: Handler) -> Handler:
 
     def handle(args: Any, kwargs: Any) -> Any:
         kwargs = kwargs or {}
-        if names_generator(schema, args, kwargs):
+        if schema.given("generator", args, kwargs) is not None:
             return record(args, kwargs)
         x = args[0]
         numbers = None
@@ -66,13 +66,6 @@ def draw_at_once(schema: OpSchema, record: Handler) -> Handler:
         return x
 
     return handle
-
-
-def names_generator(schema: OpSchema, args: Any, kwargs: Any) -> bool:
-    """Whether a call has a generator of its own."""
-    position = schema.position("generator")
-    given = args[position] if position < len(args) else kwargs.get("generator")
-    return given is not None
 
 
 def drawn(schema: OpSchema, trace: Trace, args: Any, kwargs: dict[str, Any]) -> LazyTensor:

@@ -167,10 +167,9 @@ def _call(
 ) -> Any:
     cell = None
     if schema.draws:
-        position = schema.position("generator")
-        given = real_args[position] if position < len(real_args) else real_kwargs.get("generator")
+        given = schema.given("generator", real_args, real_kwargs)
         if given is not None or settings.random != "cpu_stream":
-            real_args = real_args[:position]
+            real_args = real_args[: schema.position("generator")]
             cell = random_state.stream(trace, given)
             state = real(cell, schema.name)
     try:

@@ -168,8 +168,7 @@ def _is_float(dtype: torch.dtype) -> bool:
 def _written_tensors(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> list[LazyTensor]:
     found: list[LazyTensor] = []
     for name in schema.writes:
-        position = schema.position(name)
-        item = args[position] if position < len(args) else kwargs.get(name)
+        item = schema.given(name, args, kwargs)
         found += [item] if type(item) is LazyTensor else (item or [])
     return found
 
@@ -205,8 +204,7 @@ def _check_out_sizes(schema: OpSchema, result: Any, args: Any, kwargs: dict[str,
     for name, item in zip(schema.returns, items or (), strict=False):
         if name is None or not isinstance(item, TensorMeta):
             continue
-        position = schema.position(name)
-        written = args[position] if position < len(args) else kwargs[name]
+        written = schema.given(name, args, kwargs)
         if item.size != written._h.meta.size:
             resized.append((written, TensorMeta.packed(item.size, item.dtype)))
     if resized:

@@ -195,7 +195,6 @@ def _arrange(
     if spec is None:
         return None
     if type(spec) is str:
-        position = schema.position(spec)
-        return args[position] if position < len(args) else kwargs[spec]
+        return schema.given(spec, args, kwargs)
     items = [_arrange(s, made, schema, args, kwargs) for s in spec]
     return tuple(items) if type(spec) is tuple else items

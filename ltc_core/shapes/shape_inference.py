@@ -181,6 +181,7 @@ _PARAMETERS_OF_NORMS = {
 }
 
 
+# Norms without an argument that says so.
 _EVALUATE = {"_native_batch_norm_legit_no_training", "_batch_norm_no_update"}
 
 
@@ -188,8 +189,7 @@ def _trains(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a norm normalizes with the statistics of its input, and saves them."""
     if "training" not in schema.names:
         return schema.name not in _EVALUATE
-    position = schema.position("training")
-    return bool(args[position] if position < len(args) else kwargs["training"])
+    return bool(schema.given("training", args, kwargs))
 
 
 def _of_norm(metas: Any, dtype: torch.dtype, parameters: list[torch.dtype], trains: bool) -> Any:

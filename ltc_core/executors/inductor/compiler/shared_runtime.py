@@ -50,17 +50,16 @@ class _Parts:
     """The parts of one library: what PyTorch's compiler does with them passes through here."""
 
     def __init__(self) -> None:
-        self._begin = (
-            ""  # of the wrapper's code, up to the interface; empty: the library is compiled whole
-        )
+        self._runtime = ""  # the code of the object; empty: the library is compiled whole
         self._object: Path | None = None
 
     def compile(self, cls: type, graph: Any, wrapper_code: str, *args: Any, **kwargs: Any) -> Any:
         """In place of `AotCodeCompiler.compile`."""
         interface = _INTERFACE.read_text() if _INTERFACE.exists() else ""
         if interface and kwargs.get("device_type") == "cpu" and interface in wrapper_code:
-            self._begin, _, rest = wrapper_code.partition(interface)
-            wrapper_code = f"{self._begin}\nextern {_BASE}{rest}"
+            begin, _, rest = wrapper_code.partition(interface)
+            self._runtime = f"{begin}{interface}\n{_BASE}"
+            wrapper_code = f"{begin}\nextern {_BASE}{rest}"
         return _compile(cls, graph, wrapper_code, *args, **kwargs)
 
     def builder(
@@ -68,7 +67,7 @@ class _Parts:
     ) -> CppBuilder:
         """In place of `CppBuilder`: one compiler run."""
         first = sources if isinstance(sources, str) else sources[0]
-        if self._begin and _WRAPPER in first:
+        if self._runtime and _WRAPPER in first:
             if isinstance(sources, str):
                 self._object = self._find_or_build(BuildOption)
             elif self._object is not None:
@@ -76,13 +75,12 @@ class _Parts:
         return CppBuilder(name, sources, BuildOption, output_dir)
 
     def _find_or_build(self, option: Any) -> Path:
-        code = f"{self._begin}{_INTERFACE.read_text()}\n{_BASE}"
         command = CppBuilder("o", "i", option).get_command_line()
         header = getattr(option, "precompiled_header", None)
         if header:  # makes no difference to the object
             command = command.replace(header, "")
         versions = get_compiler_version_info(option.get_compiler()), *_TORCH
-        text = "\0".join((code, command.replace("-include ", ""), *versions))
+        text = "\0".join((self._runtime, command.replace("-include ", ""), *versions))
         path = Path(cache_dir(), _DIRECTORY, f"{hashlib.sha256(text.encode()).hexdigest()}.o")
         with contextlib.suppress(FileNotFoundError):
             os.utime(path)  # it is in use: not to be removed now to make room
@@ -90,7 +88,7 @@ class _Parts:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(dir=path.parent)
         try:
-            Path(scratch, "runtime.cpp").write_text(code)
+            Path(scratch, "runtime.cpp").write_text(self._runtime)
             CppBuilder("runtime", f"{scratch}/runtime.cpp", option, scratch).build()
             os.replace(f"{scratch}/runtime.o", path)
         finally:
