@@ -13,9 +13,9 @@ from ltc_core import metrics, native_extension, profiler, uninterrupted
 from ltc_core.api import c10d, closures, torch_compile
 from ltc_core.debug import explain, frequent
 from ltc_core.device import module, register
-from ltc_core.executors import host_memory, openmp
+from ltc_core.executors import artifacts, host_memory, openmp
 from ltc_core.executors.inductor import tier_report
-from ltc_core.executors.inductor.compiler import artifacts, service
+from ltc_core.executors.inductor.compiler import service
 from ltc_core.executors.reference import replay
 from ltc_core.ops import (
     as_strided,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ltc_core.executors.inductor.compiler.artifacts import WORK
+from ltc_core.executors.artifacts import WORK
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
 

@@ -33,9 +33,11 @@ ORDER = {
 
 # (file, what it imports inside a function) -> why that import cannot stand at the top.
 INSIDE_FUNCTIONS = {
-    ("ltc_core.executors.inductor.compiler.child", "ltc_core.executors.inductor.compiler.artifacts"): (
+    ("ltc_core.executors.inductor.compiler.child", "ltc_core.executors.artifacts"): (
         "it imports PyTorch: only after the process has lowered its priority and watches its parent"
     ),
+    ("ltc_core.executors", "ltc_core.executors.jax.executor"): "an optional dependency",
+    ("ltc_core.executors.jax.library", "jax"): "an optional dependency",
     ("ltc_core.api.torch_compile", "torch._dynamo.eval_frame"): "it takes seconds, and most scripts do not need it",
     ("ltc_dist.job.host_collectives", "numpy"): "an optional dependency",
     ("ltc_launch.cli", "ltc_launch.agent"): "a mistake on the command line is told before PyTorch is imported",
@@ -51,7 +53,10 @@ OF_THE_COMPILER = (
 )
 
 # What a file may not import: what is built on it, and what is no dependency in setup.cfg.
-FORBIDDEN = ("launch", "tests", "examples", "benchmarks", "numpy")
+OF_JAX = ("jax", "jaxlib", "ml_dtypes", "numpy")
+FORBIDDEN = ("launch", "tests", "examples", "benchmarks", *OF_JAX)
+# What is imported where LTC_EXECUTOR=jax only, with the packages of the extra `jax`.
+JAX_EXECUTOR = "ltc_core.executors.jax"
 
 
 class Import(NamedTuple):
@@ -158,10 +163,22 @@ def test_a_package_imports_nothing_of_what_is_built_on_it() -> None:
     packages = list(FOLDERS)
     for module, path in files().items():
         later = packages[packages.index(module.partition(".")[0]) + 1 :]
+        allowed = OF_JAX if is_of_jax(module) else ()
         for other in imports(module):
             if (module, other.name) not in INSIDE_FUNCTIONS:
                 top = other.name.partition(".")[0]
-                assert top not in (*later, *FORBIDDEN), f"{path}:{other.line} imports {other.name}"
+                forbidden = {*later, *FORBIDDEN} - {*allowed}
+                assert top not in forbidden, f"{path}:{other.line} imports {other.name}"
+
+
+def is_of_jax(module: str) -> bool:
+    return module.startswith(f"{JAX_EXECUTOR}.") and not module.endswith(".library")
+
+
+def test_the_modules_that_need_jax_are_imported_by_each_other_only() -> None:
+    own = {module for module in files() if is_of_jax(module)}
+    for module in files().keys() - own:
+        assert not reached_from(module) & own, module
 
 
 # -- cycles ----------------------------------------------------------------------------------------

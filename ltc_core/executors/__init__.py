@@ -8,6 +8,7 @@ from ltc_core.errors import DeviceError
 from ltc_core.executors.base import Executor
 from ltc_core.executors.hardware import hardware
 from ltc_core.executors.inductor.executor import InductorExecutor
+from ltc_core.executors.jax import library as jax_library
 from ltc_core.executors.null import NullExecutor
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.executors.torch_xla.executor import XlaExecutor
@@ -20,6 +21,7 @@ EXECUTORS: dict[str, Callable[[int], Executor]] = {
     "reference": lambda index: ReferenceExecutor(hardware(index)),
     "null": lambda index: NullExecutor(hardware(index)),
     "torch_xla": XlaExecutor,
+    "jax": lambda index: _jax_executor()(index),
 }
 
 
@@ -34,7 +36,7 @@ def make(index: int) -> Executor:
 
 def _chosen() -> str:
     name = settings.executor
-    if settings.device not in ("tpu", "xla") or name == "null":
+    if settings.device not in ("tpu", "xla") or name in ("null", "jax"):
         return name
     if name == "reference":
         raise DeviceError(
@@ -43,3 +45,10 @@ def _chosen() -> str:
             next="unset LTC_EXECUTOR, or LTC_DEVICE",
         )
     return "torch_xla"
+
+
+def _jax_executor() -> Callable[[int], Executor]:
+    jax_library.devices()  # says what is missing before the rest is imported
+    from ltc_core.executors.jax.executor import JaxExecutor
+
+    return JaxExecutor

@@ -21,7 +21,7 @@ from ltc_core.graph.passes import prune
 from ltc_core.program.scalar_inputs import takes_scalar
 from ltc_core.program.schedule import Kind, Stage
 
-__all__ = ["Subgraph", "subgraphs_of"]
+__all__ = ["Subgraph", "of_node", "subgraphs_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +123,18 @@ def subgraphs_of(
     if unseen:  # outputs of the graph that are inputs of it
         subgraphs.append(_Canonical(graph, metas, set(), varied, scalars).passing(sorted(unseen)))
     return subgraphs
+
+
+def of_node(subgraph: Subgraph, node: Node, metas: Mapping[int, TensorMeta]) -> Subgraph:
+    """A node of `subgraph`, whose values have `metas`, as a subgraph of its own with all its results as outputs."""
+    outputs = [node.first + i for i, meta in enumerate(node.outs) if meta is not None]
+    examples = [
+        kind() for kind in subgraph.scalar_types
+    ]  # its scalars stay inputs: only their types count
+    canonical = _Canonical(subgraph.graph, metas, set(metas), frozenset(), examples)
+    alone = canonical.subgraph(False, [node], outputs)
+    assert alone is not None
+    return alone
 
 
 def _views_of_others(

@@ -21,7 +21,7 @@ for name in ("ltc_core", "ltc_core.executors", "ltc_core.executors.inductor"):
 
 if IS_BARE:  # what ltc_core/setup.py does for the compile service
     service = importlib.import_module("ltc_core.executors.inductor.compiler.service")
-    artifacts = importlib.import_module("ltc_core.executors.inductor.compiler.artifacts")
+    artifacts = importlib.import_module("ltc_core.executors.artifacts")
     os.register_at_fork(after_in_child=artifacts.after_fork_in_child)
     os.register_at_fork(after_in_child=service.after_fork_in_child)
     atexit.register(service.at_exit)

@@ -156,7 +156,7 @@ def test_empty_is_unset():
     ("name", "text", "legal"),
     [
         ("LTC_FALLBACK", "maybe", "one of error, warn, allow"),
-        ("LTC_EXECUTOR", "Reference", "one of inductor, reference, null"),
+        ("LTC_EXECUTOR", "Reference", "one of inductor, jax, reference, null"),
         ("LTC_NUM_DEVICES", "0", "a whole number, at least 1"),
         ("LTC_NUM_DEVICES", "two", "a whole number, at least 1"),
         ("CPU_NUM_DEVICES", "1.5", "a whole number, at least 1"),

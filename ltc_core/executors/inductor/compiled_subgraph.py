@@ -14,13 +14,13 @@ import torch
 
 from ltc_core import metrics
 from ltc_core.executors.inductor.first_run import shared_outputs, wrong_output
-from ltc_core.executors.inductor.index_checks import find_bounds, in_bounds
 from ltc_core.executors.inductor.launcher import Mismatch, Model
 from ltc_core.executors.inductor.tier_report import recorded_at, refuse
 from ltc_core.executors.reference.eager_runner import EagerRunner
 from ltc_core.executors.reference.program import rest_runner
 from ltc_core.graph.ir import Graph
 from ltc_core.program.failure import SubgraphFailure
+from ltc_core.program.index_checks import find_bounds, in_bounds
 from ltc_core.program.partitioned import PartitionedProgram, SubgraphRunner
 from ltc_core.program.plan import plan
 from ltc_core.program.scalar_inputs import SCALAR_DTYPES, kinds

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ltc_core.executors.inductor.index_checks import find_bounds
 from ltc_core.graph import collective
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Lens, Node, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import open_lens
 from ltc_core.program.backend import Backend, divide
+from ltc_core.program.index_checks import find_bounds
 from ltc_core.program.passes.initial_state import without_operands
 from ltc_core.program.passes.layout import keep_channels_last
 from ltc_core.program.passes.overlap import overlap_reductions

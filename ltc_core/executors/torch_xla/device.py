@@ -1,6 +1,6 @@
 """A device of PJRT: uploads, fetches and copies of its data.
 
-Data on the device are torch_xla tensors; data that stay on the host are CPU tensors. Used by `launch` and `executor`.
+Data on the device are torch_xla tensors; data that stay on the host are CPU tensors. Used by `launch`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from ltc_core.errors import DeviceError, listed
+from ltc_core.executors.device_program import DeviceRuntime
 from ltc_core.executors.hardware import hardware_kind
 from ltc_core.executors.torch_xla import library
 from ltc_core.executors.torch_xla.collectives import Collectives
+from ltc_core.graph.ir import Node
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.settings import settings
 
@@ -34,7 +36,7 @@ _DTYPES = frozenset(
 TRACING = threading.RLock()
 
 
-class XlaDevice:
+class XlaDevice(DeviceRuntime):
     """One device of this process.
 
     Attributes:
@@ -67,11 +69,6 @@ class XlaDevice:
         self.collectives = Collectives(self.library, self.name)
 
     def stored(self, dtype: torch.dtype, where: str = "") -> torch.dtype:
-        """Dtype in which a tensor is stored.
-
-        Raises:
-            DeviceError: XLA has no such type.
-        """
         found = self.types.of(dtype)
         if found not in _DTYPES:
             raise DeviceError(
@@ -82,13 +79,17 @@ class XlaDevice:
             )
         return found
 
+    def is_on_host(self, data: Tensor) -> bool:
+        return data.device.type == "cpu"
+
+    def reduces_in_graph(self, node: Node) -> bool:
+        return self.collectives.reduces_in_graph(node)
+
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Upload CPU tensors in one transfer. They must not be overwritten afterwards."""
         found = self.library._xla_tensors_from_aten(list(tensors), [self.name] * len(tensors))
         return found  # type: ignore[no-any-return]
 
     def fetch(self, data: Sequence[Tensor]) -> list[Tensor]:
-        """Data as CPU tensors of the stored dtype, in one transfer. Cost: waits for the programs that compute them."""
         there = [k for k, d in enumerate(data) if d.device.type != "cpu"]
         found = list(data)
         if there:
@@ -98,7 +99,6 @@ class XlaDevice:
         return found
 
     def copy(self, data: Tensor) -> Tensor:
-        """Copy of data, on the device or on the host, where they are."""
         copied = data.clone()
         if copied.device.type != "cpu":
             with TRACING:

@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 
+from ltc_core.executors.device_program import Launch
 from ltc_core.executors.torch_xla.collectives import plan_of
 from ltc_core.executors.torch_xla.device import TRACING, XlaDevice
 from ltc_core.executors.torch_xla.lowering import LOWERING
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node, TensorMeta
 from ltc_core.program.lowering.decompositions import FOR_XLA
-from ltc_core.program.lowering.random_draws import DRAWS
+from ltc_core.program.lowering.random_draws import draw
 from ltc_core.program.lowering.retrace import Refused, Retrace
 from ltc_core.program.plan import plan
 from ltc_core.program.subgraph import Subgraph
 
-__all__ = ["Launch"]
+__all__ = ["XlaRuntime"]
 
 Tensor = torch.Tensor
 _BITS = torch.ops.aten.view.dtype
@@ -41,7 +42,7 @@ class _From(enum.Enum):
     CONSTANT = enum.auto()
 
 
-class Launch:
+class XlaLaunch(Launch):
     """The program of a subgraph: its inputs, and the source of each output.
 
     Args:
@@ -153,6 +154,20 @@ class Launch:
         return found
 
 
+class XlaRuntime(XlaDevice):
+    """A device of PJRT with its compiler."""
+
+    @property
+    def refused_ops(self) -> frozenset[str]:
+        return LOWERING.refused_ops
+
+    def refuses(self, node: Node, metas: Mapping[int, TensorMeta]) -> bool:
+        return LOWERING.refuses(node, metas)
+
+    def compile(self, subgraph: Subgraph, inputs: Sequence[Tensor]) -> Launch:
+        return XlaLaunch(subgraph, self, inputs)
+
+
 def _shape_of(graph: Graph) -> tuple[int, ...]:
     """Shape without elements that identifies a graph by 60 bits of its digest.
 
@@ -249,7 +264,7 @@ class _Retrace(Retrace):
 
     def call(self, node: Node, op: Callable[..., Any], args: list[Any], kwargs: Any) -> Any:
         if "generator" in kwargs:
-            return self._draw(node, args, kwargs)
+            return draw(node, args, kwargs)
         if node.op in collective.OPS:
             seen = [args[0]] if isinstance(args[0], Tensor) else args[0]
             line = collective.Route.of(args[-1]).line
@@ -262,18 +277,6 @@ class _Retrace(Retrace):
         rule = LOWERING.rule(node, self._metas)
         return (op if rule is None else rule)(*args, **kwargs)
 
-    def _draw(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Result of a random draw; the operands that the op writes are written."""
-        key = kwargs.pop("generator")
-        drawn = DRAWS[node.op](key, *args, **kwargs)
-        results = list(drawn) if isinstance(drawn, tuple) else [drawn]
-        written = [args[i] for i in _written(node.op) if i < len(args)]
-        # Operands that are not returned come last.
-        first = 0 if node.op._opname.endswith("_") else len(results) - len(written)
-        for target, numbers in zip(written, results[first:], strict=True):
-            target.copy_(numbers)
-        return written[0] if first == 0 and written else results[0]
-
     def laid_out(self, t: Tensor, meta: TensorMeta) -> Tensor:
         return t if t.dtype is meta.dtype else t.to(meta.dtype)
 
@@ -281,9 +284,3 @@ class _Retrace(Retrace):
         """Names of the ops that torch_xla has run on the host so far, with their counts."""
         names = [name for name in self._library._xla_counter_names() if name.startswith("aten::")]
         return {(name, self._library._xla_counter_value(name)) for name in names}
-
-
-def _written(op: torch._ops.OpOverload) -> list[int]:
-    """Positions of the operands that an op writes."""
-    infos = [a.alias_info for a in op._schema.arguments]
-    return [i for i, info in enumerate(infos) if info is not None and info.is_write]

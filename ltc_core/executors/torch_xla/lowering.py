@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
+from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.executors.torch_xla.rules import RULES
 from ltc_core.graph.arguments import leaves
-from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
+from ltc_core.graph.ir import Node, TensorMeta, Write
 
 __all__ = ["LOWERING"]
 
@@ -37,30 +38,12 @@ _COPIES = frozenset(
 )
 
 
-class _Noted:
-    """A set of ops, and of calls of ops. Calls with equal shapes, dtypes and arguments are one call."""
-
-    def __init__(self) -> None:
-        self.ops: set[_Op] = set()
-        self._calls: set[tuple[Any, ...]] = set()
-        self._ops_of_calls: set[_Op] = set()
-
-    def note_call(self, node: Node, metas: _Metas) -> None:
-        self._calls.add(_call(node, metas))
-        self._ops_of_calls.add(node.op)
-
-    def has(self, node: Node, metas: _Metas) -> bool:
-        if node.op in self.ops:
-            return True
-        return node.op in self._ops_of_calls and _call(node, metas) in self._calls
-
-
 class _Lowering:
     """What is known of torch_xla's lowerings so far; one for the process."""
 
     def __init__(self) -> None:
-        self._refused = _Noted()  # run on the host
-        self._decomposed = _Noted()  # traced as PyTorch's decomposition
+        self._refused = NotedCalls()  # run on the host
+        self._decomposed = NotedCalls()  # traced as PyTorch's decomposition
 
     @property
     def refused_ops(self) -> frozenset[str]:
@@ -103,24 +86,6 @@ class _Lowering:
 def _writes_through_copy(node: Node) -> bool:
     items = leaves(node.args, *node.kwargs.values())
     return any(s.op in _COPIES for item in items if type(item) is Write for s in item.lens)
-
-
-def _call(node: Node, metas: _Metas) -> tuple[Any, ...]:
-    """Key of a call: op and arguments, with metas in place of the operands."""
-
-    def described(item: Any) -> Any:
-        if isinstance(item, Ref):
-            return metas.get(item)
-        if isinstance(item, Write):
-            return metas.get(node.writes[item.base]), str(item.lens)
-        if isinstance(item, Scalar):
-            return Scalar
-        if isinstance(item, list | tuple):
-            return tuple(map(described, item))
-        return repr(item)
-
-    named = tuple((name, described(item)) for name, item in node.kwargs.items())
-    return node.op, described(node.args), named
 
 
 LOWERING = _Lowering()

@@ -2,7 +2,7 @@
 
 A rule of `DRAWS` computes an op's random numbers from a key: `threefry` makes two random words of it for each element.
 Most numbers use one word; normal and Cauchy numbers, float64, permutations and integers outside of int32 use both.
-Used by `random_keys`, which adds the keys to a graph, and by `executors.torch_xla.launch`, which calls the rules.
+Used by `random_keys`, which adds the keys to a graph, and by the executors that call the rules by `draw`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltc_core.graph.ir import Node
 from ltc_core.program.lowering.threefry import constant, count, upper_bits, words
 
-__all__ = ["DRAWS"]
+__all__ = ["DRAWS", "draw"]
 
 aten = torch.ops.aten
 ScalarLike = float | Tensor  # a scalar that is an input of the program is a 0-dim tensor
@@ -401,3 +402,22 @@ def _present() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
 # Op -> rule. A rule takes the key and the op's arguments without the generator, and writes none of them. It returns new
 # tensors: the op's results, then the new values of operands that the op writes but does not return.
 DRAWS: dict[torch._ops.OpOverload, Callable[..., Any]] = _present()
+
+
+def draw(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Result of a random op whose generator is a key; the operands that the op writes are written."""
+    key = kwargs.pop("generator")
+    drawn = DRAWS[node.op](key, *args, **kwargs)
+    results = list(drawn) if isinstance(drawn, tuple) else [drawn]
+    written = [args[i] for i in _written(node.op) if i < len(args)]
+    # Operands that are not returned come last.
+    first = 0 if node.op._opname.endswith("_") else len(results) - len(written)
+    for target, numbers in zip(written, results[first:], strict=True):
+        target.copy_(numbers)
+    return written[0] if first == 0 and written else results[0]
+
+
+def _written(op: torch._ops.OpOverload) -> list[int]:
+    """Positions of the operands that an op writes."""
+    infos = [a.alias_info for a in op._schema.arguments]
+    return [i for i, info in enumerate(infos) if info is not None and info.is_write]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ltc_core.executors.inductor.compiler.artifacts import Artifacts
+    from ltc_core.executors.artifacts import Artifacts
 
 _WATCH_MS = 500
 # While a training step keeps all cores busy, nice 10 gets a tenth of a core and SCHED_IDLE less than a hundredth: a
@@ -51,7 +51,7 @@ def main(connection_number: str, parent: str, priority: str) -> None:
     sys.path[:] = config["path"]
     try:
         build = _find_builder(config["builder"])
-        from ltc_core.executors.inductor.compiler.artifacts import Artifacts
+        from ltc_core.executors.artifacts import Artifacts
     except BaseException as error:  # any error means that there is no compiler
         traceback.print_exc()
         connection.send(("unusable", _reason(error)))

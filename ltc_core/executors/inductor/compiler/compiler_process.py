@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ltc_core.executors.inductor.compiler.artifacts import WORK
+from ltc_core.executors.artifacts import WORK
 from ltc_core.executors.inductor.compiler.compiler_variables import compiler_variables, is_decisive
 from ltc_core.settings import settings
 

@@ -23,6 +23,7 @@ import torch
 
 from ltc_core.executors.inductor.compiler.compiler_variables import compiler_variables
 from ltc_core.executors.inductor.numeric_flags import NumericFlags
+from ltc_core.executors.processor import processor
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.program.lowering.retrace import Refused
 from ltc_core.program.subgraph import Subgraph
@@ -36,6 +37,7 @@ _SOURCES = (
     "graph/*.py",
     "program/*.py",
     "program/lowering/*.py",
+    "executors/processor.py",
     "executors/inductor/lowering/*.py",
     "executors/inductor/numeric_flags.py",
     "executors/inductor/compiler/build_artifact.py",
@@ -118,23 +120,12 @@ def _environment() -> str:
         (
             torch.__version__,
             platform.machine(),
-            _processor(),
+            processor(),
             _compiler(),
             _sources(),
             *(f"{name}={value}" for name, value in compiler_variables().items()),
         )
     )
-
-
-def _processor() -> str:
-    """Digest of the processor's model and features: programs are compiled for this processor."""
-    try:
-        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return torch.backends.cpu.get_cpu_capability()
-    wanted = ("model name", "flags", "Features")
-    about = sorted({row for row in rows if row.startswith(wanted)})
-    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
 
 
 def _compiler() -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ltc_core import metrics
-from ltc_core.executors.inductor.compiler.artifacts import Artifacts
+from ltc_core.executors.artifacts import Artifacts
 from ltc_core.executors.inductor.compiler.compiler_process import Answer, CompilerProcess
 from ltc_core.settings import settings
 

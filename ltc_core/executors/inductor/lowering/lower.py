@@ -18,7 +18,6 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from ltc_core.executors.inductor.lowering.exact import exact_decompositions
@@ -26,7 +25,8 @@ from ltc_core.executors.inductor.lowering.gemm import use_onednn
 from ltc_core.executors.inductor.lowering.own_memory import before_writes, own
 from ltc_core.graph.ir import Graph, Node, TensorMeta
 from ltc_core.program.lowering.decompositions import FOR_INDUCTOR
-from ltc_core.program.lowering.retrace import Refused, Retrace
+from ltc_core.program.lowering.functional import trace
+from ltc_core.program.lowering.retrace import Retrace
 from ltc_core.program.plan import plan
 from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.subgraph import Subgraph
@@ -73,32 +73,13 @@ def lower(subgraph: Subgraph, device: str) -> Lowered:
     with mode:
         fakes = [_fake(meta, device) for meta in subgraph.graph.inputs.values()]
         fakes += [_fake(meta, device) for meta in vector_metas(subgraph.scalar_types)]
-    module = _traced(_Retrace(subgraph, memory.copied, device).run, fakes, mode)
-    if _writing(module):  # decompositions run after functionalization, so their writes are left
-        module = _traced(module, fakes, mode)
-        left = _writing(module)
-        if left:
-            raise Refused(str(left[0]), "it writes in a way that cannot be made functional")
+    run = _Retrace(subgraph, memory.copied, device).run
+    module = trace(run, fakes, mode, exact_decompositions(select_decomp_table()))
     _merge_equal_calls(module)
     use_onednn(module)
     _write_numbers_out(module)
     returned = _write_back(module, subgraph.graph, memory.reuses, mode)
     return Lowered(module, fakes, returned, mode)
-
-
-def _traced(run: Callable[..., Any], fakes: list[Tensor], mode: FakeTensorMode) -> GraphModule:
-    with torch.no_grad(), mode:
-        return make_fx(
-            torch.func.functionalize(run, remove="mutations"),
-            decomposition_table=exact_decompositions(select_decomp_table()),
-            tracing_mode="real",
-        )(*fakes)
-
-
-def _writing(module: GraphModule) -> list[torch._ops.OpOverload]:
-    """Ops of a traced graph that write. The compiler removes clones, so such a write would overwrite inputs."""
-    ops = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-    return [op for op in ops if op._schema.is_mutable]
 
 
 class _MinusZero(float):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from ltc_core.executors.artifacts import Artifacts
 from ltc_core.executors.inductor.compiler import child
-from ltc_core.executors.inductor.compiler.artifacts import Artifacts
 from ltc_core.executors.inductor.compiler.request import Request, encode, key
 from ltc_core.executors.inductor.lowering.own_memory_lowering import AliasingError, Lowerings
 from ltc_core.executors.inductor.numeric_flags import NumericFlags

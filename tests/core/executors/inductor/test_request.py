@@ -164,7 +164,7 @@ def test_another_process_finds_the_same_key() -> None:
     assert found == {key(make_request(donated=frozenset({0, 1})))}
 
 
-@pytest.mark.parametrize("what", ["_processor", "_compiler", "_sources"])
+@pytest.mark.parametrize("what", ["processor", "_compiler", "_sources"])
 def test_another_machine_compiler_or_source_has_another_key(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

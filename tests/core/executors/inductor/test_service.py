@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ltc_core import metrics
+from ltc_core.executors.artifacts import Artifacts
 from ltc_core.executors.inductor.compiler import service as module
-from ltc_core.executors.inductor.compiler.artifacts import Artifacts
 from ltc_core.executors.inductor.compiler.service import CompileService, Outcome
 from ltc_core.settings import settings
 from tests.core.executors.inductor.fake_builder import BUILDER, LIBRARY, request

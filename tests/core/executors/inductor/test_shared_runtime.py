@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ltc_core.executors.inductor.compiler.artifacts import WORK
+from ltc_core.executors.artifacts import WORK
 from tests.compiled_cache import empty_cache
 from tests.core import child
 

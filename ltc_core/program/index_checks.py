@@ -17,7 +17,7 @@ import torch
 from ltc_core.graph.ir import Graph, Node, TensorMeta, Write, references
 from ltc_core.graph.lens import apply_lens
 
-__all__ = ["Bound", "find_bounds", "in_bounds"]
+__all__ = ["Bound", "checks_of", "find_bounds", "in_bounds"]
 
 aten = torch.ops.aten
 
@@ -135,19 +135,22 @@ def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
     bounds: dict[Bound, None] = {}
     unknown = set()
     for at, node in enumerate(graph.nodes):
-        find = _INDEXED.get(node.op._opname.rstrip("_"))
-        if find is None:
-            continue
-        args = [_read(node, a, metas) for a in node.args]
-        for index, low, high, also_legal in find(args, metas):
-            if metas[index].dtype is torch.bool:
-                continue
+        for index, low, high, also_legal in checks_of(node, metas):
             source = _source(index, maker, metas, high)
             if source is None:
                 unknown.add(at)
             elif source >= 0:
                 bounds[Bound(source, low, high, also_legal)] = None
     return list(bounds), unknown
+
+
+def checks_of(node: Node, metas: Metas) -> list[Bound]:
+    """Legal values of the index operands of a node."""
+    find = _INDEXED.get(node.op._opname.rstrip("_"))
+    if find is None:
+        return []
+    found = find([_read(node, a, metas) for a in node.args], metas)
+    return [Bound(*row) for row in found if metas[row[0]].dtype is not torch.bool]
 
 
 def _read(node: Node, item: Any, metas: Metas) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ltc_core import metrics
-from ltc_core.executors.inductor.compiler import artifacts as module
-from ltc_core.executors.inductor.compiler.artifacts import WORK, Artifacts
+from ltc_core.executors import artifacts as module
+from ltc_core.executors.artifacts import WORK, Artifacts
 from tests.core import child
 
 KEY = "a" * 64
@@ -27,7 +27,7 @@ PRELUDE = """
 import os, time
 from pathlib import Path
 from tests.core import bare_package
-from ltc_core.executors.inductor.compiler.artifacts import Artifacts
+from ltc_core.executors.artifacts import Artifacts
 artifacts = Artifacts(Path(os.environ["ROOT"]))
 """
 

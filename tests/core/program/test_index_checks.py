@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from ltc_core.executors.inductor import index_checks
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
-from ltc_core.executors.inductor.index_checks import Bound, find_bounds, in_bounds
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta, ViewStep, Write
+from ltc_core.program import index_checks
 from ltc_core.program.failure import NodeFailure
+from ltc_core.program.index_checks import Bound, find_bounds, in_bounds
 from ltc_core.program.partitioned import PartitionedProgram
 from tests.core.stand_ins import ended
 

@@ -1,0 +1,376 @@
+"""Programs on a device with memory of its own: compiled subgraphs there, and the rest on the host between them.
+
+A graph is split into subgraphs, most often one. Scalars and the keys of random draws are inputs of the compiled ones,
+uploaded in one transfer. Ops that the device's compiler does not take, and collectives that cannot be in a program, run
+on the host. States of random streams stay on the host. `DeviceRuntime` is what a device does for that; each executor of
+such devices has one.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import weakref
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from ltc_core import metrics
+from ltc_core.errors import CollectiveError
+from ltc_core.executors.base import CPU
+from ltc_core.executors.reference.program import ReferenceProgram
+from ltc_core.graph import collective
+from ltc_core.graph.ir import Graph, Node, TensorMeta
+from ltc_core.graph.passes import origins
+from ltc_core.program.backend import Backend, divide
+from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
+from ltc_core.program.lowering.retrace import Refused
+from ltc_core.program.partitioned import PartitionedProgram, SubgraphRunner
+from ltc_core.program.passes import random_keys
+from ltc_core.program.passes.initial_state import initial_values, without_operands
+from ltc_core.program.passes.narrow_dtypes import StorageTypes
+from ltc_core.program.plan import plan
+from ltc_core.program.program import Program
+from ltc_core.program.scalar_inputs import SCALAR_DTYPES, kinds
+from ltc_core.program.specialize import Specialized
+from ltc_core.program.subgraph import Subgraph
+from ltc_core.settings import settings
+
+__all__ = ["DeviceProgram", "DeviceRuntime", "IndexOutOfRange", "Launch"]
+
+Tensor = torch.Tensor
+
+# Programs kept for one graph: each is compiled for other values of the scalars that are constants.
+_MAX_PROGRAMS = 16
+# In this many first runs of a graph, its initial values, such as an optimizer's zeros, are made on the host.
+_FIRST_RUNS = 3
+
+
+class IndexOutOfRange(Exception):
+    """An index among the inputs is out of range; nothing has run."""
+
+
+class Launch(abc.ABC):
+    """The compiled program of a subgraph."""
+
+    @abc.abstractmethod
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Data of the subgraph's outputs, from that of its inputs, then of the vectors of its scalars.
+
+        Raises:
+            IndexOutOfRange: nothing has run; run op by op, the op at fault raises its own error.
+            IndexError, RuntimeError: it failed; donated inputs may be overwritten.
+        """
+
+
+class DeviceRuntime(abc.ABC):
+    """What a device does for its programs: transfers, and compiling.
+
+    Data that stay on the host are CPU tensors; those on the device are what `send` returns.
+
+    Attributes:
+        name: unique name of the device in this process.
+        types: the dtype in which a tensor of each dtype is stored.
+        refused_ops: names of the ops that always run on the host.
+    """
+
+    name: str
+    types: StorageTypes
+
+    @property
+    @abc.abstractmethod
+    def refused_ops(self) -> frozenset[str]: ...
+
+    @abc.abstractmethod
+    def stored(self, dtype: torch.dtype, where: str = "") -> torch.dtype:
+        """Dtype in which a tensor is stored.
+
+        Raises:
+            DeviceError: the device has no such type; `where` is the user's line.
+        """
+
+    @abc.abstractmethod
+    def is_on_host(self, data: Any) -> bool:
+        """Whether data are a CPU tensor."""
+
+    @abc.abstractmethod
+    def send(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Upload CPU tensors in one transfer. They must not be overwritten afterwards."""
+
+    @abc.abstractmethod
+    def fetch(self, data: Sequence[Any]) -> list[Tensor]:
+        """Data as CPU tensors of the stored dtype, in one transfer. Cost: waits for the programs that compute them."""
+
+    @abc.abstractmethod
+    def copy(self, data: Any) -> Any:
+        """Copy of data, on the device or on the host, where they are."""
+
+    @abc.abstractmethod
+    def refuses(self, node: Node, metas: Mapping[int, TensorMeta]) -> bool:
+        """Whether the device's compiler is known not to take a node."""
+
+    @abc.abstractmethod
+    def reduces_in_graph(self, node: Node) -> bool:
+        """Whether a node's collective can be an op of a program."""
+
+    @abc.abstractmethod
+    def compile(self, subgraph: Subgraph, inputs: Sequence[Any]) -> Launch:
+        """Compile a subgraph for inputs like these, which are on the device.
+
+        Raises:
+            Refused: the compiler does not take a node; `refuses` is true of it from now on.
+            RuntimeError: it cannot be compiled.
+        """
+
+
+# (device, digest of a subgraph's text) -> its compiled program: equal subgraphs share it.
+_launches: weakref.WeakValueDictionary[tuple[str, str], Launch] = weakref.WeakValueDictionary()
+
+
+class DeviceProgram(Program):
+    """A graph that is compiled at its first run: only then are its scalars known, of which some become constants.
+
+    Raises:
+        DeviceError: a value of the graph has a dtype that the device has not.
+    """
+
+    def __init__(self, graph: Graph, device: DeviceRuntime) -> None:
+        for node in graph.nodes:
+            for meta in node.outs:
+                if meta is not None:
+                    device.stored(meta.dtype, node.line)
+        graph = without_operands(device.types.rewrite_all(graph))
+        memory = plan(graph)
+        self.peak_bytes = memory.peak_bytes
+        self.reuses = memory.reuses
+        self._graph = graph
+        self._device = device
+        self._programs: Specialized[None] = Specialized(_MAX_PROGRAMS)
+        self._firsts = initial_values(graph)
+        self._runs = 0
+
+    def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        self._runs += 1
+        if self._runs > _FIRST_RUNS and self._firsts:
+            self._firsts.clear()  # the graph is no first step: it makes its initial values in each run
+            self._programs.clear()
+        compiled = self._programs.find(scalars, None)
+        if compiled is None:
+            compiled = self._make(scalars)
+        return compiled.run(inputs, scalars)
+
+    def _make(self, scalars: Sequence[Any]) -> PartitionedProgram:
+        """Program for these scalars; those that have changed between runs are inputs, if their ops allow it."""
+        self._programs.note(scalars)
+        varied = self._programs.varied
+        compiled = _partitioned(self._graph, scalars, varied, self._device, self._firsts)
+        self._programs.add(compiled, None)
+        return compiled
+
+    def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
+        given = dict(zip(self._graph.inputs, inputs, strict=True))
+        chains = origins(self._graph.nodes, self._graph.outputs)
+        kept = {}
+        for output, versions in chains.items():
+            data = given.get((output, *versions)[-1])
+            if data is not None:
+                kept[output] = self._device.copy(data)
+        return Salvaged(kept, frozenset(output for output in kept if chains[output]), {})
+
+
+class _Backend(Backend):
+    """How a device compiles graphs.
+
+    Args:
+        firsts: first values of the nodes that make initial values. They run on the host, so that the compiled subgraphs
+            of a first step are those of later steps, where the values are inputs.
+    """
+
+    def __init__(self, device: DeviceRuntime, firsts: Set[int]) -> None:
+        self._device = device
+        self._firsts = firsts
+        self.passes = (self._with_keys,) if settings.random == "device" else ()
+
+    def refuses(self, graph: Graph, scalars: Sequence[Any]) -> dict[int, str]:
+        found = dict.fromkeys(self.has_no_view(graph), "the compiler does not take it")
+        for at, node in enumerate(graph.nodes):
+            if _runs_on_host(node, self._device):
+                found[at] = "it runs on the host"
+            elif node.first in self._firsts:
+                found[at] = "it makes an initial value"
+        return found
+
+    def has_no_view(self, graph: Graph) -> Set[int]:
+        metas = graph.metas()
+        return {at for at, node in enumerate(graph.nodes) if self._device.refuses(node, metas)}
+
+    def _with_keys(self, graph: Graph) -> Graph:
+        return random_keys.with_keys(graph, self._device.refused_ops)
+
+
+def _partitioned(
+    graph: Graph,
+    scalars: Sequence[Any],
+    varied: frozenset[int],
+    device: DeviceRuntime,
+    firsts: Set[int] = frozenset(),
+) -> PartitionedProgram:
+    """Program of a graph; `firsts` are the positions of the nodes that make initial values."""
+    backend = _Backend(device, {graph.nodes[at].first for at in firsts})
+    graph, subgraphs = divide(graph, backend, scalars, varied)
+    of_host = random_keys.of_host(graph)
+    runners = [
+        _Compiled(subgraph, device) if subgraph.compiled else _Host(subgraph, device, of_host)
+        for subgraph in subgraphs
+    ]
+    return PartitionedProgram(graph, runners, memory_of=id)
+
+
+def _runs_on_host(node: Node, device: DeviceRuntime) -> bool:
+    if node.op in collective.OPS:
+        return not device.reduces_in_graph(node)
+    return node.op is random_keys.NEXT_KEY or random_keys.is_draw(node)
+
+
+class _Host(SubgraphRunner):
+    """Runs a subgraph op by op on the host. Results in `of_host` stay there, others are uploaded."""
+
+    def __init__(self, subgraph: Subgraph, device: DeviceRuntime, of_host: frozenset[int]) -> None:
+        super().__init__(subgraph)
+        self._device = device
+        # The graph has stored dtypes already. `StorageTypes` runs ops without a kernel for a narrow dtype in float32.
+        self._program = ReferenceProgram(
+            subgraph.graph, plan(subgraph.graph), StorageTypes({}), CPU
+        )
+        self._sent = [k for k, value in enumerate(subgraph.outputs) if value not in of_host]
+        metas = subgraph.graph.metas()
+        self._fallbacks = [
+            f"aten::{node.op._opname}"
+            for node in subgraph.graph.nodes
+            if device.refuses(node, metas)
+        ]
+
+    def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        subgraph = self.subgraph
+        for name in self._fallbacks:
+            metrics.count(name)
+        given = [values[i] for i in subgraph.inputs]
+        try:
+            results = self._program.run_or_stop(
+                self._device.fetch(given), [scalars[k] for k in subgraph.scalars]
+            )
+        except SubgraphFailure as failure:  # its inputs are still on the device
+            failure.values.update(zip(subgraph.graph.inputs, given, strict=True))
+            raise
+        if self._sent:
+            sent = self._device.send([results[k] for k in self._sent])
+            for k, data in zip(self._sent, sent, strict=True):
+                results[k] = data
+        values.update(zip(subgraph.outputs, results, strict=True))
+
+
+class _Compiled(SubgraphRunner):
+    """Runs a subgraph as one program. If the compiler turns out not to take an op of it, it is split again."""
+
+    def __init__(self, subgraph: Subgraph, device: DeviceRuntime) -> None:
+        super().__init__(subgraph)
+        self._device = device
+        self._launch: Launch | None = None
+        self._partitioned: PartitionedProgram | None = None
+        typed = list(zip(subgraph.scalars, subgraph.scalar_types, strict=True))
+        self._vectors = [
+            (SCALAR_DTYPES[kind], [k for k, t in typed if t is kind])
+            for kind in kinds(subgraph.scalar_types)
+        ]
+        self._numbers: list[tuple[Any, ...]] = []  # the scalars in `_vectors_sent`
+        self._vectors_sent: list[Any] = []
+
+    def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+        subgraph = self.subgraph
+        given = [values[i] for i in subgraph.inputs]
+        if self._partitioned is None:
+            inputs = self._on_device(given, scalars)
+            try:
+                results = self._launched(inputs)
+            except SubgraphFailure as failure:
+                is_written = self._launch is not None and not isinstance(
+                    failure.__cause__, CollectiveError
+                )
+                failure.values.update(self._kept(given, is_written))
+                raise
+            except IndexOutOfRange:
+                return _Host(subgraph, self._device, frozenset()).run(values, scalars)
+            except Refused:  # the device has noted the op
+                numbers = [scalars[k] for k in subgraph.scalars]
+                varied = frozenset(range(len(numbers)))
+                self._partitioned = _partitioned(subgraph.graph, numbers, varied, self._device)
+        if self._partitioned is not None:
+            numbers = [scalars[k] for k in subgraph.scalars]
+            try:
+                results = self._partitioned.run(given, numbers)
+            except NodeFailure as failure:
+                raise self._failure_of(failure, given) from failure.__cause__
+        values.update(zip(subgraph.outputs, results, strict=True))
+
+    def _kept(self, given: Sequence[Any], is_written: bool) -> dict[int, Any]:
+        """Number -> data of the inputs; if `is_written`, without the donated ones, which may be overwritten."""
+        graph = self.subgraph.graph
+        return {
+            number: data
+            for number, data in zip(graph.inputs, given, strict=True)
+            if not (is_written and number in graph.donated)
+        }
+
+    def _failure_of(self, failure: NodeFailure, given: Sequence[Any]) -> SubgraphFailure:
+        """The `SubgraphFailure` of a split subgraph; an output's earlier version is stored as the input it was."""
+        graph = self.subgraph.graph
+        chains = origins(graph.nodes, graph.outputs)
+        left = {
+            (chains[output][-1] if output in failure.left.older else output): data
+            for output, data in failure.left.data.items()
+        }
+        node = failure.node if failure.node in graph.nodes else None
+        return SubgraphFailure(node, {**self._kept(given, is_written=True), **left})
+
+    def _on_device(self, given: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        """Inputs of the program, with the vectors of scalars; those on the host are uploaded in one transfer."""
+        numbers = [tuple(scalars[k] for k in positions) for _, positions in self._vectors]
+        are_new = numbers != self._numbers
+        vectors: list[Any] = self._vectors_sent
+        if are_new:
+            vectors = [
+                torch.tensor(row, dtype=dtype)
+                for row, (dtype, _) in zip(numbers, self._vectors, strict=True)
+            ]
+        inputs = [*given, *vectors]
+        here = [k for k, data in enumerate(inputs) if self._device.is_on_host(data)]
+        if here:
+            for k, data in zip(here, self._device.send([inputs[k] for k in here]), strict=True):
+                inputs[k] = data
+        self._numbers, self._vectors_sent = numbers, inputs[len(given) :]
+        return inputs
+
+    def _launched(self, inputs: list[Any]) -> list[Any]:
+        """Results of the program, which is compiled at the first call.
+
+        Raises:
+            Refused: the compiler does not take an op; nothing has run.
+            SubgraphFailure: the program could not be compiled, or it failed.
+        """
+        try:
+            if self._launch is None:
+                self._launch = self._compiled(inputs)
+            return self._launch.run(inputs)
+        except Refused:
+            raise
+        except (IndexError, RuntimeError) as error:
+            raise SubgraphFailure(None, {}) from error
+
+    def _compiled(self, inputs: list[Any]) -> Launch:
+        text = hashlib.sha256(self.subgraph.text().encode()).hexdigest()
+        found = _launches.get((self._device.name, text))
+        if found is None:
+            found = _launches[self._device.name, text] = self._device.compile(self.subgraph, inputs)
+            metrics.count("CompiledProgram")
+        return found

@@ -1,0 +1,135 @@
+"""A device of JAX: transfers, and programs.
+
+Data on the device are `jax.Array`s; data that stay on the host are CPU tensors. On a CPU both can be the same memory:
+data are copied so that neither side sees writes of the other. Used by `executor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax import numpy as jnp
+
+from ltc_core.errors import DeviceError, listed
+from ltc_core.executors.device_program import DeviceRuntime, Launch
+from ltc_core.executors.jax.cache import ProgramsOnDisk
+from ltc_core.executors.jax.launch import JaxLaunch
+from ltc_core.executors.jax.library import devices, wide_types
+from ltc_core.executors.jax.lowering import LOWERING
+from ltc_core.executors.jax.table import dtype_of
+from ltc_core.graph.ir import Node, TensorMeta
+from ltc_core.program.passes.narrow_dtypes import StorageTypes
+from ltc_core.program.subgraph import Subgraph
+from ltc_core.settings import settings
+
+__all__ = ["JaxDevice"]
+
+Tensor = torch.Tensor
+_NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class JaxDevice(DeviceRuntime):
+    """One device of this process.
+
+    Args:
+        index: index of the device in this process.
+
+    Raises:
+        DeviceError: JAX cannot be loaded, or has no such device.
+    """
+
+    def __init__(self, index: int) -> None:
+        found = devices()
+        if index >= len(found):
+            raise DeviceError(
+                f"{settings.device_name}:{index} has no device of JAX",
+                got=f"{len(found)} in this process: {listed(list(map(str, found)))}",
+                next="lower LTC_NUM_DEVICES, or set it before anything uses JAX",
+            )
+        self.device = found[index]
+        self.name = f"jax:{index}"
+        self.index = index
+        self._is_cpu = self.device.platform == "cpu"
+        self.types = _types(self.device.platform)
+        self._on_disk = ProgramsOnDisk(self.device)
+
+    @property
+    def refused_ops(self) -> frozenset[str]:
+        return LOWERING.refused_ops
+
+    def refuses(self, node: Node, metas: Mapping[int, TensorMeta]) -> bool:
+        return LOWERING.refuses(node, metas)
+
+    def reduces_in_graph(self, node: Node) -> bool:
+        return False
+
+    def stored(self, dtype: torch.dtype, where: str = "") -> torch.dtype:
+        found = self.types.of(dtype)
+        try:
+            dtype_of(found)
+        except NotImplementedError as error:
+            raise DeviceError(
+                f"a tensor of {dtype} cannot be on {settings.device_name}:{self.index}: JAX has no such type",
+                got=str(dtype),
+                where=where,
+                next="convert it on the CPU, or keep it there",
+            ) from error
+        return found
+
+    def is_on_host(self, data: Any) -> bool:
+        return isinstance(data, Tensor)
+
+    def send(self, tensors: Sequence[Tensor]) -> list[Any]:
+        with wide_types():
+            arrays = [self._array(t) for t in tensors]
+            # Never the tensor's own memory: a program that donates it would write there.
+            return jax.device_put(arrays, self.device, may_alias=False)  # type: ignore[no-any-return]
+
+    def _array(self, t: Tensor) -> Any:
+        t = t.detach().contiguous()
+        if t.dtype in _NOT_OF_NUMPY:
+            bits = torch.int16 if t.dtype.itemsize == 2 else torch.uint8
+            return t.view(bits).numpy().view(dtype_of(t.dtype))
+        return t.resolve_conj().resolve_neg().numpy()
+
+    def fetch(self, data: Sequence[Any]) -> list[Tensor]:
+        there = [d for d in data if not self.is_on_host(d)]
+        jax.block_until_ready(there)
+        return [d if self.is_on_host(d) else self._fetched(d) for d in data]
+
+    def _fetched(self, data: Any) -> Tensor:
+        if self._is_cpu:
+            return self.shown(data).clone()
+        found = np.array(jax.device_get(data))
+        if found.dtype.kind == "V":  # a type of `ml_dtypes`
+            dtype = next(t for t in _NOT_OF_NUMPY if dtype_of(t) == found.dtype)
+            return torch.from_numpy(found.view(np.int16 if found.itemsize == 2 else np.uint8)).view(
+                dtype
+            )
+        return torch.from_numpy(found)
+
+    def shown(self, data: Any) -> Tensor:
+        """Data of a CPU device as a tensor in the same memory. Drop it soon: memory that is seen is not donated."""
+        return data if self.is_on_host(data) else torch.utils.dlpack.from_dlpack(data)
+
+    def copy(self, data: Any) -> Any:
+        if self.is_on_host(data):
+            return data.clone()
+        with wide_types():
+            return jnp.copy(data)
+
+    def compile(self, subgraph: Subgraph, inputs: Sequence[Any]) -> Launch:
+        return JaxLaunch(subgraph, self.device, self._on_disk, self.shown if self._is_cpu else None)
+
+
+def _types(platform: str) -> StorageTypes:
+    """Stored types: PyTorch's on a CPU and a GPU; a TPU has no float64."""
+    if platform == "tpu":
+        return StorageTypes.for_xla()
+    asked = StorageTypes.from_settings()
+    halves = {torch.complex32: torch.complex64}
+    return StorageTypes({**halves, **(asked.stored if asked is not None else {})})

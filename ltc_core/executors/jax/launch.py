@@ -1,0 +1,142 @@
+"""A subgraph as one program of XLA, compiled by JAX before its first run.
+
+The memory of donated inputs is reused for the outputs that the plan names: JAX pairs donated inputs and outputs of
+equal type in order, so both are passed in the plan's order. Used by `device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax import numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from ltc_core.executors.device_program import IndexOutOfRange, Launch
+from ltc_core.executors.jax.cache import ProgramsOnDisk
+from ltc_core.executors.jax.library import wide_types
+from ltc_core.executors.jax.lowering import function_of
+from ltc_core.executors.jax.table import dtype_of
+from ltc_core.program.index_checks import find_bounds, in_bounds
+from ltc_core.program.plan import plan
+from ltc_core.program.scalar_inputs import vector_metas
+from ltc_core.program.subgraph import Subgraph
+
+__all__ = ["JaxLaunch"]
+
+
+class JaxLaunch(Launch):
+    """The program of a subgraph.
+
+    Args:
+        subgraph: the subgraph.
+        device: JAX's device.
+        on_disk: the programs of this device that earlier processes have compiled.
+        shown: shows data of the device as tensors, to check indices before a run; None if that costs a transfer. Then
+            indices are not checked, and moved into their range.
+
+    Raises:
+        Refused: a node has no rule.
+        RuntimeError: XLA cannot compile the program.
+    """
+
+    def __init__(
+        self,
+        subgraph: Subgraph,
+        device: Any,
+        on_disk: ProgramsOnDisk,
+        shown: Callable[[Any], torch.Tensor] | None,
+    ) -> None:
+        graph = subgraph.graph
+        bounds, unknown = find_bounds(graph)
+        self._shown = shown
+        self._bounds = bounds if shown is not None else []
+        self._nodes = [graph.nodes[at] for at in sorted(unknown)] if shown is not None else []
+        checked = sorted(unknown) if shown is not None else []
+        self._count = len(graph.outputs)
+        reused = {i: output for output, i in plan(graph).reuses.items()}
+        self._order = _order(subgraph, reused)
+        self._results = _results(graph.outputs, reused, self._order, list(graph.inputs))
+        run = function_of(subgraph, checked)
+        inverse = _inverse(self._order)
+        copied = _copied(graph.outputs, list(graph.inputs))
+
+        def ordered(*inputs: Any) -> list[Any]:
+            found = run(*(inputs[k] for k in inverse))
+            outputs = [jnp.copy(x) if k in copied else x for k, x in enumerate(found)]
+            return [outputs[k] for k in self._results] + outputs[self._count :]
+
+        metas = [*graph.inputs.values(), *vector_metas(subgraph.scalar_types)]
+        sharding = SingleDeviceSharding(device)
+        given = [
+            jax.ShapeDtypeStruct(tuple(metas[k].size), dtype_of(metas[k].dtype), sharding=sharding)
+            for k in self._order
+        ]
+        num_outputs = self._count + bool(checked)
+        key = on_disk.key(f"{subgraph.text()} {checked}")
+        with wide_types():
+            self._program = on_disk.load(key, len(given), num_outputs)
+            if self._program is None:
+                traced = jax.jit(ordered, donate_argnums=range(len(reused)), keep_unused=True)
+                self._program = traced.lower(*given).compile()
+                on_disk.store(key, self._program)
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        if self._bounds:
+            assert self._shown is not None
+            if not in_bounds(self._bounds, _Shown(inputs, self._shown)):
+                raise IndexOutOfRange
+        found = self._program(*(inputs[k] for k in self._order))
+        if self._nodes:
+            for node, is_bad in zip(self._nodes, found[self._count].tolist(), strict=True):
+                if is_bad:
+                    raise IndexError(f"index out of range in {node.op}")
+        results: list[Any] = [None] * self._count
+        for place, k in enumerate(self._results):
+            results[k] = found[place]
+        return results
+
+
+class _Shown(Sequence[torch.Tensor]):
+    """Inputs as tensors, each when it is asked for."""
+
+    def __init__(self, inputs: Sequence[Any], shown: Callable[[Any], torch.Tensor]) -> None:
+        self._inputs = inputs
+        self._show = shown
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, k: Any) -> Any:
+        return self._show(self._inputs[k])
+
+
+def _order(subgraph: Subgraph, reused: dict[int, int]) -> list[int]:
+    """Positions of the inputs, then of the vectors of scalars, as they are passed: the reused ones first."""
+    numbers = list(subgraph.graph.inputs)
+    count = len(numbers) + len(vector_metas(subgraph.scalar_types))
+    first = [k for k, number in enumerate(numbers) if number in reused]
+    return [*first, *(k for k in range(count) if k not in set(first))]
+
+
+def _results(
+    outputs: Sequence[int], reused: dict[int, int], order: Sequence[int], numbers: Sequence[int]
+) -> list[int]:
+    """Positions of the outputs as they are returned: first those that overwrite an input, in the inputs' order."""
+    place = {value: k for k, value in enumerate(outputs)}
+    first = [place[reused[numbers[k]]] for k in order[: len(reused)]]
+    return [*first, *(k for k in range(len(outputs)) if k not in set(first))]
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    found = [0] * len(order)
+    for place, k in enumerate(order):
+        found[k] = place
+    return found
+
+
+def _copied(outputs: Sequence[int], inputs: Sequence[int]) -> set[int]:
+    """Positions of the outputs that are inputs: JAX would return the input's own buffer."""
+    return {k for k, value in enumerate(outputs) if value in set(inputs)}

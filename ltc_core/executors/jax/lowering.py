@@ -1,0 +1,189 @@
+"""A subgraph as a function of `jax.Array`s: its nodes as core ops (`functional_nodes`), these by the rules of `table`.
+
+`LOWERING` knows which calls have no rule; they run on the host. Used by `device`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jax import numpy as jnp
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+import ltc_core.executors.jax.rules  # noqa: F401 - fills RULES
+from ltc_core.executors.jax.table import RULES, Array, Call, dtype_of, to_dtype
+from ltc_core.executors.noted_calls import NotedCalls
+from ltc_core.graph.ir import Node, TensorMeta
+from ltc_core.program.index_checks import Bound, checks_of
+from ltc_core.program.lowering.functional_nodes import FunctionalNodes
+from ltc_core.program.lowering.retrace import Refused
+from ltc_core.program.scalar_inputs import kinds
+from ltc_core.program.subgraph import Subgraph
+
+__all__ = ["LOWERING", "function_of"]
+
+Function = Callable[..., list[Array]]
+
+
+class _Lowering:
+    """What is known of the ops that have no rule; one for the process."""
+
+    def __init__(self) -> None:
+        self.nodes = FunctionalNodes(RULES.__contains__)
+        self._refused = NotedCalls()
+
+    @property
+    def refused_ops(self) -> frozenset[str]:
+        """Names of the ops that always run on the host."""
+        return frozenset(map(str, self._refused.ops))
+
+    def refuses(self, node: Node, metas: Mapping[int, TensorMeta]) -> bool:
+        """Whether a node has to run on the host."""
+        return self._refused.has(node, metas)
+
+    def refuse(self, node: Node, metas: Mapping[int, TensorMeta]) -> None:
+        """Run calls like this one on the host from now on."""
+        self._refused.note_call(node, metas)
+
+
+LOWERING = _Lowering()
+
+
+def function_of(subgraph: Subgraph, checked: Sequence[int]) -> Function:
+    """Function of the subgraph's inputs and vectors of scalars, to be traced by `jax.jit`.
+
+    It returns the outputs, then, if `checked` is not empty, a vector: for each node at a position in `checked`, whether
+    one of its indices is out of range.
+
+    Raises:
+        Refused: by the function; nodes without a rule. `LOWERING` has noted all of them.
+    """
+    graph = subgraph.graph
+    metas = graph.metas()
+    chosen = set(checked)
+
+    def run(*inputs: Array) -> list[Array]:
+        count = len(graph.inputs)
+        values: dict[int, Any] = dict(zip(graph.inputs, inputs[:count], strict=True))
+        numbers = _unpack(subgraph.scalar_types, inputs[count:])
+        refused: list[Refused] = []
+        flags = []
+        for at, node in enumerate(graph.nodes):
+            if at in chosen:
+                flags.append(_is_out_of_range(checks_of(node, metas), values))
+            try:
+                results = _call(subgraph, node, metas, values, numbers)
+            except Exception as error:  # whatever a rule or a trace raises: the op runs on the host
+                LOWERING.refuse(node, metas)
+                refused.append(Refused(str(node.op), f"{type(error).__name__}: {error}"))
+                # Go on, to find all such nodes at once.
+                results = [_stand_in(meta) for meta in node.outs if meta is not None]
+            places = [node.first + i for i, meta in enumerate(node.outs) if meta is not None]
+            values.update(zip(places, results, strict=True))
+        if refused:
+            raise refused[0]
+        outputs = [values[i] for i in graph.outputs]
+        return [*outputs, jnp.stack(flags)] if flags else outputs
+
+    return run
+
+
+def _stand_in(meta: TensorMeta) -> Array:
+    return jnp.zeros(meta.size, dtype_of(meta.dtype))
+
+
+def _unpack(types: Sequence[type], vectors: Sequence[Array]) -> list[Array]:
+    """The scalars, in order, from the vector of each type."""
+    rest = {kind: iter(range(v.shape[0])) for kind, v in zip(kinds(types), vectors, strict=True)}
+    of = dict(zip(kinds(types), vectors, strict=True))
+    return [of[kind][next(rest[kind])] for kind in types]
+
+
+def _is_out_of_range(checks: Sequence[Bound], values: Mapping[int, Array]) -> Array:
+    found = jnp.zeros((), np.bool_)
+    for check in checks:
+        index = values[check.value]
+        bad = (index < check.low) | (index > check.high)
+        if check.also_legal is not None:
+            bad &= index != check.also_legal
+        found |= jnp.any(bad)
+    return found
+
+
+def _call(
+    subgraph: Subgraph,
+    node: Node,
+    metas: Mapping[int, TensorMeta],
+    values: Mapping[int, Array],
+    numbers: Sequence[Array],
+) -> list[Array]:
+    """Results of a node, those that ATen leaves undefined left out."""
+    module, alone = LOWERING.nodes.of(subgraph, node, metas)
+    inputs = [values[i] for i in alone.inputs]
+    own = [numbers[k] for k in alone.scalars]
+    for kind in kinds(alone.scalar_types):
+        typed = [x for x, t in zip(own, alone.scalar_types, strict=True) if t is kind]
+        inputs.append(jnp.stack(typed))
+    return _run(module, inputs)
+
+
+def _run(module: GraphModule, inputs: Sequence[Array]) -> list[Array]:
+    """Run a functional graph."""
+    rest = iter(inputs)
+    there: dict[torch.fx.Node, Any] = {}
+
+    def value(item: Any) -> Any:
+        return there[item] if isinstance(item, torch.fx.Node) else item
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            there[node] = next(rest)
+        elif node.op == "get_attr":
+            constant = getattr(module, str(node.target)).detach()
+            there[node] = (
+                jnp.asarray(constant.numpy())
+                if constant.dtype != torch.bfloat16
+                else to_dtype(constant.float().numpy(), dtype_of(torch.bfloat16))
+            )
+        elif node.op == "output":
+            return [there[item] for item in node.args[0]]
+        elif node.target is operator.getitem:
+            there[node] = there[node.args[0]][node.args[1]]
+        else:
+            args, kwargs = pytree.tree_map(value, (list(node.args), dict(node.kwargs)))
+            there[node] = _result(node, args, kwargs)
+    raise AssertionError("a graph without output")
+
+
+def _result(node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    op = node.target
+    assert isinstance(op, torch._ops.OpOverload)
+    rule = RULES.get(op)
+    if rule is None:
+        raise NotImplementedError(f"no rule for {op}")
+    wanted = node.meta["val"]
+    call = Call(op, wanted, node.args)
+    found = rule(call, *args, **kwargs)
+    if isinstance(wanted, torch.Tensor):
+        return _checked(found, wanted)
+    return [
+        None if w is None or f is None else _checked(f, w)
+        for f, w in zip(found, wanted, strict=True)
+    ]
+
+
+def _checked(found: Any, wanted: torch.Tensor) -> Array:
+    """`found` in the dtype that it has in PyTorch.
+
+    Raises:
+        TypeError: it has another shape.
+    """
+    result = to_dtype(found, dtype_of(wanted.dtype))
+    if result.shape != tuple(wanted.shape):
+        raise TypeError(f"a result of shape {result.shape}, expected {tuple(wanted.shape)}")
+    return result
