@@ -76,6 +76,10 @@ class DeviceContext:
         self._worker_has_team = False
         self._marked_ns = 0  # the last cut or wait
         self._num_steps = 0  # that have ended
+        self._memory_curve, self._programs_curve = (
+            f"{self.device} memory",
+            f"{self.device} programs",
+        )
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -255,8 +259,8 @@ class DeviceContext:
 
     def _note_counters(self) -> None:
         if slices.on is not None:
-            slices.on.note_counter(f"{self.device} memory", self.memory.used_bytes)
-            slices.on.note_counter(f"{self.device} programs", len(self.compiler))
+            slices.on.note_counter(self._memory_curve, self.memory.used_bytes)
+            slices.on.note_counter(self._programs_curve, len(self.compiler))
 
     def _output_buffers(
         self, compiled: CompiledGraph, cut: Cut, inputs: Sequence[Buffer]

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ltc_core.errors import ProfilerError
-from ltc_core.timeline.trace_file import encode, events_of, is_whole, path_of_rank
+from ltc_core.timeline.trace_file import (
+    encode,
+    events_of,
+    is_being_written,
+    is_whole,
+    path_of_rank,
+)
 
 __all__ = ["files_of_ranks", "merge", "merge_if_whole"]
 
@@ -36,7 +42,7 @@ def files_of_ranks(path: str) -> list[Path]:
 def merge_if_whole(path: str, world_size: int) -> bool:
     """Merge the files of all ranks if all are closed: the last rank to end does so. Returns whether it did."""
     files = [Path(path_of_rank(path, rank)) for rank in range(world_size)]
-    if not all(map(is_whole, files)):
+    if not all(map(is_whole, files)) or is_being_written(path):
         return False
     merge(path, files)
     return True
@@ -64,10 +70,9 @@ def merge(path: str, files: Iterable[Path]) -> None:
             taken: set[int] = set()
             out.write("[\n")
             for file in files:
-                first, offset_ns, pid = _facts_of(file)
-                clock = clock or first
-                if offset_ns is None:
-                    offset_ns = _offset_ns(first, clock)
+                own, measured_ns, pid = _facts_of(file)
+                clock = clock or own
+                offset_ns = _offset_ns(own, clock, measured_ns)
                 number = pid if pid not in taken else max(taken) + 1
                 taken.add(number)
                 for event in events_of(file):
@@ -97,9 +102,11 @@ def _facts_of(file: Path) -> tuple[dict[str, Any], int | None, int]:
     return clock, offset_ns, pid
 
 
-def _offset_ns(clock: dict[str, Any], of_first: dict[str, Any]) -> int:
-    """What to add to the times of a process, from the wall clocks; 0 if both have one monotonic clock."""
+def _offset_ns(clock: dict[str, Any], of_first: dict[str, Any], measured_ns: int | None) -> int:
+    """What to add to the times of a process: nothing on the first one's host, else as measured, or by wall clocks."""
     if not clock or clock["boot"] == of_first["boot"]:
         return 0
+    if measured_ns is not None:
+        return measured_ns
     ahead = of_first["wall_ns"] - of_first["monotonic_ns"]
     return int(clock["wall_ns"] - clock["monotonic_ns"] - ahead)

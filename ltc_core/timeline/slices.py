@@ -37,9 +37,14 @@ __all__ = ["Slice", "Timeline", "begin", "start", "start_as_set", "stop"]
 _WRITE_EVERY_S = 0.5
 _SHORTEST_COLLECTION_NS = 500_000  # of the garbage collector: shorter ones are left out
 _JOIN_S = 5.0
+_MOST_TEXTS = 10_000
 _IDS_OF_A_RANK = 1 << 32  # ids of arrows and lanes are one space for all processes of a file
 
 _range: Any = torch._C._profiler._RecordFunctionFast
+
+
+def _us(ns: int) -> str:
+    return f"{ns // 1000}.{ns % 1000:03d}"
 
 
 class Slice:
@@ -132,6 +137,8 @@ def facts(**args: Any) -> str:
 # Name, lane (its number, or its name if slices may overlap), start, duration, facts, arguments, arrow.
 Event = tuple[str, int | str, int, int, str, Mapping[str, Any], tuple[str, int, int] | None]
 
+Point = tuple[str, int, int]  # of a curve: name, time, value
+
 
 class Timeline:
     """Events of this process, on their way into a file.
@@ -145,12 +152,13 @@ class Timeline:
         self._path = path
         self._file = TraceFile(path_of_rank(path, self._rank))
         self._pid = os.getpid()
-        self._events: deque[Event | str] = deque()
+        self._events: deque[Event | Point | str] = deque()
         self._lane = threading.local()
         self._lanes: dict[str, list[tuple[int, weakref.ref[threading.Thread]]]] = {}
         self._num_lanes = 0
         self._lock = threading.Lock()  # of lanes
         self._counters: dict[str, int] = {}
+        self._texts: dict[str, str] = {}
         self._collection_lane = 0
         self._collection_ns = 0
         self._ending = threading.Event()
@@ -195,11 +203,7 @@ class Timeline:
         """Add a point of a curve, if it has changed."""
         if self._counters.get(name) != value:
             self._counters[name] = value
-            now_us = time.perf_counter_ns() / 1000
-            self._events.append(
-                f'{{"ph":"C","name":{encode(name)},"pid":{self._pid},"tid":0,"ts":{now_us:.3f},'
-                f'"args":{{"value":{value}}}}}'
-            )
+            self._events.append((name, time.perf_counter_ns(), value))
 
     def note_offset(self, offset_ns: int) -> None:
         """Note what to add to this process's clock for that of rank 0, on another host."""
@@ -265,34 +269,31 @@ class Timeline:
         events, lines = self._events, []
         while events:
             event = events.popleft()
-            lines.append(event if isinstance(event, str) else self._text(*event))
+            if isinstance(event, str):
+                lines.append(event)
+            else:
+                lines.append(self._text(event) if len(event) == 7 else self._counter_text(event))
         if lines:
             self._file.write(lines)
 
-    def _text(
-        self,
-        name: str,
-        lane: int | str,
-        started_ns: int,
-        took_ns: int,
-        facts: str,
-        args: Mapping[str, Any],
-        flow: tuple[str, int, int] | None,
-    ) -> str:
+    def _text(self, event: Event) -> str:
         """One event; several lines if it has an arrow, or lies in a lane of slices that may overlap."""
-        own = encode(args)[1:-1] if args else ""
-        inside = f"{facts},{own}" if facts and own else facts or own
-        us = started_ns / 1000
-        if isinstance(lane, str):
+        # With `json` for all arguments and floats for the times, writing an event takes 11.2 us of a core, not 5.9
+        # (20,000 events, two busy cores).
+        name, lane, started_ns, took_ns, facts, args, flow = event
+        inside = facts
+        for key, value in args.items():
+            comma = "," if inside else ""
+            inside += f'{comma}"{key}":{value if type(value) is int else self._encoded(value)}'
+        if type(lane) is str:
             head = f'"cat":"{lane}","id":{next(self.ids)},"pid":{self._pid},"tid":0,"name":"{name}"'
-            end_us = (started_ns + took_ns) / 1000
             return (
-                f'{{"ph":"b",{head},"ts":{us:.3f},"args":{{{inside}}}}},\n'
-                f'{{"ph":"e",{head},"ts":{end_us:.3f}}}'
+                f'{{"ph":"b",{head},"ts":{_us(started_ns)},"args":{{{inside}}}}},\n'
+                f'{{"ph":"e",{head},"ts":{_us(started_ns + took_ns)}}}'
             )
         place = f'"pid":{self._pid},"tid":{lane}'
         text = (
-            f'{{"ph":"X","cat":"ltc","name":"{name}",{place},"ts":{us:.3f},"dur":{took_ns / 1000:.3f},'
+            f'{{"ph":"X","cat":"ltc","name":"{name}",{place},"ts":{_us(started_ns)},"dur":{_us(took_ns)},'
             f'"args":{{{inside}}}}}'
         )
         if flow is None:
@@ -301,8 +302,26 @@ class Timeline:
         bound = ',"bp":"e"' if phase == "f" else ""
         return (
             f'{text},\n{{"ph":"{phase}","cat":"launch","name":"launch","id":{number},{place},'
-            f'"ts":{at_ns / 1000:.3f}{bound}}}'
+            f'"ts":{_us(at_ns)}{bound}}}'
         )
+
+    def _counter_text(self, point: Point) -> str:
+        name, now_ns, value = point
+        return (
+            f'{{"ph":"C","name":{self._encoded(name)},"pid":{self._pid},"tid":0,"ts":{_us(now_ns)},'
+            f'"args":{{"value":{value}}}}}'
+        )
+
+    def _encoded(self, value: Any) -> str:
+        """A value as JSON. Most texts come again and again."""
+        if type(value) is not str:
+            return encode(value)
+        found = self._texts.get(value)
+        if found is None:
+            if len(self._texts) >= _MOST_TEXTS:
+                self._texts.clear()
+            found = self._texts[value] = encode(value)
+        return found
 
     def close(self) -> None:
         """Write what is left, and in a job merge the files of all ranks if this was the last one."""
@@ -330,7 +349,7 @@ class Timeline:
 
 
 on: Timeline | None = None  # while one is recorded
-_is_child_of_one = False  # the process that forked this one records one
+_file_of_parent = ""  # the file of the process that forked this one, if it records one
 _lock = threading.Lock()
 
 
@@ -368,13 +387,15 @@ def stop() -> None:
 def start_as_set() -> None:
     """Start a timeline if LTC_TRACE asks for one.
 
-    A child of a process that records one does not: its file is the parent's.
+    A forked child of a process that records one does not, unless it has become a rank, with a file of its own.
 
     Raises:
         SettingsError: the file of LTC_TRACE cannot be written.
     """
     path = settings.trace
-    if path is None or on is not None or _is_child_of_one:
+    if path is None or on is not None:
+        return
+    if path_of_rank(path, rank_in_job()[0]) == _file_of_parent:
         return
     try:
         start(path)
@@ -393,9 +414,9 @@ def at_exit() -> None:
 
 
 def after_fork_in_child() -> None:
-    global on, _is_child_of_one, _lock
+    global on, _file_of_parent, _lock
     _lock = threading.Lock()
     if on is not None:
         found, on = on, None
-        _is_child_of_one = True
+        _file_of_parent = found._file.path
         found.forget()

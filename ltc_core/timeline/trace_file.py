@@ -16,7 +16,7 @@ from typing import Any
 
 from ltc_core.errors import ProfilerError
 
-__all__ = ["TraceFile", "encode", "events_of", "is_whole", "path_of_rank"]
+__all__ = ["TraceFile", "encode", "events_of", "is_being_written", "is_whole", "path_of_rank"]
 
 _END = "]\n"
 encode = json.JSONEncoder(separators=(",", ":"), default=str, check_circular=False).encode
@@ -90,6 +90,21 @@ def _not_writable(path: str, error: OSError) -> ProfilerError:
         got=error.strerror or str(error),
         next="make its directory, or name a file that can be written",
     )
+
+
+def is_being_written(path: str) -> bool:
+    """Whether another process writes this file: the parent of a job, if it uses the device, too."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def is_whole(path: Path) -> bool:

@@ -18,7 +18,7 @@ import ltc_core as ltc
 from ltc_core import profiler
 from ltc_core.errors import ProfilerError, SettingsError
 from ltc_core.timeline import slices
-from ltc_core.timeline.merge import files_of_ranks, merge
+from ltc_core.timeline.merge import files_of_ranks, merge, merge_if_whole
 from ltc_core.timeline.trace_file import TraceFile, events_of
 from tests.core import child
 
@@ -349,6 +349,28 @@ class TestOfAJob:
         assert len({e["pid"] for e in cuts}) == 3
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+    def test_a_measured_offset_counts_more_than_wall_clocks(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.json"
+        clock = {"rank": 0, "boot": "a", "wall_ns": 5_000_000_000, "monotonic_ns": 1_000_000_000}
+        self.write(tmp_path / "run.rank0.json", 7, 10.0, **clock)
+        for rank, boot in ((1, "a"), (2, "b")):
+            name = tmp_path / f"run.rank{rank}.json"
+            self.write(name, 7, 20.0, **{**clock, "rank": rank, "boot": boot, "wall_ns": 0})
+            offset = {"ph": "M", "name": "ltc_offset", "pid": 7, "args": {"offset_ns": 3_000}}
+            with name.open("a") as file:
+                file.write(json.dumps({**offset, "tid": 0, "ts": 0}) + ",\n")
+        merge(str(path), files_of_ranks(str(path)))
+        assert [e["ts"] for e in named(read(path), "cut")] == [10.0, 20.0, 23.0]
+
+    def test_the_parents_own_file_is_not_written_over(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.json"
+        last = '{"ph":"M","name":"ltc_end"}'
+        TraceFile(str(tmp_path / "run.rank0.json")).close(last)
+        parent = TraceFile(str(path))
+        assert not merge_if_whole(str(path), 1)
+        parent.close(last)
+        assert merge_if_whole(str(path), 1)
 
     def test_the_command(self, tmp_path: Path) -> None:
         path = tmp_path / "run.json"
