@@ -559,10 +559,10 @@ def file_of_rank(path: str) -> str:
 
 def rank_in_job() -> tuple[int | None, int]:
     """The rank of this process and the number of processes; the rank is None outside of a job."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size == "1":
+    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
+    if size == "1" or not (size.isdecimal() and rank.isdecimal()):
         return None, 1
-    return int(os.environ.get("RANK", "0")), int(size)
+    return int(rank), int(size)
 
 
 def legal_names() -> list[str]:

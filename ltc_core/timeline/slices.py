@@ -44,7 +44,8 @@ _range: Any = torch._C._profiler._RecordFunctionFast
 
 
 def _us(ns: int) -> str:
-    return f"{ns // 1000}.{ns % 1000:03d}"
+    text = f"{ns:04d}"
+    return f"{text[:-3]}.{text[-3:]}"
 
 
 class Slice:
@@ -257,7 +258,7 @@ class Timeline:
         global on
         if on is self:
             on = None
-        gc.callbacks.remove(self._on_collection)
+        self.forget()
         self._events.clear()
         warnings.warn(
             f"the timeline cannot be written to {self._file.path}: {error.strerror or error}. Nothing more is "
@@ -325,7 +326,7 @@ class Timeline:
 
     def close(self) -> None:
         """Write what is left, and in a job merge the files of all ranks if this was the last one."""
-        gc.callbacks.remove(self._on_collection)
+        self._ignore_collections()
         self._ending.set()
         self._thread.join(_JOIN_S)
         self._add_metadata("ltc_end", {})
@@ -343,9 +344,13 @@ class Timeline:
             ) from None
 
     def forget(self) -> None:
-        """In a forked child: leave the file to the parent."""
-        gc.callbacks.remove(self._on_collection)
+        """Leave the file as it is: in a forked child to the parent."""
+        self._ignore_collections()
         self._file.drop()
+
+    def _ignore_collections(self) -> None:
+        with contextlib.suppress(ValueError):  # they are ignored already
+            gc.callbacks.remove(self._on_collection)
 
 
 on: Timeline | None = None  # while one is recorded

@@ -316,7 +316,22 @@ class TestOfABlock:
             timeline.stop()
         running._ending.set()
         running._thread.join()
-        running._file.drop()
+
+    def test_what_cannot_be_written_at_the_end_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        timeline = profiler.timeline(tmp_path / "a.json")
+        timeline.start()
+        running = slices.on
+        assert running is not None
+
+        def full(last: str) -> None:
+            running._file.drop()
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(running._file, "close", full)
+        with pytest.raises(ProfilerError, match=r"(?s)not be written to its end.*No space.*Next"):
+            timeline.stop()
 
     def test_the_torch_profiler_shows_the_same_regions(self) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
