@@ -139,8 +139,8 @@ class timeline:
     Raises:
         ProfilerError: a timeline is recorded already, or the file cannot be written.
 
-    Cost: 1 to 2 us a slice, and 3 us of another thread to write it. `stop` waits for the programs that were handed over,
-        and does not cut.
+    Cost: 1 to 2 us a slice, and 3 us of another thread to write it. `stop` waits for the programs that were handed
+        over, and does not cut.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
