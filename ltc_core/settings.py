@@ -237,6 +237,8 @@ SETTINGS: tuple[Setting, ...] = (
             choices=("device", "host", "cpu_stream")),
     Setting("metrics_file", "LTC_METRICS_FILE", ("XLA_METRICS_FILE",), str, None,
             "Append the metrics of each step to this file (STDERR, STDOUT; 1: ltc_metrics.txt), in a job to .RANK."),
+    Setting("trace", "LTC_TRACE", (), str, None,
+            "Write a timeline of the run to this file, for ui.perfetto.dev; in a job all ranks are in it at the end."),
     Setting("save_tensors_file", "LTC_SAVE_TENSORS_FILE", ("XLA_SAVE_TENSORS_FILE",), str, None,
             "Append each graph that is run to this file; in a job to .RANK each."),
     Setting("save_tensors_fmt", "LTC_SAVE_TENSORS_FMT", ("XLA_SAVE_TENSORS_FMT",), str, "text",
@@ -332,6 +334,7 @@ class Settings:
     downcast_bf16: bool
     random: str
     metrics_file: str | None
+    trace: str | None
     save_tensors_file: str | None
     save_tensors_fmt: str
     ir_debug: bool
@@ -550,9 +553,16 @@ def _illegal(what: str, got: str, wanted: str, where: str = "") -> SettingsError
 
 def file_of_rank(path: str) -> str:
     """The file that this process writes to: 'graphs.txt.3' for rank 3 of a job, the path itself outside of a job."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return path
-    return f"{path}.{os.environ.get('RANK', '0')}"
+    rank, _ = rank_in_job()
+    return path if rank is None else f"{path}.{rank}"
+
+
+def rank_in_job() -> tuple[int | None, int]:
+    """The rank of this process and the number of processes; the rank is None outside of a job."""
+    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
+    if size == "1" or not (size.isdecimal() and rank.isdecimal()):
+        return None, 1
+    return int(rank), int(size)
 
 
 def legal_names() -> list[str]:

@@ -30,9 +30,9 @@ _libraries = [
 ]
 _libraries += (threading.__file__, contextlib.__file__)
 _INSTALLED = tuple(sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "purelib", "platlib"))
-# By the id of a code object, which stays alive here: its hash, of all its constants, is computed anew each time.
+# Both by the id of a code object, which stays alive here: its hash, of all its constants, is computed anew each time.
 _is_user: dict[int, tuple[bool, CodeType]] = {}
-_described: dict[tuple[CodeType, int], str] = {}
+_described: dict[tuple[int, int], tuple[str, CodeType]] = {}
 _RUN_BACKWARD = _engine_run_backward.__code__
 
 
@@ -52,16 +52,14 @@ def _of_user(code: CodeType) -> bool:
 
 def _describe(frame: FrameType) -> str:
     code, line = frame.f_code, frame.f_lineno
-    known = _described.get((code, line))
+    known = _described.get((id(code), line))
     if known is None:
         path = code.co_filename
         if path.startswith(os.getcwd() + os.sep):
             path = os.path.relpath(path)
-        known = (
-            f"{path}:{line}" if code.co_name == "<module>" else f"{path}:{line} in {code.co_name}"
-        )
-        _described[code, line] = known
-    return known
+        where = "" if code.co_name == "<module>" else f" in {code.co_name}"
+        known = _described[id(code), line] = f"{path}:{line}{where}", code
+    return known[0]
 
 
 def outer_line() -> str:

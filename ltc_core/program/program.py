@@ -35,6 +35,10 @@ class Tier(enum.Enum):
     REPLAY = enum.auto()
     COMPILED = enum.auto()
 
+    @property
+    def words(self) -> str:
+        return self.name.lower().replace("_", " ")
+
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:

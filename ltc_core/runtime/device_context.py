@@ -34,12 +34,16 @@ from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer, MemoryCounter
 from ltc_core.tensor.handles import Cell, Value
 from ltc_core.thread_state import in_own_state
+from ltc_core.timeline import slices
+from ltc_core.timeline.slices import Slice
 from ltc_core.uninterrupted import uninterrupted
 
 __all__ = ["DeviceContext", "forget_jobs"]
 
 # Limit for the steps in a device's trie, about 2 KiB each: a program that never repeats itself must not use ever more.
 _TRIE_STEPS = 300_000
+
+_STEP_ENDS = frozenset({"MarkStep", "OptimizerStep", "Upload"})  # reasons for a cut
 
 # Name of a group -> the last job handed over that runs its collectives, and the index of that job's device.
 _last_jobs: dict[str, tuple[int, Job]] = {}
@@ -71,6 +75,11 @@ class DeviceContext:
         self.failures: deque[Failure] = deque()
         self._worker_has_team = False
         self._marked_ns = 0  # the last cut or wait
+        self._num_steps = 0  # that have ended
+        self._memory_curve, self._programs_curve = (
+            f"{self.device} memory",
+            f"{self.device} programs",
+        )
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -98,9 +107,16 @@ class DeviceContext:
                 return None
             fast_path.install()
             started = time.perf_counter_ns()
-            compiled, job = self._hand_over(reason, is_awaited)
+            seen = slices.begin("cut")
+            try:
+                compiled, job = self._hand_over(reason, is_awaited, seen)
+            finally:
+                if seen is not None:
+                    seen.end()
             if compiled is None:
                 return None
+            if reason in _STEP_ENDS:
+                self._num_steps += 1
         metrics.count("ExecuteComputation")
         metrics.count(f"Sync.{reason}")
         metrics.count_ops(compiled.recorded)
@@ -118,11 +134,17 @@ class DeviceContext:
             return
         is_next_here = self._is_next_here()
         if is_next_here or self.worker.is_full:
-            with metrics.timer("DeviceLockWait"):
-                if is_next_here:
-                    self.worker.drain()
-                else:
-                    self.worker.wait_for_slot()
+            seen = slices.begin("wait for the worker")
+            try:
+                with metrics.timer("DeviceLockWait"):
+                    if is_next_here:
+                        self.worker.drain()
+                    else:
+                        self.worker.wait_for_slot()
+            finally:
+                if seen is not None:
+                    seen.note(step=self._num_steps)
+                    seen.end()
 
     def _is_next_here(self) -> bool:
         """Whether a program of the path that ends here was last to run in the thread that cuts."""
@@ -137,7 +159,9 @@ class DeviceContext:
         self._marked_ns = now
 
     @uninterrupted  # until the job is handed over, nothing computes the values of the cut
-    def _hand_over(self, reason: str, is_awaited: bool) -> tuple[CompiledGraph | None, Job | None]:
+    def _hand_over(
+        self, reason: str, is_awaited: bool, seen: Slice | None
+    ) -> tuple[CompiledGraph | None, Job | None]:
         """Take the trace apart and launch its program; (None, None) if nothing of it is alive."""
         cut = self.trace.cut()
         if not cut.alive:
@@ -148,7 +172,9 @@ class DeviceContext:
         except BaseException as error:
             self._fail_outputs(cut, error)
             raise
-        job = self._launch(compiled, cut, is_awaited)
+        if seen is not None:
+            seen.note(compiled.described(), step=self._num_steps, reason=reason)
+        job = self._launch(compiled, cut, is_awaited, seen)
         if self.trace.steps > _TRIE_STEPS:
             self.trace.forget()
             self.compiler.forget()
@@ -171,7 +197,9 @@ class DeviceContext:
                 buffer = Buffer.ready(self.memory, data, buffer.nbytes)
             value.buffer = buffer
 
-    def _launch(self, compiled: CompiledGraph, cut: Cut, is_awaited: bool) -> Job:
+    def _launch(
+        self, compiled: CompiledGraph, cut: Cut, is_awaited: bool, seen: Slice | None
+    ) -> Job:
         """Run a program on the values of a cut: in this thread, or in the worker."""
         num_threads = torch.get_num_threads()
         placement = self._placement(compiled, num_threads, is_awaited)
@@ -194,6 +222,9 @@ class DeviceContext:
             self.failures,
             num_threads,
         )
+        if seen is not None:
+            launch.arrow, launch.step = seen.send_arrow(), self._num_steps
+            self._note_counters()
         earlier = self._stand_in_line(compiled.lines, launch) if compiled.lines else []
         if placement is Placement.HERE and not earlier:
             with metrics.timer("ExecuteHere"):
@@ -225,6 +256,11 @@ class DeviceContext:
                 raise errors.to_raise(failed) from error
             raise
         return launch
+
+    def _note_counters(self) -> None:
+        if slices.on is not None:
+            slices.on.note_counter(self._memory_curve, self.memory.used_bytes)
+            slices.on.note_counter(self._programs_curve, len(self.compiler))
 
     def _output_buffers(
         self, compiled: CompiledGraph, cut: Cut, inputs: Sequence[Buffer]
@@ -324,9 +360,15 @@ class DeviceContext:
     def wait(self) -> None:
         """Cut, block until the device is idle, raise its errors."""
         self.cut("Wait", is_awaited=True)
-        with metrics.timer("DeviceLockWait"):
-            self.worker.drain()
-            self.executor.synchronize()
+        seen = slices.begin("wait for the device")
+        try:
+            with metrics.timer("DeviceLockWait"):
+                self.worker.drain()
+                self.executor.synchronize()
+        finally:
+            if seen is not None:
+                seen.note(step=self._num_steps, line=source.user_line())
+                seen.end()
         self._mark()
         self.raise_failure()
 
@@ -341,18 +383,34 @@ class DeviceContext:
             value = cell.value
             if value.buffer is None and value.epoch != self.trace.epoch:
                 return self._zeros(cell.meta)
-        if value.buffer is None:
+        if value.buffer is None or value.buffer.is_pending:
             self._check_thread()
-            self.cut(reason, is_awaited=True)
+            seen = slices.begin("fetch")
+            try:
+                self._await_value(value, reason, seen)
+            finally:
+                if seen is not None:
+                    seen.end()
         assert value.buffer is not None
-        if value.buffer.is_pending:
-            self._check_thread()
-            with metrics.timer("DeviceLockWait"):
-                value.buffer.wait_done()
-            self._mark()
         if self.failures and value.buffer.error is None:
             self.raise_failure(all_of_them=False)
         return value.buffer.take()
+
+    def _await_value(self, value: Value, reason: str, seen: Slice | None) -> None:
+        """Cut if the value is only recorded, and wait for it."""
+        if seen is not None:
+            seen.note(step=self._num_steps, line=source.user_line(), reason=reason)
+        if value.buffer is None:
+            self.cut(reason, is_awaited=True)
+        assert value.buffer is not None
+        job = value.buffer.job
+        if value.buffer.is_pending:
+            with metrics.timer("DeviceLockWait"):
+                value.buffer.wait_done()
+            self._mark()
+            if seen is not None and isinstance(job, Launch):
+                seen.end_arrow(job.arrow)
+                job.arrow = 0  # ended
 
     def _check_thread(self) -> None:
         if self.worker.is_this_thread:
@@ -377,9 +435,17 @@ class DeviceContext:
     ) -> list[Value]:
         """Copy CPU tensors to the device, each with the dtype and the strides of its meta."""
         tensors = [meta.laid_out(t) for t, meta in zip(tensors, metas, strict=True)]
-        with metrics.timer("TransferToDeviceTime"):
-            placed = self.executor.upload_all(tensors)
-        metrics.observe("OutboundData", sum(tensor.nbytes for tensor in tensors))
+        seen = slices.begin("upload", "transfers")
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        try:
+            with metrics.timer("TransferToDeviceTime"):
+                placed = self.executor.upload_all(tensors)
+        finally:
+            if seen is not None:
+                line = source.user_line()
+                seen.note(step=self._num_steps, bytes=num_bytes, tensors=len(tensors), line=line)
+                seen.end()
+        metrics.observe("OutboundData", num_bytes)
         sizes = map(self.executor.nbytes, metas)
         return [
             Value.of(Buffer.ready(self.memory, data, nbytes))

@@ -25,6 +25,7 @@ from ltc_core.settings import settings
 from ltc_core.tensor.handles import Cell, Handle, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 from ltc_core.thread_state import in_own_state
+from ltc_core.timeline import slices
 
 __all__ = [
     "DeviceContext",
@@ -74,6 +75,7 @@ def context(index: int) -> DeviceContext:
             found = _contexts.get(index)
             if found is None:
                 settings.check_environment()
+                slices.start_as_set()
                 found = _contexts[index] = DeviceContext(index)
     return found
 
@@ -113,8 +115,14 @@ def fetch(handle: Handle, reason: str = "Fetch") -> torch.Tensor:
     Cost: syncs if they are pending; one copy.
     """
     shared = real(handle, reason)
-    with metrics.timer("TransferFromDeviceTime"):
-        result, nbytes = _copied(shared, handle.meta, torch.is_inference_mode_enabled())
+    seen = slices.begin("fetch", "transfers")
+    try:
+        with metrics.timer("TransferFromDeviceTime"):
+            result, nbytes = _copied(shared, handle.meta, torch.is_inference_mode_enabled())
+    finally:
+        if seen is not None:
+            seen.note(bytes=shared.nbytes, line=source.user_line())
+            seen.end()
     metrics.observe("InboundData", nbytes)
     return result
 

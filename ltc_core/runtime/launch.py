@@ -23,6 +23,8 @@ from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.worker import Job
 from ltc_core.tensor.buffer import Buffer, MemoryCounter
 from ltc_core.thread_state import in_own_state
+from ltc_core.timeline import slices
+from ltc_core.timeline.slices import Slice
 
 __all__ = ["Failure", "Launch", "lost_at_a_fork"]
 
@@ -59,7 +61,7 @@ class Launch(Job):
 
     __slots__ = (
         "_compiled", "_cost_ns", "_device", "_earlier", "_failures", "_inputs", "_memory", "_num_threads",
-        "_outputs", "_scalars", "_started_ns", "_steps",
+        "_outputs", "_scalars", "_started_ns", "_steps", "arrow", "step",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +87,8 @@ class Launch(Job):
         self._earlier: Sequence[Job] = ()
         self._started_ns = self._cost_ns = 0
         self._steps: Generator[None, None, list[Any]] | None = None
+        self.arrow = 0  # for the timeline: from the cut to this run, and on to who waits for it
+        self.step = 0
 
     # -- running -------------------------------------------------------------------------------
 
@@ -95,8 +99,13 @@ class Launch(Job):
     @in_own_state
     def begin(self) -> bool:
         """Run in this thread up to the first wait for other processes; returns whether the program has ended."""
-        self._start()
-        is_done = self._run_on()
+        seen = self._begin_slice()
+        try:
+            self._start()
+            is_done = self._run_on()
+        finally:
+            if seen is not None:
+                seen.end()
         if is_done:
             self.cancel()
         return is_done
@@ -106,10 +115,23 @@ class Launch(Job):
         """Run, or continue where `begin` stopped."""
         for job in self._earlier:
             job.wait()
-        if not self._started_ns:
-            self._start()
-        while not self._run_on():
-            pass
+        seen = self._begin_slice()
+        try:
+            if not self._started_ns:
+                self._start()
+            while not self._run_on():
+                pass
+        finally:
+            if seen is not None:
+                seen.end()
+
+    def _begin_slice(self) -> Slice | None:
+        seen = slices.begin("run")
+        if seen is not None:
+            compiled = self._compiled
+            seen.note(compiled.described(), step=self.step, tier=compiled.program.tier.words)
+            seen.pass_arrow(self.arrow)
+        return seen
 
     def _start(self) -> None:
         self._started_ns = time.perf_counter_ns()

@@ -12,7 +12,9 @@ from typing import Any
 
 from ltc_core import metrics
 from ltc_core.debug.explain import Cause, KnownGraphs, explain, on_compile
+from ltc_core.debug.report import graph_hash
 from ltc_core.executors import Executor
+from ltc_core.executors.inductor.tier_report import recorded_at
 from ltc_core.graph import collective
 from ltc_core.graph.check import check
 from ltc_core.graph.ir import Graph, TensorMeta, references
@@ -22,6 +24,7 @@ from ltc_core.record.trace import Cut, Step, Trace
 from ltc_core.runtime.placement import PlacementPolicy
 from ltc_core.settings import settings
 from ltc_core.thread_state import in_own_state
+from ltc_core.timeline import slices
 
 __all__ = ["CompiledGraph", "ProgramCache"]
 
@@ -35,6 +38,7 @@ class CompiledGraph:
 
     __slots__ = (
         "cause",
+        "facts",
         "graph",
         "lines",
         "input_slots",
@@ -66,6 +70,18 @@ class CompiledGraph:
         self.key: Any = None
         self.cause: Cause | None = None
         self.runs = 0
+        self.facts = ""
+
+    def described(self) -> str:
+        """What the timeline shows of each run, encoded once."""
+        if not self.facts:
+            nodes = self.graph.nodes
+            self.facts = slices.facts(
+                program=f"a graph of {len(nodes)} ops{recorded_at(nodes)}",
+                graph=graph_hash(self.graph),
+                line=next((node.line for node in nodes if node.line), ""),
+            )
+        return self.facts
 
 
 class ProgramCache:
@@ -137,6 +153,9 @@ class ProgramCache:
             if oldest.path is not None and oldest.path.programs is not None:
                 oldest.path.programs.pop(oldest.key, None)
             metrics.count("EvictedCompile")
+
+    def __len__(self) -> int:
+        return len(self._recent)
 
     def forget(self) -> None:
         """Drop all programs."""

@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from ltc_core.timeline import slices
+
 __all__ = ["Job", "Worker", "is_worker"]
 
 # A wait looks this often whether its job is done: the waiter that was to pass the lock on may have been interrupted.
@@ -163,6 +165,11 @@ class Worker:
             self._last = job
             self._unfinished.append(job)
             self._queue.put(job)
+        self._note_queue()
+
+    def _note_queue(self) -> None:
+        if slices.on is not None:
+            slices.on.note_counter(f"{self._name} queue", len(self._unfinished))
 
     def _start_thread(self) -> None:
         if self._thread is not None:
@@ -192,6 +199,7 @@ class Worker:
                 )
             finally:
                 unfinished.popleft()
+            self._note_queue()
             del job
 
     def park(self) -> None:

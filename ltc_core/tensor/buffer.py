@@ -132,6 +132,11 @@ class Buffer:
     def is_pending(self) -> bool:
         return self._pending
 
+    @property
+    def job(self) -> Waitable | None:
+        """The job that makes the buffer, while it is pending."""
+        return self._job
+
     def wait_done(self) -> None:
         """Block until the job that makes the buffer is done."""
         job = self._job

@@ -25,8 +25,9 @@ from ltc_core.errors import CollectiveError, first_line, listed
 from ltc_core.graph import collective
 from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.settings import settings
+from ltc_core.timeline import slices
 from ltc_dist.collectives.transport import KINDS, Line, is_on_gpus
-from ltc_dist.job import host_collectives, protocol
+from ltc_dist.job import clock, host_collectives, protocol
 from ltc_dist.job.host_collectives import connected, job_store
 from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import gloo_devices
@@ -203,7 +204,19 @@ def _connected(group: Group) -> Line:
     if not is_on_gpus():
         # `Line.wait` gives up, and later where others tell progress. NCCL's watchdog ends what hangs.
         backend._set_default_timeout(_NEVER)
+    if is_main:
+        _compare_clocks(group, own_store)
     return Line(group.name, group.members, group.position, own_store, backend)
+
+
+def _compare_clocks(group: Group, store: Any) -> None:
+    """Measure this host's clock against that of rank 0, if a timeline of a job on several hosts is recorded."""
+    here = ranks()
+    is_whole_job = len(group.members) == here.world_size > here.local_world_size
+    if is_whole_job and settings.trace is not None:
+        offset_ns = clock.offset_from_rank_0(store, here.rank, here.world_size)
+        if offset_ns is not None and slices.on is not None:
+            slices.on.note_offset(offset_ns)
 
 
 def _nccl() -> Callable[[Any, int, int], Any]:

@@ -33,6 +33,8 @@ from ltc_core.graph.collective import (
     unpacked,
 )
 from ltc_core.settings import settings
+from ltc_core.timeline import slices
+from ltc_core.timeline.slices import Slice
 from ltc_dist.collectives.identity import identity, is_agreed, trailer
 from ltc_dist.job import protocol
 from ltc_dist.job.host_collectives import LOOK_S, Patience, ended, wait_checking
@@ -112,6 +114,7 @@ class Line:
         self._recent: deque[_Call] = deque(maxlen=_NUM_TOLD)
         self._known: set[str] = set()
         self._num_awaited = 0
+        self._slices: dict[int, Slice] = {}  # of the collectives under way, by their numbers
         self._met = 0  # number of the last collective whose plan was new
 
     def on(self, route: Route) -> ProcessTransport:
@@ -208,8 +211,24 @@ class Line:
     def wait(self, work: Any, call: _Call) -> None:
         """Wait for an op; now and then check what the missing processes do."""
         self._num_awaited += 1
-        self._wait(work, call)
+        seen = slices.begin("wait for other processes")
+        try:
+            self._wait(work, call)
+        finally:
+            if seen is not None:
+                seen.note(plan=call.plan, group=self._name, line=call.where)
+                seen.end()
         self._num_awaited -= 1
+        seen = self._slices.pop(call.number, None)
+        if seen is not None:
+            seen.end()
+
+    def show(self, call: _Call, num_bytes: int) -> None:
+        """Begin the collective's slice of a timeline; it ends when `wait` is over."""
+        seen = slices.begin("collective", "collectives", ends_elsewhere=True)
+        if seen is not None:
+            seen.note(plan=call.plan, group=self._name, bytes=num_bytes, line=call.where)
+            self._slices[call.number] = seen
 
     @property
     def is_stuck(self) -> bool:
@@ -277,6 +296,7 @@ class ProcessTransport:
     def _begin(self, plan: str, like: torch.Tensor) -> tuple[_Call, torch.Tensor]:
         """Begin a collective; returns it and its trailer, in the dtype of `like`."""
         call, number = self._line.begin(plan, self._route)
+        self._line.show(call, like.nbytes)
         return call, trailer(number, like)
 
     # -- reductions ----------------------------------------------------------------------------

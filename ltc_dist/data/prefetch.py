@@ -21,9 +21,10 @@ from typing import Any, final
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ltc_core import metrics
+from ltc_core import metrics, source
 from ltc_core.errors import LoaderError
 from ltc_core.settings import settings
+from ltc_core.timeline import slices
 from ltc_dist.data.batch import num_bytes, to_device
 from ltc_dist.data.sample_order import global_states, set_global_states, with_states
 from ltc_dist.data.watched import Draws, Watched
@@ -136,8 +137,14 @@ class Prefetch:
         started = time.perf_counter_ns()
         index = next(self._counter)
         item = _Item(index, index % len(self._lanes))
+        seen = slices.begin("read a batch")
         try:
-            item.batch = next(batches)
+            try:
+                item.batch = next(batches)
+            finally:
+                if seen is not None:
+                    seen.note(batch=index)
+                    seen.end()
             item.nbytes = num_bytes(item.batch)
             if self._state is not None:
                 item.state = self._state()
@@ -204,10 +211,14 @@ class Prefetch:
                 lane.items.append(item)
                 self._changed.notify_all()
             if item.error is None:
+                seen = slices.begin("upload a batch")
                 try:
                     item.batch = to_device(item.batch, lane.device)
                 except BaseException as error:
                     item.batch, item.error = None, error
+                if seen is not None:
+                    seen.note(batch=item.index, bytes=item.nbytes, device=str(lane.device))
+                    seen.end()
             with self._changed:
                 item.is_there = True
                 self._changed.notify_all()
@@ -233,8 +244,14 @@ class Prefetch:
         """
         lane = self._lanes[lane_number]
         started = time.perf_counter_ns()
-        while (item := self._taken(lane)) is None:
-            self._read_here(lane)
+        seen = slices.begin("wait for a batch")
+        try:
+            while (item := self._taken(lane)) is None:
+                self._read_here(lane)
+        finally:
+            if seen is not None:
+                seen.note(batch=lane.num_taken, line=source.user_line())
+                seen.end()
         metrics.observe("WaitForBatchTime", time.perf_counter_ns() - started)
         if item.error is not None:
             try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "ASKED",
     "AT",
     "BEGUN",
     "BUSY",
@@ -25,6 +26,7 @@ __all__ = [
     "REPORT",
     "RUN",
     "SAVED",
+    "TIME",
     "Fact",
 ]
 
@@ -118,6 +120,18 @@ SAVED = Fact(
     "the process that saves it",
     "with the attempt",
 )
+ASKED = Fact(
+    "clock/{rank}/{number}/asked",
+    "1: a process of another host asks for the time",
+    "the process, if it records a timeline",
+    "when rank 0 has answered: removed",
+)
+TIME = Fact(
+    "clock/{rank}/{number}/time",
+    "the time of rank 0 at the answer, in ns",
+    "rank 0",
+    "when the process has read it: removed",
+)
 
 # -- of the launchers of a job on several hosts -----------------------------------------------------------
 
@@ -153,5 +167,6 @@ BEGUN = Fact(
 )
 
 FACTS = (
-    ENDED, BUSY, MEETING, GROUP, NEW_PLAN, AT, REPORT, OUTCOME, SAVED, RUN, LEASE, HOST_ENDED, CAME, BEGUN,
+    ENDED, BUSY, MEETING, GROUP, NEW_PLAN, AT, REPORT, OUTCOME, SAVED, ASKED, TIME, RUN, LEASE, HOST_ENDED,
+    CAME, BEGUN,
 )  # fmt: skip

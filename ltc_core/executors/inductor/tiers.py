@@ -48,6 +48,7 @@ from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.specialize import Specialized
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
+from ltc_core.timeline import slices
 
 __all__ = ["TieredProgram"]
 
@@ -363,6 +364,7 @@ class _Build:
         self._refused = refused
         self._flags = flags
         self._program = weakref.ref(program)
+        self._title = program.title
         self._graph = program.graph
         self._hardware = program.hardware
         self._subgraphs = subgraphs
@@ -371,8 +373,10 @@ class _Build:
         self._lock = threading.Lock()
         self._models: dict[int, tuple[Model, Sequence[int]]] = {}
         self._failed = False
+        self._num_found = 0
         num_threads = torch.get_num_threads()
         self._started = time.monotonic()
+        self._seen: slices.Slice | None = None
         self.done = threading.Event()
         self.requests = {
             k: Request(subgraph, program.hardware.type, num_threads, flags)
@@ -395,6 +399,7 @@ class _Build:
         return all(self._compiler.is_cached(k) for k in self._keys.values())
 
     def submit(self) -> None:
+        self._seen = slices.begin("compile", "compiler", ends_elsewhere=True)
         urgent = settings.compile == "sync"
         for k, request in self.requests.items():
             self._compiler.submit(self._keys[k], encode(request), partial(self._take, k), urgent)
@@ -407,6 +412,7 @@ class _Build:
             if outcome.path is None:
                 self._fail(outcome)
                 return
+            self._num_found += outcome.from_cache
             try:
                 metas = _input_metas(self._subgraphs[k])
                 model = load(outcome.path / outcome.facts["library"], metas, str(self._hardware))
@@ -422,13 +428,22 @@ class _Build:
             compiled = compiled_program(self._graph, self._subgraphs, self._models, self._hardware)
             file = step_times.file_of(self._compiler.place, [*self._keys.values()])
             program.install(compiled, self._flags, self.seconds, file)
-        self.done.set()
+        is_found = self._num_found == len(self.requests)
+        self._end("found in the cache" if is_found else "compiled")
 
     def _fail(self, outcome: Outcome) -> None:
         self._failed = True
         program = self._program()
         if program is not None:
             program.refuse(outcome, self._refused)
+        self._end(f"failed: {outcome.problem}" if outcome.problem else "dropped")
+
+    def _end(self, what_happened: str) -> None:
+        if self._seen is not None:
+            self._seen.note(
+                program=self._title, subgraphs=len(self.requests), outcome=what_happened
+            )
+            self._seen.end()
         self.done.set()
 
 
