@@ -63,7 +63,8 @@ def context() -> Iterator[devices.DeviceContext]:
         found.watch = LoopWatch(found.trace, lambda: found.cut("GraphLimit"))
         found.trace.limit = found.trace.first_limit
 
-    with settings.override(trim_graph_size=400, max_graph_size=2000):
+    # Marked: in a process that has marked no step yet, the steps of an optimizer would end the graphs.
+    with settings.override(trim_graph_size=400, max_graph_size=2000, steps="marked"):
         renew()
         yield found
     renew()
