@@ -209,10 +209,8 @@ class Zygote:
             except (EOFError, ConnectionError):  # it was killed
                 self.close()
                 return None
-            except (
-                BaseException
-            ):  # as Ctrl-C: the answer would be taken for that to the next request
-                self.close()
+            except BaseException:
+                self.close()  # after Ctrl-C the answer would be taken for that to the next request
                 raise
         if isinstance(answer, OSError):
             raise answer
