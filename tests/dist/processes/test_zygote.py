@@ -137,6 +137,24 @@ def test_it_survives_what_ends_a_job() -> None:
         one.close()
 
 
+def test_it_ends_when_a_request_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer would be taken for that to the next request."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    one = started()
+    try:
+        assert one.is_ready()
+        monkeypatch.setattr(zygote, "_send_descriptors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.fork(zygote.Call("os", "_exit", (0,)), os.environ)
+        assert one.has_ended()
+        assert one.fork(zygote.Call("os", "_exit", (0,)), os.environ) is None
+    finally:
+        one.close()
+
+
 @pytest.mark.parametrize("when", ["imports", "waits"])
 def test_without_it_processes_start_from_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
