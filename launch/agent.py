@@ -118,7 +118,6 @@ def run(spec: Spec, fork: Early | None = None) -> int:
                 agent.hosts.stop()
             if zygote is not None:
                 zygote.close()
-                zygote.wait()
             sys.stdout.flush()
         if not result.is_failed():
             return 0

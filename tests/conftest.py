@@ -111,7 +111,11 @@ def _threads() -> set[threading.Thread]:
 def _children() -> dict[int, str]:
     multiprocessing.active_children()  # collects those that have ended
     found = {}
+    kept = sys.modules.get("ltc_dist.processes.kept_zygote")
+    kept_pid = kept.pid() if kept is not None else None  # one for all calls of `spawn`
     for pid in _child_pids():
+        if pid == kept_pid:
+            continue
         try:
             command = " ".join(psutil.Process(pid).cmdline()) or "(ended, not waited for)"
         except psutil.NoSuchProcess:

@@ -6,6 +6,7 @@ All else is that method's: what is pickled and in which order, the import of the
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing as mp
 import multiprocessing.spawn
@@ -83,7 +84,7 @@ class _Forked(Popen):  # type: ignore[misc]
             pipe = self.duplicate_for_child(data_r)
             self.duplicate_for_child(ended_w)
             call = Call(__name__, begin.__name__, (tracker, pipe))
-            pid = process._of.fork(call, {}, self._fds)
+            pid = process._of.fork(call, os.environ, self._fds, _open_streams())
         finally:
             os.close(ended_w)
             os.close(data_r)
@@ -93,6 +94,16 @@ class _Forked(Popen):  # type: ignore[misc]
         self.pid, self.sentinel = pid, ended_r
         with open(data_w, "wb", closefd=False) as file:
             file.write(data.getbuffer())
+
+
+def _open_streams() -> dict[int, int]:
+    """Stdin, stdout and stderr of this process as they are now, less those that are closed."""
+    found = {}
+    for number in range(3):
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            found[number] = number
+    return found
 
 
 def _close(*descriptors: int) -> None:

@@ -34,7 +34,7 @@ from ltc_core.tensor.lazy_tensor import keeping_copies
 from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import LOOPBACK, note_served, serve_store
-from ltc_dist.processes import child, unconnected
+from ltc_dist.processes import child, kept_zygote, unconnected
 from ltc_dist.processes.failures import (
     Failure,
     how_it_ended,
@@ -45,7 +45,7 @@ from ltc_dist.processes.sending import Call, Name
 from ltc_dist.processes.sigterm import SigtermHandedOn
 from ltc_dist.processes.started import ErrorReport, ReportFile, Started
 from ltc_dist.processes.supervision import Supervision
-from ltc_dist.processes.zygote import Zygote, can_fork
+from ltc_dist.processes.zygote import can_fork
 
 __all__ = ["SpawnContext", "spawn"]
 
@@ -56,7 +56,8 @@ _POLL_S = 1.0  # between two looks for processes that have vanished
 _LOOK_S = 0.02  # for the cause of a failure
 # Running contexts. The processes need the store that the parent serves, also if nobody holds their context.
 _running: set[SpawnContext] = set()
-# A process that another thread forks meanwhile would hold the pipe by which the end of this one is seen.
+# One thread at a time: a process that another one forks meanwhile would hold the pipe by which the end of this one is
+# seen, and the kept zygote must not be replaced before all processes of a call are forked.
 _starting = threading.Lock()
 
 
@@ -208,33 +209,34 @@ class SpawnContext:
         self._store, port = serve_store()
         self._started = started
         in_main_thread = threading.current_thread() is threading.main_thread()
-        make, self._zygote = _maker(nprocs, start_method, port)
         try:
-            for rank in range(nprocs):
-                of = Ranks(rank, nprocs, rank, nprocs)
-                place = _Place(of, _variables(of, port), os.getpid(), in_main_thread, start_method)
-                file = ReportFile()
-                process = make(
-                    target=_main,
-                    args=(call, place, file),
-                    name=Name.of(f"rank {rank}", place.variables),
-                    daemon=daemon,
-                )
-                try:
-                    with _starting, keeping_copies():
-                        process.start()
-                except BaseException:
-                    file.close()
-                    raise
-                self._started.append(Started(rank, process, file))
+            with _starting:
+                make = _maker(nprocs, start_method, port)
+                for rank in range(nprocs):
+                    of = Ranks(rank, nprocs, rank, nprocs)
+                    place = _Place(
+                        of, _variables(of, port), os.getpid(), in_main_thread, start_method
+                    )
+                    file = ReportFile()
+                    process = make(
+                        target=_main,
+                        args=(call, place, file),
+                        name=Name.of(f"rank {rank}", place.variables),
+                        daemon=daemon,
+                    )
+                    try:
+                        with keeping_copies():
+                            process.start()
+                    except BaseException:
+                        file.close()
+                        raise
+                    self._started.append(Started(rank, process, file))
         except BaseException:
             self._supervise()
             self._end(signal.SIGTERM)
             raise
         self._supervise()
         _running.add(self)
-        if self._zygote is not None:
-            self._zygote.close()
 
     def _supervise(self) -> None:
         self._supervision = Supervision(
@@ -356,9 +358,6 @@ class SpawnContext:
         for started in self._started:
             started.report()  # kept for another `join`
             started.file.close()
-        if self._zygote is not None:
-            self._zygote.close()
-            self._zygote.wait()
         self._store = None
         _running.discard(self)
 
@@ -376,15 +375,13 @@ def _end_after_ctrl_c() -> None:
             context._end(signal.SIGTERM)
 
 
-def _maker(nprocs: int, start_method: str, port: int) -> tuple[Callable[..., Any], Zygote | None]:
-    """What makes a process, and the zygote that the processes will be forks of, if any."""
+def _maker(nprocs: int, start_method: str, port: int) -> Callable[..., Any]:
+    """What makes a process: a fork of the zygote, if there may be one."""
     if start_method == "spawn" and nprocs > 1 and can_fork():
         variables = _variables(Ranks(0, nprocs, 0, nprocs), port)
-        shared = {name: variables[name] for name in variables.keys() - {"RANK", "LOCAL_RANK"}}
-        zygote = Zygote.start({**os.environ, **shared}, __name__)
-        return partial(ForkedProcess, zygote), zygote
+        return partial(ForkedProcess, kept_zygote.get(os.environ | variables, __name__))
     context: Any = torch.multiprocessing.get_context(start_method)
-    return context.Process, None
+    return context.Process  # type: ignore[no-any-return]
 
 
 def _variables(of: Ranks, port: int) -> dict[str, str]:

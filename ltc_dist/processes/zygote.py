@@ -6,7 +6,8 @@ variables, descriptors and signal mask that the request names. PyTorch's and num
 would share, are seeded afresh as in a new process.
 
 Where a fork is not safe there is none, and the process starts from nothing: see `can_fork` and `serve`. A zygote ends
-with the process that has made it. `spawn` makes one for each call; the launcher makes its own (`launch/early.py`).
+with the process that has made it. A process keeps one for all its calls of `spawn` (`kept_zygote.py`); the launcher
+makes its own (`launch/early.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import multiprocessing as mp
 import multiprocessing.spawn
 import os
@@ -54,10 +56,17 @@ _IGNORED = (
     signal.SIGUSR2,
 )
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-# sys.path is set before anything is imported: a file in the working directory may have the name of a module.
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[3:]; from ltc_dist.processes import zygote; zygote.main()"
-)
+# sys.path is set before anything is imported: a file in the working directory may have the name of a module. Then the
+# kernel is told to end this process with its parent, since the end of the connection is seen after the imports only.
+_PROGRAM = """
+import sys
+sys.path[:] = sys.argv[5:]
+import ctypes, os
+ctypes.CDLL(None).prctl(1, int(sys.argv[4]))
+if os.getppid() == int(sys.argv[3]):
+    from ltc_dist.processes import zygote
+    zygote.main()
+"""
 
 inherited: list[int] = []  # descriptors that this process was sent, if it is a fork
 _asking = threading.Lock()  # whether this process adopts orphans is a property of the process
@@ -94,14 +103,14 @@ class _Request:
     """One process to be forked; its descriptors are sent after this.
 
     Attributes:
-        variables: added to the zygote's.
+        environ: all variables of the new process.
         streams: numbers of the first descriptors in the new process.
         num_descriptors: these and the others.
         signal_mask: of the thread that asks.
     """
 
     call: Call
-    variables: dict[str, str]
+    environ: dict[str, str]
     streams: tuple[int, ...]
     num_descriptors: int
     signal_mask: frozenset[int]
@@ -121,26 +130,44 @@ class Zygote:
 
     def __init__(self, connection: Connection[Any, Any], pid: int) -> None:
         self._connection = connection
-        self._pid = pid
+        self.pid = pid
         self._is_ready: bool | None = None
-        self._has_ended = False
+        self._is_closed = False
 
     @classmethod
     def start(cls, environ: Mapping[str, str], module: str) -> Zygote:
-        """Start one with these variables, which has imported `module`; does not wait for it."""
+        """Start one with these variables, which has imported `module`; does not wait for it.
+
+        It has no streams of this process: who reads them from a pipe waits for the end of this process alone.
+        """
+        # The kernel's death signal follows the thread that starts a process.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        death_signal = int(signal.SIGKILL) if in_main_thread else 0
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
                 [
                     *(mp.spawn.get_executable(), *util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
-                    *("-c", _PROGRAM, str(theirs.fileno()), module, *import_path()),
+                    *("-c", _PROGRAM, str(theirs.fileno()), module),
+                    *(str(os.getpid()), str(death_signal), *import_path()),
                 ],
                 env=environ,
                 pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 process_group=0,
             )
         process.returncode = 0  # `close` waits for it
         return cls(Connection(ours.detach()), process.pid)
+
+    def has_ended(self) -> bool:
+        """Whether it was closed or has ended by itself."""
+        try:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody else has waited for it
+            return True
+        return self._is_closed or ended is not None
 
     def is_ready(self) -> bool:
         """Wait until it has imported all; return whether it can fork."""
@@ -152,7 +179,7 @@ class Zygote:
     def fork(
         self,
         call: Call,
-        variables: Mapping[str, str],
+        environ: Mapping[str, str],
         descriptors: Sequence[int] = (),
         streams: Mapping[int, int] = MappingProxyType({}),
         has_own_session: bool = False,
@@ -160,7 +187,7 @@ class Zygote:
         """Fork a process; return its id, a child of this process, or None if it has to be started from nothing.
 
         Args:
-            variables: added to those of the zygote.
+            environ: all variables of the new process.
             descriptors: of this process, which the new one finds in `inherited`, in their order.
             streams: stdin, stdout and stderr (0, 1, 2) -> descriptor of this process; the others are the zygote's.
 
@@ -171,7 +198,7 @@ class Zygote:
             return None
         sent = [*streams.values(), *descriptors]
         mask = frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
-        request = _Request(call, dict(variables), tuple(streams), len(sent), mask, has_own_session)
+        request = _Request(call, dict(environ), tuple(streams), len(sent), mask, has_own_session)
         with _asking, _adopting() as adopts:
             if not adopts:
                 return None
@@ -180,21 +207,28 @@ class Zygote:
                 _send_descriptors(self._connection, sent)
                 answer = self._connection.recv()
             except (EOFError, ConnectionError):  # it was killed
-                self._is_ready = False
+                self.close()
                 return None
+            except BaseException:
+                self.close()  # after Ctrl-C the answer would be taken for that to the next request
+                raise
         if isinstance(answer, OSError):
             raise answer
         return answer  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End it. Processes that it has forked run on."""
-        self._connection.close()
+        """End it and wait for its end, also while it imports. Processes that it has forked run on.
 
-    def wait(self) -> None:
-        """Wait for its end, after `close`."""
-        if not self._has_ended:
-            self._has_ended = True
-            os.waitpid(self._pid, 0)
+        In a fork of the process that has made it, whose child it is not, close the connection alone.
+        """
+        if self._is_closed:
+            return
+        self._is_closed, self._is_ready = True, False
+        self._connection.close()
+        with contextlib.suppress(ChildProcessError):  # somebody else has waited for it
+            if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
 
 
 @contextlib.contextmanager
@@ -324,8 +358,13 @@ def _become(request: _Request, received: list[int]) -> None:
     inherited[:] = received[len(streams) :]
     for descriptor in inherited:
         os.set_inheritable(descriptor, False)
-    os.environ.update(request.variables)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
+    os.environ.clear()
+    os.environ.update(request.environ)
     settings.accept_environment()
+    # A folder of `sys.path` may have been made since the zygote looked for it.
+    importlib.invalidate_caches()
     torch.default_generator.seed()
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ltc_core.settings import settings
+from ltc_dist.processes import kept_zygote, zygote
 from ltc_dist.processes import spawn as xmp
-from ltc_dist.processes import zygote
 from tests.launching import Job, launcher
 
 pytestmark = pytest.mark.dist
@@ -93,21 +93,16 @@ def started(**environ: str) -> zygote.Zygote:
     return zygote.Zygote.start({**os.environ, **environ}, "json")
 
 
-def end(one: zygote.Zygote) -> None:
-    one.close()
-    one.wait()
-
-
 def test_it_says_how_the_process_ended_and_ends_itself() -> None:
     one = started()
     try:
         pid = one.fork(zygote.Call("os", "_exit", (7,)), {})
         assert pid is not None and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        assert os.getpgid(one._pid) == one._pid != os.getpgrp()
+        assert os.getpgid(one.pid) == one.pid != os.getpgrp()
     finally:
-        end(one)
+        one.close()
     with pytest.raises(ProcessLookupError):
-        os.kill(one._pid, 0)
+        os.kill(one.pid, 0)
 
 
 def test_streams_variables_and_signal_mask_are_those_of_the_request() -> None:
@@ -117,12 +112,14 @@ def test_streams_variables_and_signal_mask_are_those_of_the_request() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     try:
         pid = one.fork(
-            zygote.Call("builtins", "exec", (code,)), {"OF_THE_REQUEST": "5"}, streams={1: write}
+            zygote.Call("builtins", "exec", (code,)),
+            {**os.environ, "OF_THE_REQUEST": "5"},
+            streams={1: write},
         )
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
         os.close(write)
-        end(one)
+        one.close()
     assert pid is not None and os.waitpid(pid, 0)[1] == 0
     with open(read) as file:
         assert file.read() == f"5 {{{signal.SIGUSR2!r}}}\n"
@@ -133,11 +130,29 @@ def test_it_survives_what_ends_a_job() -> None:
     try:
         assert one.is_ready()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            os.kill(one._pid, number)
+            os.kill(one.pid, number)
         pid = one.fork(zygote.Call("os", "_exit", (0,)), {})
         assert pid is not None and os.waitpid(pid, 0)[1] == 0
     finally:
-        end(one)
+        one.close()
+
+
+def test_it_ends_when_a_request_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer would be taken for that to the next request."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    one = started()
+    try:
+        assert one.is_ready()
+        monkeypatch.setattr(zygote, "_send_descriptors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.fork(zygote.Call("os", "_exit", (0,)), os.environ)
+        assert one.has_ended()
+        assert one.fork(zygote.Call("os", "_exit", (0,)), os.environ) is None
+    finally:
+        one.close()
 
 
 @pytest.mark.parametrize("when", ["imports", "waits"])
@@ -149,9 +164,10 @@ def test_without_it_processes_start_from_nothing(
     def killed(cls: Any, *args: Any) -> zygote.Zygote:
         made: zygote.Zygote = start(cls, *args)
         assert when == "imports" or made.is_ready()
-        os.kill(made._pid, signal.SIGKILL)
+        os.kill(made.pid, signal.SIGKILL)
         return made
 
+    kept_zygote.close()
     monkeypatch.setattr(zygote.Zygote, "start", classmethod(killed))
     xmp.spawn(save_sums, ([torch.ones(2)], str(tmp_path)), nprocs=2)
     assert len(list(tmp_path.iterdir())) == 2
@@ -173,7 +189,7 @@ def test_what_was_started_with_python_forbids_it(tmp_path: Path, code: str) -> N
         assert not one.is_ready()
         assert one.fork(zygote.Call("os", "_exit", (0,)), {}) is None
     finally:
-        end(one)
+        one.close()
 
 
 def test_an_import_that_fails_is_told_by_the_processes(tmp_path: Path) -> None:
@@ -181,7 +197,7 @@ def test_an_import_that_fails_is_told_by_the_processes(tmp_path: Path) -> None:
     try:
         assert not one.is_ready()
     finally:
-        end(one)
+        one.close()
 
 
 def test_where_forks_are_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
