@@ -379,6 +379,26 @@ def shrink_backward(c: Call, grad: Array, x: Array, limit: Any) -> Array:
     return jnp.where(inside, jnp.zeros((), grad.dtype), grad)
 
 
+@lowers("silu_backward")
+def silu_backward(c: Call, grad: Array, x: Array) -> Array:
+    x, grad = to_dtype(x, _at_least_float32(c)), to_dtype(grad, _at_least_float32(c))
+    s = lax.logistic(x)
+    return grad * s * (1 + x * (1 - s))
+
+
+@lowers("mish_backward")
+def mish_backward(c: Call, grad: Array, x: Array) -> Array:
+    x, grad = to_dtype(x, _at_least_float32(c)), to_dtype(grad, _at_least_float32(c))
+    s = lax.logistic(x)
+    t = jnp.tanh(jnp.logaddexp(x, 0))
+    return grad * (t + x * s * (1 - t * t))
+
+
+def _at_least_float32(c: Call) -> Any:
+    """The dtype in which ATen's kernels compute."""
+    return c.dtype if np.dtype(c.dtype).itemsize >= 4 else np.dtype(np.float32)
+
+
 @lowers("complex")
 def complex_of(c: Call, real: Array, imaginary: Array) -> Array:
     return lax.complex(*jnp.broadcast_arrays(real, imaginary))

@@ -196,6 +196,13 @@ def searchsorted(
 _SUM, _MEAN = 0, 1
 
 
+def _bags(index: Array, offsets: Array) -> Array:
+    """The bag of each index, from the offset at which each bag begins."""
+    return (
+        jnp.searchsorted(offsets, jnp.arange(index.shape[0], dtype=offsets.dtype), side="right") - 1
+    )
+
+
 @lowers("_embedding_bag", "_embedding_bag_forward_only")
 def embedding_bag(
     c: Call, table: Array, index: Array, offsets: Array, scale_by_count: bool = False, mode: int = _SUM,
@@ -205,8 +212,7 @@ def embedding_bag(
         raise NotImplementedError("embedding_bag of the largest value, or with padding")
     out, bag_of, sizes, _ = c.result
     bags = out.shape[0]
-    starts = offsets[:bags].astype(np.int64)
-    of = jnp.searchsorted(starts, jnp.arange(index.shape[0]), side="right") - 1
+    of = _bags(index, offsets[:bags])
     rows = jnp.take(table, index, axis=0, mode="clip")
     if weights is not None:
         rows = rows * weights[:, None]
@@ -219,3 +225,20 @@ def embedding_bag(
         r if r.shape == tuple(wanted.shape) else jnp.zeros(tuple(wanted.shape), r.dtype)
         for r, wanted in zip(results, c.result, strict=True)
     )
+
+
+@lowers("_embedding_bag_backward")
+def embedding_bag_backward(
+    c: Call, grad: Array, index: Array, offsets: Array, bag_of: Array, sizes: Array, maxima: Array, count: int,
+    scale_by_count: bool, mode: int, sparse: bool, weights: Array | None, padding: int = -1,
+) -> Array:  # fmt: skip
+    if mode not in (_SUM, _MEAN) or padding >= 0 or scale_by_count:
+        raise NotImplementedError("the gradient of this kind of embedding_bag")
+    of = _bags(index, offsets[: grad.shape[0]])
+    rows = grad[of]
+    if weights is not None:
+        rows = rows * weights[:, None]
+    if mode == _MEAN:
+        counts = jnp.zeros(grad.shape[0], rows.dtype).at[of].add(1)
+        rows = rows / counts[of][:, None]
+    return embedding_dense_backward(c, rows, index, count, -1, False)

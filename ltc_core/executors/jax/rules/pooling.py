@@ -126,6 +126,15 @@ def max_pool_backward(
     return result
 
 
+@lowers("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward")
+def adaptive_max_pool_backward(c: Call, grad: Array, x: Array, indices: Array) -> Array:
+    dims = 2 if "2d" in c.op._opname else 3
+    rows = indices.reshape(-1, int(np.prod(indices.shape[-dims:])))
+    flat = jnp.zeros((rows.shape[0], int(np.prod(x.shape[-dims:]))), grad.dtype)
+    row = jnp.arange(rows.shape[0])[:, None]
+    return flat.at[row, rows].add(grad.reshape(rows.shape)).reshape(x.shape)
+
+
 # -- means ---------------------------------------------------------------------------------------
 
 

@@ -48,12 +48,12 @@ def amin(c: Call, x: Array, dim: Any = None, keepdim: bool = False) -> Array:
     return jnp.min(x, _dims(x, dim), keepdims=keepdim)
 
 
-@lowers("any", "any.dim", "any.dims")
+@lowers("any", "any.dim", "any.dims", "_is_any_true")
 def any_of(c: Call, x: Array, dim: Any = None, keepdim: bool = False) -> Array:
     return jnp.any(to_dtype(x, np.bool_), _dims(x, dim), keepdims=keepdim)
 
 
-@lowers("all", "all.dim", "all.dims")
+@lowers("all", "all.dim", "all.dims", "_is_all_true")
 def all_of(c: Call, x: Array, dim: Any = None, keepdim: bool = False) -> Array:
     return jnp.all(to_dtype(x, np.bool_), _dims(x, dim), keepdims=keepdim)
 
