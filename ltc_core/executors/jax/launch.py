@@ -26,6 +26,9 @@ from ltc_core.program.subgraph import Subgraph
 
 __all__ = ["JaxLaunch"]
 
+# XLA's defaults for a CPU lose nan in minima and maxima, and the smallest numbers; PyTorch keeps both.
+_OPTIONS = {"cpu": {"xla_cpu_enable_fast_min_max": False, "xla_cpu_ftz": False}}
+
 
 class JaxLaunch(Launch):
     """The program of a subgraph.
@@ -80,7 +83,7 @@ class JaxLaunch(Launch):
             self._program = on_disk.load(key, len(given), num_outputs)
             if self._program is None:
                 traced = jax.jit(ordered, donate_argnums=range(len(reused)), keep_unused=True)
-                self._program = traced.lower(*given).compile()
+                self._program = traced.lower(*given).compile(_OPTIONS.get(device.platform, {}))
                 on_disk.store(key, self._program)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:

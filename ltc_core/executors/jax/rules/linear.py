@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,46 +58,130 @@ def _added(c: Call, bias: Array, product: Array, beta: Any, alpha: Any) -> Array
 # -- convolutions --------------------------------------------------------------------------------
 
 
-@lowers("convolution")
-def convolution(
-    c: Call, x: Array, weight: Array, bias: Array | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
-) -> Array:  # fmt: skip
-    out = _convolved(x, weight, stride, padding, dilation, transposed, output_padding, groups)
-    return out if bias is None else out + bias.reshape(-1, *[1] * (weight.ndim - 2))
+class _Convolution:
+    """A convolution of n dims; all of its numbers but the sizes of its operands."""
 
+    def __init__(
+        self, dims: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+        output_padding: Sequence[int], groups: int,
+    ) -> None:  # fmt: skip
+        given = (stride, padding, dilation, output_padding)
+        spread = [list(v) * dims if len(v) == 1 else list(v) for v in given]
+        self.stride, self.padding, self.dilation, self.output_padding = spread
+        self.dims = dims
+        self.transposed = transposed
+        self.groups = groups
 
-def _convolved(
-    x: Array, weight: Array, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
-    output_padding: Sequence[int], groups: int,
-) -> Array:  # fmt: skip
-    dims = weight.ndim - 2
-    stride, padding, dilation, output_padding = (
-        list(v) * dims if len(v) == 1 else list(v)
-        for v in (stride, padding, dilation, output_padding)
-    )
-    batched = x if x.ndim == weight.ndim else x[None]
-    if transposed:
-        reach = [d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
-        pads = [
-            (r - p, r - p + extra)
-            for r, p, extra in zip(reach, padding, output_padding, strict=True)
+    def __call__(self, x: Array, weight: Array) -> Array:
+        """The convolution of a batch."""
+        if self.transposed:
+            return self._transposed(x, weight)
+        if self._is_pointwise(weight):
+            strided = x[(..., *(slice(None, None, s) for s in self.stride))]
+            rows = jnp.moveaxis(strided, 1, -1)
+            product = jnp.matmul(rows, weight.reshape(weight.shape[:2]).T, precision=_EXACT)
+            return jnp.moveaxis(product, -1, 1)
+        if self._is_depthwise(weight):
+            return self._depthwise(x, weight)
+        pads = [(p, p) for p in self.padding]
+        if any(self.padding):
+            return self._plain(x, weight, pads)
+        # XLA calls its library for a CPU only if something is padded, and else computes in loops, 3 times slower.
+        sizes = self._sizes(x, weight)
+        out = self._plain(x, weight, [*pads[:-1], (0, 1)])
+        return out[(..., *map(slice, sizes))]
+
+    def _is_pointwise(self, weight: Array) -> bool:
+        return self.groups == 1 and not any(self.padding) and set(weight.shape[2:]) == {1}
+
+    def _is_depthwise(self, weight: Array) -> bool:
+        return self.groups > 1 and weight.shape[1] == 1
+
+    def _depthwise(self, x: Array, weight: Array) -> Array:
+        """Each channel by itself, in a sum over the places in the window, which XLA fuses into one loop."""
+        sizes = self._sizes(x, weight)
+        padded = lax.pad(
+            x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + [(p, p, 0) for p in self.padding]
+        )
+        weight = weight.reshape(self.groups, -1, *weight.shape[2:])
+        out = sum(
+            self._part(padded, place, sizes)[:, :, None]
+            * weight[(..., *place)].reshape(*weight.shape[:2], *[1] * self.dims)
+            for place in itertools.product(*map(range, weight.shape[2:]))
+        )
+        return jnp.reshape(out, (x.shape[0], -1, *sizes))
+
+    def _part(self, padded: Array, place: Sequence[int], sizes: Sequence[int]) -> Array:
+        """The elements at one place of each window, of a tensor whose last dims are padded."""
+        rows = zip(place, self.dilation, sizes, self.stride, strict=True)
+        return padded[(..., *(slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in rows))]
+
+    def _sizes(self, x: Array, weight: Array) -> list[int]:
+        """The sizes of the result of a convolution that is not transposed."""
+        rows = zip(
+            x.shape[2:], weight.shape[2:], self.stride, self.padding, self.dilation, strict=True
+        )
+        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in rows]
+
+    def _plain(self, x: Array, weight: Array, pads: Sequence[tuple[int, int]]) -> Array:
+        return self._call(x, weight, pads, self.stride, [1] * self.dims)
+
+    def _transposed(self, x: Array, weight: Array) -> Array:
+        rows = zip(self.dilation, weight.shape[2:], self.padding, self.output_padding, strict=True)
+        pads = [(d * (k - 1) - p, d * (k - 1) - p + extra) for d, k, p, extra in rows]
+        return self._call(x, _mirrored(weight, self.groups), pads, [1] * self.dims, self.stride)
+
+    def _call(
+        self, x: Array, weight: Array, pads: Sequence[tuple[int, int]], stride: Sequence[int], spread: Sequence[int]
+    ) -> Array:  # fmt: skip
+        return lax.conv_general_dilated(
+            x,
+            weight,
+            window_strides=stride,
+            padding=pads,
+            lhs_dilation=spread,
+            rhs_dilation=self.dilation,
+            feature_group_count=self.groups,
+            precision=_EXACT,
+        )
+
+    def weight_gradient(self, grad: Array, x: Array, weight: Array) -> Array:
+        """As one product of matrices for each place in the window.
+
+        XLA takes minutes to compile some of these gradients as convolutions for a TPU, and runs them in loops on a CPU.
+        """
+        if self.transposed:  # the gradient of the plain convolution that goes the other way
+            plain = _Convolution(
+                self.dims, self.stride, self.padding, self.dilation, False, [0], self.groups
+            )
+            return plain.weight_gradient(x, grad, weight)
+        padded = lax.pad(
+            x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + [(p, p, 0) for p in self.padding]
+        )
+        if self._is_depthwise(weight):
+            return self._depthwise_gradient(grad, padded, weight)
+        padded = jnp.moveaxis(padded, 1, -1)
+        count = self.groups
+        grads = jnp.moveaxis(grad, 1, -1).reshape(-1, count, grad.shape[1] // count)
+        sizes = grad.shape[2:]
+        found = []
+        for place in itertools.product(*map(range, weight.shape[2:])):
+            rows = zip(place, self.dilation, sizes, self.stride, strict=True)
+            chosen = [slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in rows]
+            part = padded[(slice(None), *chosen)].reshape(-1, count, x.shape[1] // count)
+            # (group, output channel, input channel)
+            found.append(jnp.einsum("rgo,rgi->goi", grads, part, precision=_EXACT))
+        return jnp.stack(found, -1).reshape(weight.shape)
+
+    def _depthwise_gradient(self, grad: Array, padded: Array, weight: Array) -> Array:
+        sizes = grad.shape[2:]
+        grads = grad.reshape(grad.shape[0], self.groups, -1, *sizes)
+        over = (0, *range(3, grads.ndim))
+        found = [
+            jnp.sum(grads * self._part(padded, place, sizes)[:, :, None], over)
+            for place in itertools.product(*map(range, weight.shape[2:]))
         ]
-        scales = {"window_strides": [1] * dims, "lhs_dilation": stride}
-        weight = _mirrored(weight, groups)
-    else:
-        pads = [(p, p) for p in padding]
-        scales = {"window_strides": stride, "lhs_dilation": [1] * dims}
-    out = lax.conv_general_dilated(
-        batched,
-        weight,
-        padding=pads,
-        rhs_dilation=dilation,
-        feature_group_count=groups,
-        precision=_EXACT,
-        **scales,
-    )
-    return out if x.ndim == weight.ndim else out[0]
+        return jnp.stack(found, -1).reshape(weight.shape)
 
 
 def _mirrored(weight: Array, groups: int) -> Array:
@@ -107,20 +192,30 @@ def _mirrored(weight: Array, groups: int) -> Array:
     return jnp.swapaxes(split, 1, 2).reshape(groups * per_group, count, *weight.shape[2:])
 
 
+@lowers("convolution")
+def convolution(c: Call, x: Array, weight: Array, bias: Array | None, *numbers: Any) -> Array:
+    convolve = _Convolution(weight.ndim - 2, *numbers)
+    is_batch = x.ndim == weight.ndim
+    out = convolve(x if is_batch else x[None], weight)
+    if bias is not None:
+        out = out + bias.reshape(-1, *[1] * convolve.dims)
+    return out if is_batch else out[0]
+
+
 @lowers("convolution_backward")
 def convolution_backward(
-    c: Call, grad: Array, x: Array, weight: Array, bias_sizes: Any, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int, mask: Sequence[bool],
-) -> list[Array | None]:  # fmt: skip
-    def forward(x: Array, weight: Array) -> Array:
-        return _convolved(x, weight, stride, padding, dilation, transposed, output_padding, groups)
-
+    c: Call, grad: Array, x: Array, weight: Array, bias_sizes: Any, *numbers: Any
+) -> list[Array | None]:
+    *numbers_of_forward, mask = numbers
+    convolve = _Convolution(weight.ndim - 2, *numbers_of_forward)
+    is_batch = x.ndim == weight.ndim
+    batch, grads = (x, grad) if is_batch else (x[None], grad[None])
     found: list[Array | None] = [None, None, None]
     if mask[0]:
-        (found[0],) = jax.linear_transpose(lambda x: forward(x, weight), x)(grad)
+        (of_x,) = jax.linear_transpose(lambda x: convolve(x, weight), batch)(grads)
+        found[0] = of_x if is_batch else of_x[0]
     if mask[1]:
-        (found[1],) = jax.linear_transpose(lambda weight: forward(x, weight), weight)(grad)
+        found[1] = convolve.weight_gradient(grads, batch, weight)
     if mask[2]:
-        channel = grad.ndim - (weight.ndim - 2) - 1
-        found[2] = jnp.sum(grad, [d for d in range(grad.ndim) if d != channel])
+        found[2] = jnp.sum(grads, [0, *range(2, grads.ndim)])
     return found
