@@ -2,6 +2,7 @@
 #   PYTHON=...  the Python (3.11 or newer) the environment is made from; found by itself if not given
 #   VENV=...    where the environment lives (given on the command line only; default .venv)
 #   XLA_VENV=...  the same for the one with torch_xla (default .venv-xla)
+#   JAX_VENV=...  the same for jax, beside what VENV has (default .venv-jax)
 #   ECO_VENV=...  the same for the one with libraries that train (default .venv-ecosystem)
 #   JOBS=...  processes that run the tests (default 2; 0: none beside make's own)
 #   ARGS=...    more arguments for demo, test*, bench, such as ARGS="--device cpu", ARGS="-k views", ARGS="--seed 3"
@@ -11,11 +12,15 @@ XLA_VENV := .venv-xla
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 XLA_STAMP := $(XLA_VENV)/.setup-done
+JAX_VENV := .venv-jax
+JAX_STAMP := $(JAX_VENV)/.setup-done
 ECO_VENV := .venv-ecosystem
 ECO_STAMP := $(ECO_VENV)/.setup-done
 # What runs on torch_xla: its own tests, the lazy device's parity with eager, and the digits, on one device and on two.
 XLA_TESTS := tests/xla tests/core/programs/test_parity.py tests/core/program/test_random_draws.py \
     tests/core/executors/torch_xla/test_library.py tests/examples/test_mnist_threads.py
+# What runs on XLA through JAX.
+JAX_TESTS := tests/jax tests/core/programs/test_parity.py
 # What finds most mistakes in a minute: the graph, recording, parts of compiling, op by op, verbs; no processes.
 QUICK_TESTS := tests/test_imports.py tests/test_documents.py tests/core/graph tests/core/tensor \
     tests/core/program tests/core/record/test_trace.py tests/core/record/test_recorder.py \
@@ -36,7 +41,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-quick test-xla test-programs test-opinfo test-random check bench clean
-.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public
+.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public test-jax
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
@@ -44,6 +49,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-quick  run those that find most mistakes in a minute"
 	@echo "make test-xla  run the tests of the TPU executor on the CPU (an environment of 8 GB of its own)"
+	@echo "make test-jax  run the tests of the executor for XLA through JAX (an environment of its own)"
 	@echo "make test-programs  run small programs beside eager, op by op (ARGS=\"--tier compiled\": compiled, an hour)"
 	@echo "make test-opinfo  run PyTorch's operators beside eager: op by op, lowered, compiled (over an hour)"
 	@echo "make test-random  run 10,000 random programs beside eager (ARGS=\"--seed 3 --count 500\")"
@@ -125,6 +131,17 @@ $(XLA_STAMP): setup.cfg pyproject.toml constraints.txt
 test-xla: $(XLA_STAMP)
 	LTC_DEVICE=xla PJRT_DEVICE=CPU LTC_RANDOM=host \
 	    $(XLA_VENV)/bin/python -m pytest $(or $(ARGS),$(XLA_TESTS))
+
+# PyTorch and this package are those of the environment of `make setup`: a .pth file names it.
+$(JAX_STAMP): $(STAMP)
+	$(BIN)/python -m venv "$(JAX_VENV)"
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
+	    > "$$($(JAX_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/base.pth"
+	$(JAX_VENV)/bin/python -m pip install -c constraints.txt -c constraints-jax.txt jax
+	@touch $@
+
+test-jax: $(JAX_STAMP)
+	LTC_EXECUTOR=jax LTC_RANDOM=host $(JAX_VENV)/bin/python -m pytest $(or $(ARGS),$(JAX_TESTS))
 
 $(ECO_STAMP): setup.cfg pyproject.toml constraints.txt constraints-ecosystem.txt
 	@$(find_python); \

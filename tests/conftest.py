@@ -71,6 +71,7 @@ PROCESS_VARIABLES = (
     "PJRT_DEVICE",
     "TF_CPP_MIN_LOG_LEVEL",
     "XLA_FLAGS",
+    "TPU_SKIP_MDS_QUERY",  # set by jax
 )
 PROCESS_FILES = (
     "torchinductor_",  # torch's compile cache, reused by later tests

@@ -1,7 +1,7 @@
 """A device of JAX: transfers, and programs.
 
-Data on the device are `jax.Array`s; data that stay on the host are CPU tensors. On a CPU both can be the same memory:
-data are copied so that neither side sees writes of the other. Used by `executor`.
+Data on the device are `jax.Array`s; data that stay on the host are CPU tensors. On a CPU both can be the same memory,
+which nobody writes. Used by `executor`.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class JaxDevice(DeviceRuntime):
     def send(self, tensors: Sequence[Tensor]) -> list[Any]:
         with wide_types():
             arrays = [self._array(t) for t in tensors]
-            # Never the tensor's own memory: a program that donates it would write there.
-            return jax.device_put(arrays, self.device, may_alias=False)  # type: ignore[no-any-return]
+            # On a CPU this is the tensor's own memory. JAX copies it if a program would write there.
+            return jax.device_put(arrays, self.device, may_alias=True)  # type: ignore[no-any-return]
 
     def _array(self, t: Tensor) -> Any:
         t = t.detach().contiguous()

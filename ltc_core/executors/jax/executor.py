@@ -43,8 +43,9 @@ class JaxExecutor(Executor):
         return self.upload_all([tensor])[0]
 
     def upload_all(self, tensors: Sequence[Tensor]) -> list[Any]:
+        # Copies, because the caller may overwrite the tensors.
         stored = self.runtime.stored
-        return self.runtime.send([t.detach().to(stored(t.dtype)) for t in tensors])
+        return self.runtime.send([t.detach().to(stored(t.dtype), copy=True) for t in tensors])
 
     def copy(self, data: Any) -> Any:
         return self.runtime.copy(data)

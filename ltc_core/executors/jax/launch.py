@@ -26,8 +26,8 @@ from ltc_core.program.subgraph import Subgraph
 
 __all__ = ["JaxLaunch"]
 
-# XLA's defaults for a CPU lose nan in minima and maxima, and the smallest numbers; PyTorch keeps both.
-_OPTIONS = {"cpu": {"xla_cpu_enable_fast_min_max": False, "xla_cpu_ftz": False}}
+# As eager: nan is kept in minima and maxima, and each op rounds its result to bfloat16.
+_OPTIONS = {"cpu": {"xla_cpu_enable_fast_min_max": False, "xla_allow_excess_precision": False}}
 
 
 class JaxLaunch(Launch):

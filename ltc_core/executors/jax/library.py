@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import warnings
 from typing import Any
 
 from ltc_core.errors import DeviceError
@@ -27,6 +28,8 @@ def _jax() -> Any:
         )
     import jax
 
+    # JAX warns at each fork. The runtime holds its devices still at one, and a DataLoader's workers do not use them.
+    warnings.filterwarnings("ignore", r"os\.fork\(\) was called\.", RuntimeWarning)
     if settings.num_devices > 1 and hardware_kind() == "CPU":
         # Only before JAX makes its client; later it raises, and the number of devices is checked below.
         with contextlib.suppress(RuntimeError):
@@ -43,8 +46,9 @@ def devices() -> tuple[Any, ...]:
     """
     kind = hardware_kind()
     platform = _PLATFORMS.get(kind, kind.lower())
+    library = _jax()
     try:
-        return tuple(_jax().local_devices(backend=platform))
+        return tuple(library.local_devices(backend=platform))
     except RuntimeError as error:
         raise DeviceError(
             f"JAX finds no {kind}",

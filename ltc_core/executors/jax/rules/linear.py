@@ -28,30 +28,38 @@ def matmul(c: Call, x: Array, y: Array) -> Array:
 
 @lowers("addmm")
 def addmm(c: Call, bias: Array, x: Array, y: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    return _added(c, bias, matmul(c, x, y), beta, alpha)
+    return _added(bias, _wide_product(c, x, y), beta, alpha)
 
 
 @lowers("baddbmm")
 def baddbmm(c: Call, bias: Array, x: Array, y: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    return _added(c, bias, matmul(c, x, y), beta, alpha)
+    return _added(bias, _wide_product(c, x, y), beta, alpha)
 
 
 @lowers("addmv")
 def addmv(c: Call, bias: Array, x: Array, y: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    return _added(c, bias, matmul(c, x, y), beta, alpha)
+    return _added(bias, _wide_product(c, x, y), beta, alpha)
 
 
 @lowers("addbmm")
 def addbmm(c: Call, bias: Array, x: Array, y: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    return _added(c, bias, jnp.sum(matmul(c, x, y), 0), beta, alpha)
+    return _added(bias, jnp.sum(_wide_product(c, x, y), 0), beta, alpha)
 
 
-def _added(c: Call, bias: Array, product: Array, beta: Any, alpha: Any) -> Array:
+def _wide_product(c: Call, x: Array, y: Array) -> Array:
+    """The product, of float16 and bfloat16 in float32: it is rounded when the bias has been added."""
+    if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.matmul(x, y, precision=_EXACT, preferred_element_type=np.float32)
+    return matmul(c, x, y)
+
+
+def _added(bias: Array, product: Array, beta: Any, alpha: Any) -> Array:
     """`beta * bias + alpha * product`; with `beta` 0, `bias` does not count, even if it is nan."""
     if alpha != 1:
         product = product * to_dtype(alpha, product.dtype)
     if beta == 0:
         return product
+    bias = to_dtype(bias, product.dtype)
     return product + (bias if beta == 1 else bias * to_dtype(beta, bias.dtype))
 
 
