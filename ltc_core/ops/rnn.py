@@ -94,12 +94,15 @@ def _is_onednn(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor]) ->
     if not (torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()) or not input.numel():
         return False
     has_projections = hx[0].shape[2] != hx[1].shape[2]
-    return not has_projections and _is_on_cpu(input, *hx, *params) and input.dtype is torch.float32
+    return (
+        not has_projections and _is_as_on_cpu(input, *hx, *params) and input.dtype is torch.float32
+    )
 
 
-def _is_on_cpu(*operands: Tensor) -> bool:
-    """Whether PyTorch's kernels for the CPU run on these operands as they are: all of one dtype, and no autocast."""
-    if settings.device != "cpu" or settings.executor not in ("reference", "inductor"):
+def _is_as_on_cpu(*operands: Tensor) -> bool:
+    """Whether these operands are computed as eager does on the CPU: all of one dtype, and no autocast."""
+    has_cpu_kernels = settings.device == "cpu" and settings.executor in ("reference", "inductor")
+    if not has_cpu_kernels and settings.executor != "jax":  # JAX has rules for the same ops
         return False
     first = operands[0]
     if torch.is_autocast_enabled(first.device.type) or StorageTypes.from_settings() is not None:
@@ -146,7 +149,7 @@ def _layers(
     batch_first: bool,
 ) -> tuple[Tensor, Tensor]:
     """`op` for a whole sequence, with `cell` at each step."""
-    if not input.numel() or not _is_on_cpu(input, hx, *params):
+    if not input.numel() or not _is_as_on_cpu(input, hx, *params):
         return _composite(  # type: ignore[no-any-return]
             op,
             input,
@@ -231,7 +234,7 @@ def _fits(
 ) -> bool:
     """Whether operands are such as eager takes; its own kernel says what is wrong with others."""
     biases = [b for b in (b_ih, b_hh) if b is not None]
-    if not input.dim() == hx.dim() == 2 or not _is_on_cpu(input, hx, w_ih, w_hh, *biases):
+    if not input.dim() == hx.dim() == 2 or not _is_as_on_cpu(input, hx, w_ih, w_hh, *biases):
         return False
     is_input = input.shape[1] == w_ih.shape[1] and input.shape[0] == hx.shape[0]
     return is_input and hx.shape[1] == w_hh.shape[1] and len(biases) != 1

@@ -164,6 +164,27 @@ def test_what_torch_cannot_trace_runs_on_the_host(device: torch.device) -> None:
     torch.testing.assert_close(found, torch.linalg.eigvalsh(matrix))
 
 
+@pytest.mark.parametrize(
+    ("layers", "options"), [(1, {}), (2, {"bidirectional": True}), (1, {"bias": False})]
+)
+def test_recurrent_layers_are_loops_with_eagers_numbers(
+    layers: int, options: dict[str, Any], device: torch.device
+) -> None:
+    found = []
+    for where in ("cpu", device):
+        torch.manual_seed(0)
+        net = nn.LSTM(6, 8, layers, **options).to(where)
+        x = torch.randn(5, 3, 6).to(where).requires_grad_()
+        with Counting() as counted:
+            y, (h, c) = net(x)
+            (y.square().sum() + h.sum() + (c * 2).sum()).backward()
+            results = [y, h, c, x.grad, *(p.grad for p in net.parameters())]
+            found.append([t.detach().cpu() for t in results])
+        assert counted.fallbacks == {}
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
 # -- indices -------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 import ltc_core.executors.jax.rules  # noqa: F401 - fills RULES
-from ltc_core.executors.jax.table import RULES, Array, Call, dtype_of, to_dtype
+from ltc_core.executors.jax.table import NOT_ON_HOST, RULES, Array, Call, dtype_of, to_dtype
 from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.program.index_checks import Bound, checks_of
@@ -79,6 +79,8 @@ def function_of(subgraph: Subgraph, checked: Sequence[int]) -> Function:
             try:
                 results = _call(subgraph, node, metas, values, numbers)
             except Exception as error:  # whatever a rule or a trace raises: the op runs on the host
+                if node.op in NOT_ON_HOST:
+                    raise RuntimeError(f"{node.op} has no rule for this call") from error
                 LOWERING.refuse(node, metas)
                 refused.append(Refused(str(node.op), f"{type(error).__name__}: {error}"))
                 # Go on, to find all such nodes at once.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jax import numpy as jnp
 
-__all__ = ["RULES", "Array", "Call", "dtype_of", "lowers", "to_dtype"]
+__all__ = ["NOT_ON_HOST", "RULES", "Array", "Call", "dtype_of", "lowers", "to_dtype"]
 
 Array = Any  # jax.Array: where the package is missing, mypy has no such type
 Op = torch._ops.OpOverload
@@ -41,6 +41,8 @@ _DTYPES: dict[torch.dtype, Any] = {
 }
 
 RULES: dict[Op, Rule] = {}
+# Ops that must not run on the host: they read what another op's kernel on the CPU has left, and a rule has not.
+NOT_ON_HOST = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 
 
 class Call:

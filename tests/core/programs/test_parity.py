@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
-from ltc_core.settings import settings
 from tests.core.beside_eager import beside_eager
 from tests.core.counting import Counting
 from tests.core.models import MLP, MODELS, OPTIMIZERS, Run, batch
@@ -80,10 +79,7 @@ def test_a_step_is_one_cut_of_known_size(model: str, optimizer: str) -> None:
     assert [step.fallbacks for step in steps] == [{}] * NUM_STEPS
     sizes = [sum(step.ops.values()) for step in steps]
     assert len(set(sizes[1:])) == 1, sizes
-    # XLA computes recurrent layers step by step.
-    if torch.__version__.startswith("2.13.") and not (
-        model == "lstm" and settings.executor == "jax"
-    ):
+    if torch.__version__.startswith("2.13."):
         assert sizes[1] == FORWARD_AND_BACKWARD[model] + OPTIMIZER[optimizer]
 
 

@@ -6,6 +6,7 @@ from ltc_core.executors.jax.rules import (  # noqa: F401 - each fills the table
     layout,
     linear,
     pooling,
+    recurrent,
     reductions,
     special,
 )
