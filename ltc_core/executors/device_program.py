@@ -36,6 +36,7 @@ from ltc_core.program.scalar_inputs import SCALAR_DTYPES, kinds
 from ltc_core.program.specialize import Specialized
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
+from ltc_core.timeline import slices
 
 __all__ = ["DeviceProgram", "DeviceRuntime", "IndexOutOfRange", "Launch"]
 
@@ -371,6 +372,14 @@ class _Compiled(SubgraphRunner):
         text = hashlib.sha256(self.subgraph.text().encode()).hexdigest()
         found = _launches.get((self._device.name, text))
         if found is None:
-            found = _launches[self._device.name, text] = self._device.compile(self.subgraph, inputs)
+            seen = slices.begin("compile")
+            try:
+                with metrics.timer("CompilerWait"):
+                    found = self._device.compile(self.subgraph, inputs)
+            finally:
+                if seen is not None:
+                    seen.note(ops=len(self.subgraph.nodes))
+                    seen.end()
+            _launches[self._device.name, text] = found
             metrics.count("CompiledProgram")
         return found

@@ -156,6 +156,22 @@ def test_an_op_without_a_rule_runs_on_the_host_and_is_counted(device: torch.devi
     assert counted.fallbacks["mm"] == 12
 
 
+def test_the_summary_says_what_runs_on_the_host_and_how_long_compiling_took() -> None:
+    program = """
+        import json
+        import torch
+        import ltc_core as ltc
+
+        x = torch.eye(7, device=ltc.lazy_device()) * 2
+        assert torch.linalg.cholesky(x).sum().item() > 0
+        print(json.dumps(ltc.metrics.summary()))
+    """
+    summary = _run(program, {})
+    assert "aten.linalg_cholesky_ex.default at <string>:7: no rule for" in summary
+    assert "it runs on the host between two programs" in summary
+    assert "waiting for the compiler" in summary
+
+
 def test_what_torch_cannot_trace_runs_on_the_host(device: torch.device) -> None:
     x = torch.randn(6, 6)
     matrix = x @ x.T + 6 * torch.eye(6)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 import ltc_core.executors.jax.rules  # noqa: F401 - fills RULES
+from ltc_core.executors.inductor import tier_report
 from ltc_core.executors.jax.table import NOT_ON_HOST, RULES, Array, Call, dtype_of, to_dtype
 from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph.ir import Node, TensorMeta
@@ -24,6 +25,7 @@ from ltc_core.program.lowering.functional_nodes import FunctionalNodes
 from ltc_core.program.lowering.retrace import Refused
 from ltc_core.program.scalar_inputs import kinds
 from ltc_core.program.subgraph import Subgraph
+from ltc_core.settings import settings
 
 __all__ = ["LOWERING", "function_of"]
 
@@ -46,9 +48,15 @@ class _Lowering:
         """Whether a node has to run on the host."""
         return self._refused.has(node, metas)
 
-    def refuse(self, node: Node, metas: Mapping[int, TensorMeta]) -> None:
+    def refuse(self, node: Node, metas: Mapping[int, TensorMeta], why: str) -> None:
         """Run calls like this one on the host from now on."""
         self._refused.note_call(node, metas)
+        where = f" at {node.line}" if node.line else ""
+        tier_report.refuse(
+            f"{node.op}{where}: {why}",
+            "it runs on the host between two programs, with eager's results",
+            is_printed=settings.explain,
+        )
 
 
 LOWERING = _Lowering()
@@ -81,8 +89,9 @@ def function_of(subgraph: Subgraph, checked: Sequence[int]) -> Function:
             except Exception as error:  # whatever a rule or a trace raises: the op runs on the host
                 if node.op in NOT_ON_HOST:
                     raise RuntimeError(f"{node.op} has no rule for this call") from error
-                LOWERING.refuse(node, metas)
-                refused.append(Refused(str(node.op), f"{type(error).__name__}: {error}"))
+                why = _in_words(error)
+                LOWERING.refuse(node, metas, why)
+                refused.append(Refused(str(node.op), why))
                 # Go on, to find all such nodes at once.
                 results = [_stand_in(meta) for meta in node.outs if meta is not None]
             places = [node.first + i for i, meta in enumerate(node.outs) if meta is not None]
@@ -93,6 +102,11 @@ def function_of(subgraph: Subgraph, checked: Sequence[int]) -> Function:
         return [*outputs, jnp.stack(flags)] if flags else outputs
 
     return run
+
+
+def _in_words(error: Exception) -> str:
+    kind = "" if isinstance(error, NotImplementedError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".partition("\n")[0]
 
 
 def _stand_in(meta: TensorMeta) -> Array:
