@@ -208,7 +208,7 @@ class TestOfARun:
         outcomes = {e["args"]["outcome"] for e in named(events, "compile")}
         assert outcomes and outcomes <= {"compiled", "found in the cache"}
         assert all("a graph of" in e["args"]["program"] for e in named(events, "compile"))
-        assert {"compiler", "ltc-compiler"} <= lanes(events)
+        assert "compiler" in lanes(events)
         assert "compiled" in {e["args"]["tier"] for e in named(events, "run")}
 
 

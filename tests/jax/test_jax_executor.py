@@ -271,6 +271,21 @@ def test_the_caller_may_write_what_it_has_uploaded(device: torch.device) -> None
     assert_same(there, torch.full((1000,), 2.0))
 
 
+def test_equal_values_have_memory_of_their_own(device: torch.device) -> None:
+    x = torch.ones(5, device=device) * 2
+    ltc.mark_step()
+    y, z, w = x.clone(), x.clone(), x + 1
+    v, u = w.clone(), w.view(5, 1).clone()
+    ltc.mark_step()
+    for _ in range(2):  # each step writes in the memory of the one before
+        x.add_(1)
+        w.mul_(3)
+        y.sub_(1)
+        ltc.mark_step()
+    found = [t.cpu()[0].item() for t in (x, y, z, w, v, u)]
+    assert found == [4, 0, 2, 27, 3, 3]
+
+
 def test_random_numbers_of_the_device_are_those_of_the_rules(device: torch.device) -> None:
     calls = [
         (aten.bernoulli_.float, torch.zeros(50), (0.3,)),

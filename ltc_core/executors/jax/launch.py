@@ -1,7 +1,7 @@
 """A subgraph as one program of XLA, compiled by JAX before its first run.
 
 The memory of donated inputs is reused for the outputs that the plan names: JAX pairs donated inputs and outputs of
-equal type in order, so both are passed in the plan's order. Used by `device`.
+equal type in order, so both are passed in the plan's order. Each output has a buffer of its own. Used by `device`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import torch
-from jax import numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from ltc_core.executors.device_program import IndexOutOfRange, Launch
@@ -53,23 +52,21 @@ class JaxLaunch(Launch):
         shown: Callable[[Any], torch.Tensor] | None,
     ) -> None:
         graph = subgraph.graph
-        bounds, unknown = find_bounds(graph)
+        bounds, unknown = find_bounds(graph) if shown is not None else ([], set())
         self._shown = shown
-        self._bounds = bounds if shown is not None else []
-        self._nodes = [graph.nodes[at] for at in sorted(unknown)] if shown is not None else []
-        checked = sorted(unknown) if shown is not None else []
+        self._bounds = bounds
+        checked = sorted(unknown)
+        self._nodes = [graph.nodes[at] for at in checked]
         self._count = len(graph.outputs)
         reused = {i: output for output, i in plan(graph).reuses.items()}
         self._order = _order(subgraph, reused)
         self._results = _results(graph.outputs, reused, self._order, list(graph.inputs))
         run = function_of(subgraph, checked)
         inverse = _inverse(self._order)
-        copied = _copied(graph.outputs, list(graph.inputs))
 
         def ordered(*inputs: Any) -> list[Any]:
             found = run(*(inputs[k] for k in inverse))
-            outputs = [jnp.copy(x) if k in copied else x for k, x in enumerate(found)]
-            return [outputs[k] for k in self._results] + outputs[self._count :]
+            return [found[k] for k in self._results] + found[self._count :]
 
         metas = [*graph.inputs.values(), *vector_metas(subgraph.scalar_types)]
         sharding = SingleDeviceSharding(device)
@@ -138,8 +135,3 @@ def _inverse(order: Sequence[int]) -> list[int]:
     for place, k in enumerate(order):
         found[k] = place
     return found
-
-
-def _copied(outputs: Sequence[int], inputs: Sequence[int]) -> set[int]:
-    """Positions of the outputs that are inputs: JAX would return the input's own buffer."""
-    return {k for k, value in enumerate(outputs) if value in set(inputs)}

@@ -26,6 +26,8 @@ from ltc_core.program.subgraph import Subgraph, of_node
 __all__ = ["FunctionalNodes"]
 
 Tensor = torch.Tensor
+# Graphs that are kept: batches of ever new lengths have ever new calls.
+_MOST = 20_000
 
 
 class FunctionalNodes:
@@ -57,9 +59,13 @@ class FunctionalNodes:
         """
         alone = of_node(subgraph, node, metas)
         text = alone.text()
-        if text not in self._graphs:
-            self._graphs[text] = self._trace(alone)
-        return self._graphs[text], alone
+        graph = self._graphs.get(text)
+        if graph is None:
+            graph = self._trace(alone)
+            if len(self._graphs) >= _MOST:
+                self._graphs.clear()
+            self._graphs[text] = graph
+        return graph, alone
 
     def _trace(self, alone: Subgraph) -> GraphModule:
         mode = FakeTensorMode()

@@ -24,7 +24,6 @@ from ltc_core import metrics
 from ltc_core.executors.artifacts import Artifacts
 from ltc_core.executors.inductor.compiler.compiler_process import Answer, CompilerProcess
 from ltc_core.settings import settings
-from ltc_core.timeline import slices
 
 __all__ = ["CompileService", "Outcome", "service"]
 
@@ -186,15 +185,11 @@ class CompileService:
 
     def _loop(self) -> None:
         while (request := self._next()) is not None:
-            seen = slices.begin("serve a request")
             try:
                 outcome = self._serve(request)
             except Exception as error:  # a bug, or an error of the disk
                 _report()
                 outcome = Outcome.failed(f"compiling failed ({type(error).__name__}: {error})")
-            if seen is not None:
-                seen.note(key=request.key, outcome=_words(outcome))
-                seen.end()
             if outcome is not None:
                 self._finish(request, outcome)
         if self._process is not None:
@@ -348,14 +343,6 @@ class CompileService:
             flush=True,
         )
         return True
-
-
-def _words(outcome: Outcome | None) -> str:
-    if outcome is None:
-        return "another process builds it"
-    if outcome.path is None:
-        return f"failed: {outcome.problem}" if outcome.problem else "dropped"
-    return "found in the cache" if outcome.from_cache else "compiled"
 
 
 def _report() -> None:
