@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ __all__ = [
     "STACKS",
     "begin",
     "die_with_thread",
+    "end_with",
     "left_mark",
     "variables",
     "write_lines",
@@ -92,7 +94,7 @@ def begin(parent_pid: int, dies_with_thread: bool = True) -> None:
         die_with_thread()
     else:
         threading.Thread(
-            target=_end_with, args=(parent_pid,), name="ltc-parent-watch", daemon=True
+            target=_end_with_parent, args=(parent_pid,), name="ltc-parent-watch", daemon=True
         ).start()
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -107,7 +109,38 @@ def die_with_thread() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_with(parent_pid: int) -> None:
+def _end_with_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with(pid: int) -> None:
+    """End this process with another one that is not its parent.
+
+    A fork server does not end with the process that it works for as long as its own children hold a pipe of that one.
+    """
+    try:
+        descriptor = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(
+        target=_end_with, args=(pid, descriptor), name="ltc-parent-watch", daemon=True
+    ).start()
+
+
+def _end_with(pid: int, descriptor: int | None) -> None:
+    if descriptor is not None:
+        select.select([descriptor], [], [])
+    else:
+        while _is_there(pid):
+            time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

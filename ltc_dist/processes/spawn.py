@@ -162,7 +162,8 @@ def _main(call: Call, place: _Place, file: ReportFile) -> None:
     settings.accept_environment()
     note_served(LOOPBACK, int(place.variables["MASTER_PORT"]))
     if place.start_method == "forkserver":
-        child.begin(os.getppid())  # the fork server, which ends with its parent
+        child.begin(os.getppid())  # the fork server
+        child.end_with(place.parent_pid)
     else:
         child.begin(place.parent_pid, place.dies_with_thread)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

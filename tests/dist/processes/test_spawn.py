@@ -127,6 +127,36 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_no_process_outlives_a_killed_parent(tmp_path: Path, method: str) -> None:
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent(f"""
+            import os, signal, time
+            from pathlib import Path
+            import ltc_dist as ltd
+
+            def wait(rank):
+                Path(f"{{os.getpid()}}.rank").touch()
+                time.sleep(600)
+
+            if __name__ == "__main__":
+                context = ltd.spawn(wait, nprocs=2, join=False, start_method={method!r})
+                while len(list(Path().glob("*.rank"))) < 2:
+                    time.sleep(0.05)
+                os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    )
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, timeout=100)
+    assert done.returncode == -signal.SIGKILL
+    ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
+    assert len(ranks) == 2
+    for _ in range(400):
+        if not any(map(psutil.pid_exists, ranks)):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{ranks} are still there")
+
+
 @pytest.mark.parametrize("how", ["spawn", "launcher"])
 def test_a_script_may_set_its_own_master_port(tmp_path: Path, how: str) -> None:
     """As PyTorch's DDP tutorial does."""
