@@ -21,7 +21,7 @@ EXECUTORS: dict[str, Callable[[int], Executor]] = {
     "reference": lambda index: ReferenceExecutor(hardware(index)),
     "null": lambda index: NullExecutor(hardware(index)),
     "torch_xla": XlaExecutor,
-    "jax": lambda index: _jax_executor()(index),
+    "jax": lambda index: _jax(index),
 }
 
 
@@ -47,8 +47,8 @@ def _chosen() -> str:
     return "torch_xla"
 
 
-def _jax_executor() -> Callable[[int], Executor]:
+def _jax(index: int) -> Executor:
     jax_library.devices()  # says what is missing before the rest is imported
     from ltc_core.executors.jax.executor import JaxExecutor
 
-    return JaxExecutor
+    return JaxExecutor(index)

@@ -18,7 +18,7 @@ import torch
 
 from ltc_core import metrics
 from ltc_core.errors import CollectiveError
-from ltc_core.executors.base import CPU
+from ltc_core.executors.base import CPU, Executor
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node, TensorMeta
@@ -38,7 +38,7 @@ from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
 from ltc_core.timeline import slices
 
-__all__ = ["DeviceProgram", "DeviceRuntime", "IndexOutOfRange", "Launch"]
+__all__ = ["DeviceExecutor", "DeviceRuntime", "IndexOutOfRange", "Launch"]
 
 Tensor = torch.Tensor
 
@@ -123,6 +123,39 @@ class DeviceRuntime(abc.ABC):
             Refused: the compiler does not take a node; `refuses` is true of it from now on.
             RuntimeError: it cannot be compiled.
         """
+
+
+class DeviceExecutor(Executor):
+    """Runs graphs on one such device.
+
+    Args:
+        runtime: the device.
+        hardware: the PyTorch device that computes; the host's where PyTorch does not know it.
+    """
+
+    def __init__(self, runtime: DeviceRuntime, hardware: torch.device = CPU) -> None:
+        super().__init__(hardware)
+        self._runtime = runtime
+
+    def upload(self, tensor: Tensor) -> Any:
+        return self.upload_all([tensor])[0]
+
+    def upload_all(self, tensors: Sequence[Tensor]) -> list[Any]:
+        # Copies, because the caller may overwrite the tensors before the transfer has read them.
+        stored = self._runtime.stored
+        return self._runtime.send([t.detach().to(stored(t.dtype), copy=True) for t in tensors])
+
+    def copy(self, data: Any) -> Any:
+        return self._runtime.copy(data)
+
+    def view(self, data: Any, meta: TensorMeta) -> Tensor:
+        return self._runtime.fetch([data])[0].to(meta.dtype)
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        return self._runtime.types.stored_meta(meta).nbytes
+
+    def compile(self, graph: Graph) -> Program:
+        return DeviceProgram(graph, self._runtime)
 
 
 # (device, digest of a subgraph's text) -> its compiled program: equal subgraphs share it.

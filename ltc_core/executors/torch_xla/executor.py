@@ -6,23 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
-from ltc_core.executors.base import Executor
-from ltc_core.executors.device_program import DeviceProgram
+from ltc_core.executors.device_program import DeviceExecutor
 from ltc_core.executors.torch_xla.launch import XlaRuntime
-from ltc_core.graph.ir import Graph, TensorMeta
-from ltc_core.program.program import Program
 
 __all__ = ["XlaExecutor"]
 
-Tensor = torch.Tensor
 
-
-class XlaExecutor(Executor):
+class XlaExecutor(DeviceExecutor):
     """Runs graphs on one device of PJRT.
 
     Args:
@@ -36,27 +28,7 @@ class XlaExecutor(Executor):
 
     def __init__(self, index: int) -> None:
         self.xla = XlaRuntime(index)
-        super().__init__(torch.device("xla", index))
-
-    def upload(self, tensor: Tensor) -> Any:
-        return self.upload_all([tensor])[0]
-
-    def upload_all(self, tensors: Sequence[Tensor]) -> list[Any]:
-        # Copies, because the caller may overwrite the tensors before the transfer has read them.
-        stored = self.xla.stored
-        return self.xla.send([t.detach().to(stored(t.dtype), copy=True) for t in tensors])
-
-    def copy(self, data: Any) -> Any:
-        return self.xla.copy(data)
-
-    def view(self, data: Any, meta: TensorMeta) -> Tensor:
-        return self.xla.fetch([data])[0].to(meta.dtype)
-
-    def nbytes(self, meta: TensorMeta) -> int:
-        return self.xla.types.stored_meta(meta).nbytes
-
-    def compile(self, graph: Graph) -> Program:
-        return DeviceProgram(graph, self.xla)
+        super().__init__(self.xla, torch.device("xla", index))
 
     def synchronize(self) -> None:
         self.xla.synchronize()

@@ -129,26 +129,6 @@ def where(c: Call, condition: Array, x: Array, y: Array) -> Array:
     return jnp.where(condition, to_dtype(x, c.dtype), to_dtype(y, c.dtype))
 
 
-@lowers("maximum", "max.other")
-def maximum(c: Call, x: Array, y: Array) -> Array:
-    return jnp.maximum(to_dtype(x, c.dtype), to_dtype(y, c.dtype))
-
-
-@lowers("minimum", "min.other")
-def minimum(c: Call, x: Array, y: Array) -> Array:
-    return jnp.minimum(to_dtype(x, c.dtype), to_dtype(y, c.dtype))
-
-
-@lowers("fmax")
-def fmax(c: Call, x: Array, y: Array) -> Array:
-    return jnp.fmax(to_dtype(x, c.dtype), to_dtype(y, c.dtype))
-
-
-@lowers("fmin")
-def fmin(c: Call, x: Array, y: Array) -> Array:
-    return jnp.fmin(to_dtype(x, c.dtype), to_dtype(y, c.dtype))
-
-
 @lowers("clamp", "clamp.Tensor")
 def clamp(c: Call, x: Any, low: Any = None, high: Any = None) -> Array:
     x = to_dtype(x, c.dtype)
@@ -167,37 +147,26 @@ def clamp_max(c: Call, x: Any, high: Any) -> Array:
     return clamp(c, x, None, high)
 
 
-@lowers("copysign.Tensor", "copysign.Scalar")
-def copysign(c: Call, x: Any, y: Any) -> Array:
-    return jnp.copysign(to_dtype(x, c.dtype), to_dtype(y, c.dtype))
+def _of_two(call: Callable[[Any, Any], Array]) -> Callable[..., Array]:
+    """Both operands are converted to the dtype of the result first."""
+    return lambda c, x, y: call(*jnp.broadcast_arrays(to_dtype(x, c.dtype), to_dtype(y, c.dtype)))
 
 
-@lowers("nextafter")
-def nextafter(c: Call, x: Any, y: Any) -> Array:
-    return jnp.nextafter(x, y)
-
-
-@lowers("atan2")
-def atan2(c: Call, x: Any, y: Any) -> Array:
-    return jnp.arctan2(to_dtype(x, c.dtype), to_dtype(y, c.dtype))
-
-
-@lowers("gcd")
-def gcd(c: Call, x: Any, y: Any) -> Array:
-    return jnp.gcd(to_dtype(x, c.dtype), to_dtype(y, c.dtype))
-
-
-for _name, _two in {
-    "hypot": jnp.hypot,
-    "igamma": lax.igamma,
-    "igammac": lax.igammac,
-    "lcm": jnp.lcm,
+for _names, _two in {
+    ("atan2",): jnp.arctan2,
+    ("copysign.Tensor", "copysign.Scalar"): jnp.copysign,
+    ("fmax",): jnp.fmax,
+    ("fmin",): jnp.fmin,
+    ("gcd",): jnp.gcd,
+    ("hypot",): jnp.hypot,
+    ("igamma",): lax.igamma,
+    ("igammac",): lax.igammac,
+    ("lcm",): jnp.lcm,
+    ("maximum", "max.other"): jnp.maximum,
+    ("minimum", "min.other"): jnp.minimum,
+    ("nextafter",): jnp.nextafter,
 }.items():
-    lowers(_name)(
-        lambda c, x, y, call=_two: call(
-            *jnp.broadcast_arrays(to_dtype(x, c.dtype), to_dtype(y, c.dtype))
-        )
-    )
+    lowers(*_names)(_of_two(_two))
 
 # -- comparisons, logic, bits --------------------------------------------------------------------
 
@@ -227,10 +196,6 @@ for _name, _compare in {
     lowers(f"{_name}.Tensor", f"{_name}.Scalar")(_comparison(_compare))
 
 
-def _bitwise(call: Callable[[Any, Any], Array]) -> Callable[..., Array]:
-    return lambda c, x, y: call(to_dtype(x, c.dtype), to_dtype(y, c.dtype))
-
-
 for _name, _call in {
     "bitwise_and": jnp.bitwise_and,
     "bitwise_or": jnp.bitwise_or,
@@ -244,10 +209,10 @@ for _name, _call in {
         f"{_name}.Scalar_Tensor",
         f"{_name}.Scalar",
     )
-    lowers(*_names)(_bitwise(_call))
+    lowers(*_names)(_of_two(_call))
 
-lowers("__lshift__.Scalar", "__lshift__.Tensor")(_bitwise(jnp.left_shift))
-lowers("__rshift__.Scalar", "__rshift__.Tensor")(_bitwise(jnp.right_shift))
+lowers("__lshift__.Scalar", "__lshift__.Tensor")(_of_two(jnp.left_shift))
+lowers("__rshift__.Scalar", "__rshift__.Tensor")(_of_two(jnp.right_shift))
 
 
 @lowers("bitwise_not")
