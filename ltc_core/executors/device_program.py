@@ -405,14 +405,10 @@ class _Compiled(SubgraphRunner):
         text = hashlib.sha256(self.subgraph.text().encode()).hexdigest()
         found = _launches.get((self._device.name, text))
         if found is None:
-            seen = slices.begin("compile")
-            try:
-                with metrics.timer("CompilerWait"):
-                    found = self._device.compile(self.subgraph, inputs)
-            finally:
+            with slices.watched("compile") as seen, metrics.timer("CompilerWait"):
                 if seen is not None:
                     seen.note(ops=len(self.subgraph.nodes))
-                    seen.end()
+                found = self._device.compile(self.subgraph, inputs)
             _launches[self._device.name, text] = found
             metrics.count("CompiledProgram")
         return found

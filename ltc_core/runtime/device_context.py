@@ -107,12 +107,8 @@ class DeviceContext:
                 return None
             fast_path.install()
             started = time.perf_counter_ns()
-            seen = slices.begin("cut")
-            try:
+            with slices.watched("cut") as seen:
                 compiled, job = self._hand_over(reason, is_awaited, seen)
-            finally:
-                if seen is not None:
-                    seen.end()
             if compiled is None:
                 return None
             if reason in _STEP_ENDS:
@@ -134,17 +130,13 @@ class DeviceContext:
             return
         is_next_here = self._is_next_here()
         if is_next_here or self.worker.is_full:
-            seen = slices.begin("wait for the worker")
-            try:
-                with metrics.timer("DeviceLockWait"):
-                    if is_next_here:
-                        self.worker.drain()
-                    else:
-                        self.worker.wait_for_slot()
-            finally:
+            with slices.watched("wait for the worker") as seen, metrics.timer("DeviceLockWait"):
                 if seen is not None:
                     seen.note(step=self._num_steps)
-                    seen.end()
+                if is_next_here:
+                    self.worker.drain()
+                else:
+                    self.worker.wait_for_slot()
 
     def _is_next_here(self) -> bool:
         """Whether a program of the path that ends here was last to run in the thread that cuts."""
@@ -360,15 +352,11 @@ class DeviceContext:
     def wait(self) -> None:
         """Cut, block until the device is idle, raise its errors."""
         self.cut("Wait", is_awaited=True)
-        seen = slices.begin("wait for the device")
-        try:
-            with metrics.timer("DeviceLockWait"):
-                self.worker.drain()
-                self.executor.synchronize()
-        finally:
+        with slices.watched("wait for the device") as seen, metrics.timer("DeviceLockWait"):
             if seen is not None:
                 seen.note(step=self._num_steps, line=source.user_line())
-                seen.end()
+            self.worker.drain()
+            self.executor.synchronize()
         self._mark()
         self.raise_failure()
 
@@ -385,12 +373,8 @@ class DeviceContext:
                 return self._zeros(cell.meta)
         if value.buffer is None or value.buffer.is_pending:
             self._check_thread()
-            seen = slices.begin("fetch")
-            try:
+            with slices.watched("fetch") as seen:
                 self._await_value(value, reason, seen)
-            finally:
-                if seen is not None:
-                    seen.end()
         assert value.buffer is not None
         if self.failures and value.buffer.error is None:
             self.raise_failure(all_of_them=False)
@@ -435,16 +419,12 @@ class DeviceContext:
     ) -> list[Value]:
         """Copy CPU tensors to the device, each with the dtype and the strides of its meta."""
         tensors = [meta.laid_out(t) for t, meta in zip(tensors, metas, strict=True)]
-        seen = slices.begin("upload", "transfers")
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        try:
-            with metrics.timer("TransferToDeviceTime"):
-                placed = self.executor.upload_all(tensors)
-        finally:
+        with slices.watched("upload", "transfers") as seen, metrics.timer("TransferToDeviceTime"):
             if seen is not None:
                 line = source.user_line()
                 seen.note(step=self._num_steps, bytes=num_bytes, tensors=len(tensors), line=line)
-                seen.end()
+            placed = self.executor.upload_all(tensors)
         metrics.observe("OutboundData", num_bytes)
         sizes = map(self.executor.nbytes, metas)
         return [

@@ -115,14 +115,10 @@ def fetch(handle: Handle, reason: str = "Fetch") -> torch.Tensor:
     Cost: syncs if they are pending; one copy.
     """
     shared = real(handle, reason)
-    seen = slices.begin("fetch", "transfers")
-    try:
-        with metrics.timer("TransferFromDeviceTime"):
-            result, nbytes = _copied(shared, handle.meta, torch.is_inference_mode_enabled())
-    finally:
+    with slices.watched("fetch", "transfers") as seen, metrics.timer("TransferFromDeviceTime"):
         if seen is not None:
             seen.note(bytes=shared.nbytes, line=source.user_line())
-            seen.end()
+        result, nbytes = _copied(shared, handle.meta, torch.is_inference_mode_enabled())
     metrics.observe("InboundData", nbytes)
     return result
 

@@ -99,13 +99,10 @@ class Launch(Job):
     @in_own_state
     def begin(self) -> bool:
         """Run in this thread up to the first wait for other processes; returns whether the program has ended."""
-        seen = self._begin_slice()
-        try:
+        with slices.watched("run") as seen:
+            self._describe(seen)
             self._start()
             is_done = self._run_on()
-        finally:
-            if seen is not None:
-                seen.end()
         if is_done:
             self.cancel()
         return is_done
@@ -115,23 +112,18 @@ class Launch(Job):
         """Run, or continue where `begin` stopped."""
         for job in self._earlier:
             job.wait()
-        seen = self._begin_slice()
-        try:
+        with slices.watched("run") as seen:
+            self._describe(seen)
             if not self._started_ns:
                 self._start()
             while not self._run_on():
                 pass
-        finally:
-            if seen is not None:
-                seen.end()
 
-    def _begin_slice(self) -> Slice | None:
-        seen = slices.begin("run")
+    def _describe(self, seen: Slice | None) -> None:
         if seen is not None:
             compiled = self._compiled
             seen.note(compiled.described(), step=self.step, tier=compiled.program.tier.words)
             seen.pass_arrow(self.arrow)
-        return seen
 
     def _start(self) -> None:
         self._started_ns = time.perf_counter_ns()

@@ -1,9 +1,9 @@
 """What happens when: the runtime begins and ends slices here, while a timeline is recorded or PyTorch profiles.
 
-`begin` is called where a step is cut, a program runs, a value is waited for, data moves, a graph is compiled or a batch
-is read, and never for an op. It returns None while nobody watches. A `Slice` becomes an event of the running `Timeline`
-and a range of PyTorch's profile. A thread writes the events into the `trace_file` twice a second. `start` and `stop`
-are called by `profiler`, `start_as_set` (LTC_TRACE) when the first device is used.
+`watched` or `begin` is called where a step is cut, a program runs, a value is waited for, data moves, a graph is
+compiled or a batch is read, and never for an op. They give None while nobody watches. A `Slice` becomes an event of the
+running `Timeline` and a range of PyTorch's profile. A thread writes the events into the `trace_file` twice a second.
+`start` and `stop` are called by `profiler`, `start_as_set` (LTC_TRACE) when the first device is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ltc_core.settings import rank_in_job, settings
 from ltc_core.timeline.merge import merge_if_whole
 from ltc_core.timeline.trace_file import AlreadyWritten, TraceFile, encode, path_of_rank
 
-__all__ = ["Slice", "Timeline", "begin", "start", "start_as_set", "stop"]
+__all__ = ["Slice", "Timeline", "begin", "start", "start_as_set", "stop", "watched"]
 
 _WRITE_EVERY_S = 0.5
 _SHORTEST_COLLECTION_NS = 500_000  # of the garbage collector: shorter ones are left out
@@ -96,6 +96,12 @@ class Slice:
         if number:
             self._flow = "f", number, time.perf_counter_ns()
 
+    def __enter__(self) -> Slice:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
     def end(self) -> None:
         if self._timeline is not None:
             took_ns = time.perf_counter_ns() - self._started_ns
@@ -126,6 +132,14 @@ def begin(name: str, lane: str = "", ends_elsewhere: bool = False) -> Slice | No
     if on is None and not _flag._is_profiler_enabled:
         return None
     return Slice(on, name, lane, ends_elsewhere)
+
+
+_unseen: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def watched(name: str, lane: str = "") -> contextlib.AbstractContextManager[Slice | None]:
+    """Context manager: the block is a slice of this thread, which it gets; None if nobody watches. See `begin`."""
+    return begin(name, lane) or _unseen
 
 
 def facts(**args: Any) -> str:

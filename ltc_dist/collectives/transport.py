@@ -211,17 +211,14 @@ class Line:
     def wait(self, work: Any, call: _Call) -> None:
         """Wait for an op; now and then check what the missing processes do."""
         self._num_awaited += 1
-        seen = slices.begin("wait for other processes")
-        try:
-            self._wait(work, call)
-        finally:
+        with slices.watched("wait for other processes") as seen:
             if seen is not None:
                 seen.note(plan=call.plan, group=self._name, line=call.where)
-                seen.end()
+            self._wait(work, call)
         self._num_awaited -= 1
-        seen = self._slices.pop(call.number, None)
-        if seen is not None:
-            seen.end()
+        begun = self._slices.pop(call.number, None)
+        if begun is not None:
+            begun.end()
 
     def show(self, call: _Call, num_bytes: int) -> None:
         """Begin the collective's slice of a timeline; it ends when `wait` is over."""

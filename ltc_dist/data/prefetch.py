@@ -137,14 +137,11 @@ class Prefetch:
         started = time.perf_counter_ns()
         index = next(self._counter)
         item = _Item(index, index % len(self._lanes))
-        seen = slices.begin("read a batch")
         try:
-            try:
-                item.batch = next(batches)
-            finally:
+            with slices.watched("read a batch") as seen:
                 if seen is not None:
                     seen.note(batch=index)
-                    seen.end()
+                item.batch = next(batches)
             item.nbytes = num_bytes(item.batch)
             if self._state is not None:
                 item.state = self._state()
@@ -211,14 +208,13 @@ class Prefetch:
                 lane.items.append(item)
                 self._changed.notify_all()
             if item.error is None:
-                seen = slices.begin("upload a batch")
                 try:
-                    item.batch = to_device(item.batch, lane.device)
+                    with slices.watched("upload a batch") as seen:
+                        if seen is not None:
+                            seen.note(batch=item.index, bytes=item.nbytes, device=str(lane.device))
+                        item.batch = to_device(item.batch, lane.device)
                 except BaseException as error:
                     item.batch, item.error = None, error
-                if seen is not None:
-                    seen.note(batch=item.index, bytes=item.nbytes, device=str(lane.device))
-                    seen.end()
             with self._changed:
                 item.is_there = True
                 self._changed.notify_all()
@@ -244,14 +240,11 @@ class Prefetch:
         """
         lane = self._lanes[lane_number]
         started = time.perf_counter_ns()
-        seen = slices.begin("wait for a batch")
-        try:
+        with slices.watched("wait for a batch") as seen:
             while (item := self._taken(lane)) is None:
                 self._read_here(lane)
-        finally:
             if seen is not None:
                 seen.note(batch=lane.num_taken, line=source.user_line())
-                seen.end()
         metrics.observe("WaitForBatchTime", time.perf_counter_ns() - started)
         if item.error is not None:
             try:
