@@ -15,8 +15,8 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,14 +126,19 @@ class Artifacts:
     def scratch(self, key: str) -> Iterator[Path]:
         """Empty directory to build `key` in, for a `with` block; removed at its end, except for what `commit` moved.
 
+        It is locked while the block runs, so no other process sweeps it.
+
         Raises:
             OSError: it cannot be made.
         """
-        path = Path(tempfile.mkdtemp(_SCRATCH, f"{key}.", self.root))
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
+        name = f"{key}.{uuid.uuid4().hex}"
+        path = self.root / f"{name}{_SCRATCH}"
+        with self.claim(name):
+            path.mkdir(0o700)
+            try:
+                yield path
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
 
     def commit(self, key: str, built: Path, facts: dict[str, Any]) -> Path:
         """Rename the directory `built`, which is on the same disk, to the artifact of `key`; returns its path.
@@ -187,7 +192,7 @@ class Artifacts:
         for path in self.root.glob(f"*{_REMOVED}"):
             shutil.rmtree(path, ignore_errors=True)
         for path in [*self.root.glob(f"*{_SCRATCH}"), *self.root.glob(f"*{_LOCK}")]:
-            with self.claim(path.name.partition(".")[0]) as is_mine:
+            with self.claim(path.stem) as is_mine:
                 if is_mine and path.suffix == _SCRATCH:
                     shutil.rmtree(path, ignore_errors=True)
 

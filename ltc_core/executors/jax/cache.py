@@ -55,9 +55,8 @@ class ProgramsOnDisk:
         try:
             self._place.prepare()
             self._is_usable = True
-        except (
-            OSError
-        ):  # no directory, or one that others can write to: programs are compiled in each process
+        except OSError:
+            # No directory, or one that others can write to: each process compiles its programs.
             self._is_usable = False
 
     def key(self, text: str) -> str:
@@ -101,7 +100,8 @@ class ProgramsOnDisk:
                 (built / _FILE).write_bytes(payload)
                 self._place.commit(key, built, {})
             self._place.trim(settings.compiled_cache_bytes)
-        except OSError:  # a full disk, say: the program is compiled again in the next process
+        except (OSError, ValueError):
+            # A full disk, or a sweep on a file system without locks: the next process compiles the program again.
             metrics.count("PersistentCacheNotWritten")
 
 

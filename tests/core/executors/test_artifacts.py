@@ -304,7 +304,35 @@ class TestTrim:
         (artifacts.root / f"{OTHER}.xyz.scratch" / "part.cpp").write_text("half a f")
         (artifacts.root / f"{OTHER}.1.removed").mkdir()
         (artifacts.root / f"{OTHER}.lock").write_text("")
-        with artifacts.claim(KEY), artifacts.scratch(KEY) as scratch:  # this process's own stays
-            artifacts.sweep()
-            assert names(artifacts) == {KEY, f"{KEY}.lock", scratch.name}
+        artifacts.sweep()
         assert names(artifacts) == {KEY}
+
+    def test_what_is_being_built_stays(self, artifacts: Artifacts) -> None:
+        """Also where several build the same key, and one is done before the other."""
+        with artifacts.scratch(KEY) as slow:
+            (slow / "built").mkdir()
+            (slow / "built" / "program").write_text("first")
+            build(artifacts)
+            artifacts.trim(1_000_000)
+            assert (slow / "built" / "program").exists()
+            assert artifacts.commit(KEY, slow / "built", {}) == artifacts.root / KEY
+        assert names(artifacts) == {KEY}
+
+    def test_the_directory_of_a_killed_build_goes(self, artifacts: Artifacts) -> None:
+        holder = child.start(
+            """
+            with artifacts.scratch("a" * 64):
+                print("in", flush=True)
+                time.sleep(1000)
+            """,
+            prelude=PRELUDE,
+            ROOT=str(artifacts.root),
+        )
+        with holder:
+            assert holder.stdout is not None and holder.stdout.readline() == "in\n"
+            artifacts.sweep()
+            assert len(names(artifacts)) == 2
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+        artifacts.sweep()
+        assert names(artifacts) == set()
