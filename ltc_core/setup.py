@@ -31,6 +31,7 @@ from ltc_core.ops import (
     torch_load,
 )
 from ltc_core.record import fast_path
+from ltc_core.report import recording
 from ltc_core.runtime import collective_tokens, device_hooks, devices, found_steps
 from ltc_core.settings import warn_unknown
 from ltc_core.tensor import lazy_tensor
@@ -85,6 +86,7 @@ def _register_fork_handlers() -> None:
     for renew in (
         uninterrupted.after_fork_in_child,
         slices.after_fork_in_child,
+        recording.after_fork_in_child,
         native_extension.after_fork_in_child,
         module.renew_lock,
         metrics.renew_lock,
@@ -108,6 +110,7 @@ def _register_fork_handlers() -> None:
 def _register_exit_handlers() -> None:
     """Finish the programs that were handed over, then report what was dropped. Handlers run in reverse order."""
     atexit.register(slices.at_exit)  # runs last: it has what the others finish
+    atexit.register(recording.at_exit)
     atexit.register(closures.at_exit)
     atexit.register(frequent.at_exit)  # its counts include what the devices finish at exit
     atexit.register(service.at_exit)

@@ -16,9 +16,9 @@ FOLDERS = {"ltc_core": "ltc_core", "ltc_dist": "ltc_dist", "ltc_launch": "launch
 
 ORDER = {
     "ltc_core": """
-        errors torch_version tpu_chips settings source thread_state uninterrupted private_directory native_extension
+        errors torch_version tpu_chips settings source modules thread_state uninterrupted private_directory native_extension
         metrics_report metrics timeline/
-        graph/ device/ tensor/ shapes/ record/ program/ executors/ debug/ runtime/ ops/ serialization/ api/
+        graph/ device/ tensor/ shapes/ record/ program/ executors/ debug/ report/ runtime/ ops/ serialization/ api/
         profiler setup build doctor __init__
     """,
     "ltc_dist": """

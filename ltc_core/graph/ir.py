@@ -202,7 +202,8 @@ class Node:
     The first values are the op's own results (None where ATen returns an undefined tensor). The last `len(writes)`
     values are the new values of the operands it wrote: value `writes[k]` becomes value `first_write + k`.
     `result` says what the op returns: positions in `outs`, names of written arguments, or lists of these.
-    `uses_default_dtype` says that the dtypes of the results depend on torch.get_default_dtype().
+    `uses_default_dtype` says that the dtypes of the results depend on torch.get_default_dtype(). `module` is the path
+    of the `nn.Module` that called the op, while a report is recorded.
     """
 
     op: torch._ops.OpOverload
@@ -215,6 +216,7 @@ class Node:
     result: Any = None
     line: str = ""
     uses_default_dtype: bool = False
+    module: str = ""
     _reads: tuple[int, ...] | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property

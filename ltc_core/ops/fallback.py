@@ -26,6 +26,7 @@ from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, sizes_of, wrap
 from ltc_core.thread_state import in_own_state
+from ltc_core.timeline import slices
 
 __all__ = ["run_real"]
 
@@ -143,7 +144,15 @@ def run_real(schema: OpSchema, args: Any, kwargs: dict[str, Any], trace: Any) ->
     """
     ctx = context(trace.device.index)
     metrics.count(schema.counter)
-    call = _RealCall(schema, ctx)
+    with slices.watched("run on the CPU") as seen:
+        if seen is not None:
+            seen.note(op=schema.name, line=source.user_line())
+        return _run_real(_RealCall(schema, ctx), schema, args, kwargs, trace)
+
+
+def _run_real(
+    call: _RealCall, schema: OpSchema, args: Any, kwargs: dict[str, Any], trace: Any
+) -> Any:
     for name, a in (*zip(schema.names, args, strict=False), *kwargs.items()):
         if name in schema.writes:
             call.open_written(a)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ltc_core import errors, source
+from ltc_core import errors, modules, source
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import open_lens
@@ -52,6 +52,7 @@ def grow_view(
     return Node(
         schema.op, (operand, *static), _NONE, trace.count, outs, view=True,
         result=list(range(len(outs))) if many else 0, line=source.user_line(),
+        module=modules.module_path(),
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def grow(
     return Node(
         schema.op, node_args, node_kwargs, trace.count, (*outs, *(c.meta for c in bases)),
         tuple(cell.value.index for cell in bases), result=spec, line=source.user_line(),
-        uses_default_dtype=_uses_default_dtype(outs, args, kwargs),
+        uses_default_dtype=_uses_default_dtype(outs, args, kwargs), module=modules.module_path(),
     )  # fmt: skip
 
 

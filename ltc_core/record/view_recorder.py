@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ltc_core import source
+from ltc_core import modules, source
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, TensorMeta, ViewStep
 from ltc_core.graph.op_schema import OpSchema
@@ -149,6 +149,7 @@ def _record_empty(trace: Trace, cell: Cell) -> None:
             (meta,),
             result=0,
             line=source.user_line(),
+            module=modules.module_path(),
         )
 
     trace.advance(

@@ -19,6 +19,7 @@ from ltc_core import errors, metrics, source
 from ltc_core.device import register
 from ltc_core.graph.ir import TensorMeta, contiguous_stride
 from ltc_core.graph.lens import apply_lens
+from ltc_core.report import recording
 from ltc_core.runtime import fork_gate
 from ltc_core.runtime.device_context import DeviceContext, forget_jobs
 from ltc_core.settings import settings
@@ -76,6 +77,7 @@ def context(index: int) -> DeviceContext:
             if found is None:
                 settings.check_environment()
                 slices.start_as_set()
+                recording.start_as_set()
                 found = _contexts[index] = DeviceContext(index)
     return found
 

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from ltc_core import metrics
+from ltc_core import metrics, source
 from ltc_core.debug.explain import Cause, KnownGraphs, explain, on_compile
 from ltc_core.debug.report import graph_hash
 from ltc_core.executors import Executor
@@ -21,6 +21,7 @@ from ltc_core.graph.ir import Graph, TensorMeta, references
 from ltc_core.graph.passes import count_ops, prune
 from ltc_core.program.program import Program
 from ltc_core.record.trace import Cut, Step, Trace
+from ltc_core.report import recording
 from ltc_core.runtime.placement import PlacementPolicy
 from ltc_core.settings import settings
 from ltc_core.thread_state import in_own_state
@@ -108,6 +109,7 @@ class ProgramCache:
             metrics.count("UncachedCompile")
             found.cause = explain(found.graph, self._known, reason, cut.path)
             on_compile(found.cause)
+            recording.note_program(found.graph, found.cause, reason, source.user_line())
             self._evict()
         else:
             metrics.count("CachedCompile")

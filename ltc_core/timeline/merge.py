@@ -24,7 +24,7 @@ from ltc_core.timeline.trace_file import (
     path_of_rank,
 )
 
-__all__ = ["files_of_ranks", "merge", "merge_if_whole"]
+__all__ = ["clock_of", "files_of_ranks", "merge", "merge_if_whole", "offset_of"]
 
 
 def files_of_ranks(path: str) -> list[Path]:
@@ -70,9 +70,9 @@ def merge(path: str, files: Iterable[Path]) -> None:
             taken: set[int] = set()
             out.write("[\n")
             for file in files:
-                own, measured_ns, pid = _facts_of(file)
+                own, measured_ns, pid = clock_of(file)
                 clock = clock or own
-                offset_ns = _offset_ns(own, clock, measured_ns)
+                offset_ns = offset_of(own, clock, measured_ns)
                 number = pid if pid not in taken else max(taken) + 1
                 taken.add(number)
                 for event in events_of(file):
@@ -90,7 +90,7 @@ def merge(path: str, files: Iterable[Path]) -> None:
         raise
 
 
-def _facts_of(file: Path) -> tuple[dict[str, Any], int | None, int]:
+def clock_of(file: Path) -> tuple[dict[str, Any], int | None, int]:
     """The clock of a file's process, its offset from rank 0 if that was measured, and the process's id."""
     clock: dict[str, Any] = {}
     offset_ns, pid = None, 0
@@ -102,7 +102,7 @@ def _facts_of(file: Path) -> tuple[dict[str, Any], int | None, int]:
     return clock, offset_ns, pid
 
 
-def _offset_ns(clock: dict[str, Any], of_first: dict[str, Any], measured_ns: int | None) -> int:
+def offset_of(clock: dict[str, Any], of_first: dict[str, Any], measured_ns: int | None) -> int:
     """What to add to the times of a process: nothing on the first one's host, else as measured, or by wall clocks."""
     if not clock or clock["boot"] == of_first["boot"]:
         return 0

@@ -7,6 +7,8 @@ value's memory if the plan (`program.plan`) allows it, else a copy. From its sec
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from ltc_core.program.plan import MemoryPlan
 from ltc_core.program.program import Program, Tier
 from ltc_core.program.salvage import salvage
 from ltc_core.settings import settings
+from ltc_core.timeline import op_times
 
 __all__ = ["ReferenceProgram", "rest_runner"]
 
@@ -85,7 +88,7 @@ class ReferenceProgram(Program):
         can_replay = bool(graph.nodes) and types is None and hardware.type in ("cpu", "cuda")
         self._plan = memory if can_replay else None  # until it is built
         self._replay: replay.Replay | None = None
-        self._has_run = False
+        self._num_runs = 0  # in Python, before the replay is built
 
     @property
     def tier(self) -> Tier:  # type: ignore[override]
@@ -122,22 +125,30 @@ class ReferenceProgram(Program):
         for i, data in zip(self._inputs, inputs, strict=True):
             values[i] = data
         generator = self._code.generator
+        is_timed = op_times.on is not None and self._hardware.type == "cpu"
+        ends_ns = [time.perf_counter_ns()]
         for instruction in self._code.instructions:
             try:
                 instruction.run(values, scalars, generator)
             except Exception as error:
                 there = {i: data for i, data in enumerate(values) if data is not None}
                 raise _failure(instruction.node, there) from error
+            if is_timed:
+                ends_ns.append(time.perf_counter_ns())
+        if is_timed and op_times.on is not None:
+            op_times.on(self._nodes, [end - start for start, end in itertools.pairwise(ends_ns)])
         return [self._output(values[i], copied, dtype) for i, copied, dtype in self._outputs]
 
     def _choose(self) -> None:
         """Build the replay at the second run: most graphs that run once never run again.
 
-        Not before the C++ part is built, which a thread of the background does.
+        Not before the C++ part is built, which a thread of the background does. While the ops are timed, the second
+        run is in Python, too: in the first one many ops load libraries and touch new memory.
         """
         is_waited_for = settings.replay == "always"
-        if not is_waited_for and not (self._has_run and replay.extension.loaded):
-            self._has_run = True
+        least_runs = 1 if op_times.on is None else 2
+        if not is_waited_for and not (self._num_runs >= least_runs and replay.extension.loaded):
+            self._num_runs += 1
             return
         assert self._plan is not None
         memory, self._plan = self._plan, None
