@@ -92,7 +92,8 @@ def forward_nodes(nodes: Sequence[Node]) -> list[int]:
     """For each node of backward the position of the forward node that it belongs to; for another node its own.
 
     Backward runs outside of the modules' calls, and all of it at one line. A node of it belongs to the forward node
-    with which it shares most values; if it shares none, to that of the node before it.
+    with which it shares most values. Of several, that one counts which it is the backward of by its name, else the last
+    one. If it shares none, it belongs to that of the node before it.
     """
     users: dict[int, list[int]] = {}  # value -> the forward nodes that read or make it
     found: list[int] = []
@@ -104,11 +105,23 @@ def forward_nodes(nodes: Sequence[Node]) -> list[int]:
             continue
         shared = Counter(at for value in set(references(node)) for at in users.get(value, ()))
         if shared:
-            found.append(max(shared, key=lambda at: (shared[at], at)))
+            name = node.op._opname
+            found.append(
+                max(shared, key=lambda at: (shared[at], _is_backward_of(name, nodes[at]), at))
+            )
         else:
             is_after_backward = at > 0 and nodes[at - 1].line.endswith(_IN_BACKWARD)
             found.append(found[-1] if is_after_backward else at)
     return found
+
+
+# Ops of backward that are not named after the op of forward.
+_OTHER_NAMES = {"threshold": "relu", "mm": "addmm", "bmm": "baddbmm"}
+
+
+def _is_backward_of(name: str, forward: Node) -> bool:
+    stem = name.partition("_backward")[0]
+    return forward.op._opname.startswith((stem, _OTHER_NAMES.get(stem, stem)))
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.utils.flop_counter import flop_registry
 
 from ltc_core.graph.arguments import map_leaves
@@ -25,15 +24,13 @@ def flops_of(node: Node, metas: Mapping[int, TensorMeta]) -> int:
     made = [meta for meta in node.outs if meta is not None]
     formula = flop_registry.get(node.op.overloadpacket)
     if formula is not None:
-        found = _by_formula(formula, node, metas, made)
+        found = _by_formula(formula, node, metas)
         if found is not None:
             return found
     return sum(meta.numel for meta in made if meta.dtype.is_floating_point)
 
 
-def _by_formula(
-    formula: Any, node: Node, metas: Mapping[int, TensorMeta], made: list[TensorMeta]
-) -> int | None:
+def _by_formula(formula: Any, node: Node, metas: Mapping[int, TensorMeta]) -> int | None:
     """What PyTorch's formula gives for the shapes of a node; None if it does not take them."""
 
     def shown(item: Any) -> Any:
@@ -43,10 +40,10 @@ def _by_formula(
             return metas[node.writes[item.base]].meta_tensor()
         return item
 
-    outs: list[torch.Tensor] = [meta.meta_tensor() for meta in made]
+    outs = [meta.meta_tensor() if meta is not None else None for meta in node.outs]
     args = [map_leaves(shown, argument) for argument in node.args]
     named = {name: map_leaves(shown, item) for name, item in node.kwargs.items()}
-    out = tuple(outs) if len(outs) > 1 else next(iter(outs), None)
+    out = tuple(outs) if len(outs) > 1 else outs[0]
     try:
         return int(formula(*args, **named, out_val=out))
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):

@@ -1,9 +1,10 @@
 "use strict";
-// The graph of a program, folded by module: a group is opened by a click. `dagre` places what is visible, so a graph of
-// any size is drawn by its groups. A group of more items than MOST_BELOW is cut into ranges.
+// The graph of a program, folded by module: a group is opened by a click. Each open group is placed by itself, by `dagre`,
+// and is one box in the group around it: so a click costs the same in a graph of any size (all at once, `dagre` took a
+// second for 60 boxes). A group of more items than MOST_BELOW is cut into ranges.
 
 const NAME = 0, LINE = 1, MODULE = 2, BACKWARD = 3, FIRST = 4, OUTS = 5, READS = 6, CONSTANTS = 7, FLOPS = 8, BYTES = 9, VIEW = 10;
-const MOST_BELOW = 24, MOST_VISIBLE = 70;
+const MOST_BELOW = 40, MOST_VISIBLE = 80;
 
 /** A program's graph with its groups. */
 class Model {
@@ -29,7 +30,8 @@ class Model {
     this.itemOf = this.nodes.map((node, at) => this._place(node, at));
     this._cut(this.root);
     this.byKey = new Map();
-    this._sum(this.root);
+    this._sum(this.root, 0);
+    this._join();
   }
 
   path(node) {
@@ -75,8 +77,9 @@ class Model {
     }
   }
 
-  _sum(item) {
+  _sum(item, depth) {
     this.byKey.set(item.key, item);
+    item.depth = depth;
     if (item.at !== undefined) {
       const node = this.nodes[item.at];
       item.ops = 1;
@@ -90,7 +93,7 @@ class Model {
     item.first = Infinity;
     item.last = -1;
     for (const child of item.below) {
-      this._sum(child);
+      this._sum(child, depth + 1);
       item.ops += child.ops;
       item.us += child.us;
       item.bytes += child.bytes;
@@ -99,6 +102,16 @@ class Model {
       item.last = Math.max(item.last, child.last);
     }
     if (item.isRange) item.name = `ops ${item.first + 1} to ${item.last + 1}`;
+  }
+
+  /** Give each group the edges between its items: what an op reads from another one is an edge where their groups part. */
+  _join() {
+    for (const [from, to] of this.edges) {
+      const [a, b] = parted(this.itemOf[from], this.itemOf[to]);
+      const edges = a.parent.edges ??= new Map();
+      const key = `${a.key}\n${b.key}`, known = edges.get(key);
+      if (known) known.count++; else edges.set(key, { a, b, count: 1 });
+    }
   }
 
   /** The innermost group that is worth opening first: what has only one child is opened with it. */
@@ -134,11 +147,11 @@ class Viewer {
     this.selected = null;
     this.svg = el("svg", { role: "img", "aria-label": `graph of ${counted(model.nodes.length, "op")}` });
     this.world = el("g");
-    this.svg.append(el("defs", {}, el("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 8, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" },
+    this.svg.append(el("defs", {}, el("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 8, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto" },
       el("path", { d: "M0 0L8 4L0 8z", fill: "#8894a5" }))), this.world);
     this.head = el("div", { class: "head" });
     this.details = el("div", { class: "details" });
-    this.element = el("div", { class: "viewer" }, el("div", { class: "canvas" }, this.svg, this.head), this.details);
+    this.element = el("div", { class: "viewer" }, el("div", { class: "canvas" }, this.head, this.svg), this.details);
     this.view = { x: 0, y: 0, k: 1 };
     this._pan();
     this.draw();
@@ -190,54 +203,87 @@ class Viewer {
 
   draw(focus) {
     const items = this.visible(), model = this.model;
-    const owner = new Int32Array(model.nodes.length);
-    items.forEach((item, k) => this._own(item, k, owner));
-    const between = new Map();
-    for (const [from, to] of model.edges) {
-      const a = owner[from], b = owner[to];
-      if (a !== b) between.set(a * items.length + b, (between.get(a * items.length + b) || 0) + 1);
-    }
-    const graph = new dagre.graphlib.Graph({ compound: true });
-    graph.setGraph({ nodesep: 16, ranksep: 26, edgesep: 8, marginx: 12, marginy: 30 });
-    graph.setDefaultEdgeLabel(() => ({}));
-    const clusters = new Set();
-    items.forEach((item, k) => {
-      const wide = Math.min(230, 26 + 7.4 * Math.max(Math.min(item.name.length, 28), this._sub(item).length));
-      graph.setNode(`n${k}`, { width: wide, height: 38 });
-      for (let child = `n${k}`, group = item.parent; group && group.key; child = `c${group.key}`, group = group.parent) {
-        const known = clusters.has(group.key);
-        if (!known) { graph.setNode(`c${group.key}`, { group }); clusters.add(group.key); }
-        graph.setParent(child, `c${group.key}`);
-        if (known) break;
-      }
-    });
-    for (const [pair, count] of between) {
-      graph.setEdge(`n${Math.floor(pair / items.length)}`, `n${pair % items.length}`, { count });
-    }
-    dagre.layout(graph);
     const most = Math.max(...items.map((item) => item[this.by]), 1e-9);
     this.placed = new Map();
-    const parts = [];
-    const boxes = [...clusters].map((key) => graph.node(`c${key}`)).sort((a, b) => b.width - a.width);
-    for (const box of boxes) parts.push(this._cluster(box));
     this.lines = [];
-    for (const edge of graph.edges()) {
-      const { points, count } = graph.edge(edge);
-      const path = el("path", { class: "edge", d: curved(points), "marker-end": "url(#arrow)" });
-      if (count > 1) path.style.strokeWidth = Math.min(5, 1 + Math.log2(count) / 2);
-      this.lines.push([items[+edge.v.slice(1)].key, items[+edge.w.slice(1)].key, path]);
-      parts.push(path);
-    }
-    items.forEach((item, k) => {
-      const at = graph.node(`n${k}`);
-      this.placed.set(item.key, at);
-      parts.push(this._item(item, at, most));
-    });
-    this.world.replaceChildren(...parts);
-    this.size = graph.graph();
-    this.head.textContent = `${this.title}${items.length} of ${counted(model.nodes.length, "op")} and groups shown; click a group to open it, its name to close it`;
+    const clusters = [], edges = [], boxes = [];
+    this.size = this._layout(model.root);
+    this._put(model.root, 0, 0, most, clusters, edges, boxes);
+    this._across(items, edges);
+    this.world.replaceChildren(...clusters, ...edges, ...boxes);
+    this.head.textContent = `${this.title}${counted(model.nodes.length, "op")}, ${items.length} groups and ops shown`;
     this._show(focus);
     this._mark();
+  }
+
+  /** Place the items of an open group, relative to its corner; returns the layout, kept until a size changes. */
+  _layout(group) {
+    const sizes = group.below.map((item) => {
+      if (item.below && this.open.has(item.key)) { const inner = this._layout(item); return [inner.width, inner.height]; }
+      return [Math.min(230, 26 + 7.4 * Math.max(Math.min(item.name.length, 28), this._sub(item).length)), 38];
+    });
+    const key = sizes.join(";");
+    this.layouts ??= new Map();
+    const known = this.layouts.get(group.key);
+    if (known && known.key === key) return known;
+    const graph = new dagre.graphlib.Graph();
+    graph.setGraph({ nodesep: 18, ranksep: 30, edgesep: 10, marginx: 12, marginy: 12 });
+    graph.setDefaultEdgeLabel(() => ({}));
+    group.below.forEach((item, k) => graph.setNode(item.key, { width: sizes[k][0], height: sizes[k][1] }));
+    for (const { a, b, count } of (group.edges || new Map()).values()) graph.setEdge(a.key, b.key, { count });
+    dagre.layout(graph);
+    const top = group.key ? 20 : 0;
+    const found = {
+      key, width: graph.graph().width, height: graph.graph().height + top,
+      places: group.below.map((item) => { const { x, y, width, height } = graph.node(item.key); return { x, y: y + top, width, height }; }),
+      edges: graph.edges().map((edge) => ({ from: edge.v, to: edge.w, ...graph.edge(edge) })).map((edge) => ({ ...edge, points: edge.points.map(({ x, y }) => ({ x, y: y + top })) })),
+    };
+    this.layouts.set(group.key, found);
+    return found;
+  }
+
+  _put(group, left, top, most, clusters, edges, boxes) {
+    const layout = this._layout(group);
+    if (group.key) clusters.push(this._cluster(group, left, top, layout));
+    for (const edge of layout.edges) {
+      const ends = [edge.from, edge.to].map((key) => this.model.byKey.get(key));
+      if (ends.some((item) => item.below && this.open.has(item.key))) continue;  // drawn between their items
+      edges.push(this._edge(ends[0], ends[1], curved(edge.points.map(({ x, y }) => ({ x: x + left, y: y + top }))), edge.count));
+    }
+    group.below.forEach((item, k) => {
+      const { x, y, width, height } = layout.places[k];
+      const at = { x: left + x, y: top + y, width, height };
+      if (item.below && this.open.has(item.key)) {
+        this._put(item, at.x - width / 2, at.y - height / 2, most, clusters, edges, boxes);
+      } else {
+        this.placed.set(item.key, at);
+        boxes.push(this._item(item, at, most));
+      }
+    });
+  }
+
+  /** Edges between items of different groups. */
+  _across(items, edges) {
+    const owner = new Int32Array(this.model.nodes.length);
+    items.forEach((item, k) => this._own(item, k, owner));
+    const between = new Map();
+    for (const [from, to] of this.model.edges) {
+      const a = owner[from], b = owner[to];
+      if (a !== b && items[a].parent !== items[b].parent) between.set(a * items.length + b, (between.get(a * items.length + b) || 0) + 1);
+    }
+    for (const [pair, count] of between) {
+      const a = items[Math.floor(pair / items.length)], b = items[pair % items.length];
+      const from = this.placed.get(a.key), to = this.placed.get(b.key);
+      const y0 = from.y + from.height / 2, y1 = to.y - to.height / 2, bend = Math.max(30, Math.min(160, Math.abs(y1 - y0) / 2));
+      edges.push(this._edge(a, b, `M${from.x} ${y0}C${from.x} ${y0 + bend} ${to.x} ${y1 - bend} ${to.x} ${y1}`, count, "across"));
+    }
+  }
+
+  _edge(a, b, d, count, kind) {
+    const path = el("path", { class: `edge ${kind || ""}`, d, "marker-end": "url(#arrow)" });
+    if (count > 1) path.style.strokeWidth = Math.min(4, 1 + Math.log2(count) / 2);
+    this.lines.push([a.key, b.key, path]);
+    return path;
   }
 
   _own(item, k, owner) {
@@ -275,11 +321,10 @@ class Viewer {
     return box;
   }
 
-  _cluster(box) {
-    const name = box.group.name, left = box.x - box.width / 2, top = box.y - box.height / 2;
+  _cluster(group, left, top, { width, height }) {
     return el("g", { class: "cluster" },
-      el("rect", { x: left, y: top - 14, width: box.width, height: box.height + 14, rx: 8 }),
-      el("text", { x: left + 8, y: top + 1, "data-close": box.group.key, onclick: () => this.toggle(box.group) }, `▾ ${name}`));
+      el("rect", { x: left, y: top, width, height, rx: 8 }),
+      el("text", { x: left + 8, y: top + 15, "data-close": group.key, onclick: () => this.toggle(group) }, `▾ ${group.name}`));
   }
 
   setColor(by) { this.by = by; this.draw(this.selected); }
@@ -376,6 +421,14 @@ class Viewer {
   }
 }
 
+/** The items of one group that two items are in. */
+function parted(a, b) {
+  while (a.depth > b.depth) a = a.parent;
+  while (b.depth > a.depth) b = b.parent;
+  while (a.parent !== b.parent) { a = a.parent; b = b.parent; }
+  return [a, b];
+}
+
 function curved(points) {
   let text = `M${points[0].x} ${points[0].y}`;
   for (let k = 1; k < points.length - 1; k++) {
@@ -413,7 +466,8 @@ function difference(old, now) {
   a.forEach((_, i) => { if (!pairedOld.has(i)) changes.push({ at: i, kind: "missing", text: old.describe(i).name, line: old.describe(i).line }); });
   b.forEach((_, j) => { if (!pairedNew.has(j)) changes.push({ at: j, kind: "added", text: now.describe(j).name, line: now.describe(j).line }); });
   const was = old.graph.inputs.map((row) => old.type(row[1])), is = now.graph.inputs.map((row) => now.type(row[1]));
-  return { oldMarks, newMarks, changes, inputs: was.join() === is.join() ? null : [was.length, is.length] };
+  const inputs = was.length === is.length ? was.filter((type, k) => type !== is[k]).length : null;
+  return { oldMarks, newMarks, changes, inputs: inputs === null ? `${was.length} inputs became ${is.length}` : inputs ? `${counted(inputs, "input")} of another type` : "" };
 }
 
 /** Pairs of positions of a longest common subsequence; of long differing stretches the next equal ones. */

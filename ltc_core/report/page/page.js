@@ -125,9 +125,9 @@ class Graphs {
     const left = new Viewer(a, { title: `program ${before.number}: `, marks: found.oldMarks, onopen: (key, is) => follow(right, key, is) });
     const right = new Viewer(b, { title: `program ${now.number}: `, marks: found.newMarks, onopen: (key, is) => follow(left, key, is) });
     const counts = ["changed", "added", "missing"].map((kind) => [kind, found.changes.filter((c) => c.kind === kind).length]);
-    const inputs = found.inputs ? `; inputs differ (${found.inputs[0]} → ${found.inputs[1]})` : "";
+    const inputs = found.inputs ? `; ${found.inputs}` : "";
     this.changes.replaceChildren(
-      el("p", { id: "difference" }, `From program ${before.number} to ${now.number}: `, ...counts.flatMap(([kind, n], k) => [k ? ", " : "", el("span", { class: `${kind}-text` }, `${n} ${kind}`)]), inputs, now.cause ? `. Cause: ${now.cause}` : ""),
+      el("p", { id: "difference" }, `From program ${before.number} to ${now.number}: `, ...counts.flatMap(([kind, n], k) => [k ? ", " : "", el("span", { class: `${kind}-text` }, `${counted(n, "op")} ${kind}`)]), inputs, now.cause ? `. Cause: ${now.cause}` : ""),
       el("div", { class: "results" }, found.changes.slice(0, 200).map((c) => el("button", { onclick: () => (c.kind === "missing" ? left : right).reveal(c.at) },
         el("span", { class: `${c.kind}-text` }, `${c.kind} `), `${c.text}  ${c.line}`))));
     this._set([left, right]);
