@@ -30,6 +30,7 @@ from ltc_core.settings import settings
 from ltc_core.tensor import pickling
 from ltc_core.tensor.handles import base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
+from ltc_core.timeline import slices
 
 __all__ = [
     "add_step_closure",
@@ -150,8 +151,9 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
     global _steps
     note_mark()
     wait = wait or settings.sync_wait
-    for ctx in _chosen(device):
-        ctx.cut("MarkStep")
+    with slices.watched("mark_step"):
+        for ctx in _chosen(device):
+            ctx.cut("MarkStep")
     metrics.count("MarkStep")
     _steps += 1
     if settings.metrics_file is not None:

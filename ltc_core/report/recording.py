@@ -76,8 +76,8 @@ class Recording:
             raise
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}  # hash of a graph -> number of its program here
-        # Hash of a graph, and the positions of its nodes by their identity; until the ops have been timed.
-        self._nodes: dict[int, tuple[str, int]] = {}
+        # Hash of a graph -> the identities of its nodes, and the graph, which keeps them alive.
+        self._nodes: dict[str, set[int]] = {}
         self._kept: dict[str, Graph] = {}
         self._write(self._facts())
         modules.is_on = True
@@ -135,18 +135,25 @@ class Recording:
             facts["graph"] = program_facts(graph)
             with self._lock:
                 self._kept[name] = graph
-                self._nodes.update((id(node), (name, k)) for k, node in enumerate(graph.nodes))
+                self._nodes[name] = {id(node) for node in graph.nodes}
         self._write(facts)
 
     def _note_times(self, nodes: Sequence[Node], times_ns: Sequence[int]) -> None:
-        found: dict[str, dict[int, int]] = {}
+        ids = [id(node) for node in nodes]
         with self._lock:
-            for node, took_ns in zip(nodes, times_ns, strict=True):
-                name, at = self._nodes.get(id(node), ("", 0))
-                if name:
-                    found.setdefault(name, {})[at] = took_ns
-        for name, times in found.items():
-            self._write({"kind": "times", "id": name, "ns": times})
+            # Graphs share nodes, and some nodes of a graph are replaced before it runs: the likest one is meant.
+            alike = {name: sum(i in known for i in ids) for name, known in self._nodes.items()}
+            name = max(alike, key=lambda name: (alike[name], -len(self._nodes[name])), default="")
+            graph = self._kept[name] if alike.get(name) else None
+        if graph is None:
+            return
+        makers = {(node.first, node.op): at for at, node in enumerate(graph.nodes)}
+        found = {}
+        for node, took_ns in zip(nodes, times_ns, strict=True):
+            at = makers.get((node.first, node.op))
+            if at is not None:
+                found[at] = took_ns
+        self._write({"kind": "times", "id": name, "ns": found})
 
     def close(self) -> None:
         """Measure the machine, end the files, and make the page if this process is the last one.

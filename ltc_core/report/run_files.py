@@ -42,7 +42,7 @@ class Rank:
         machine: what its threads can do at most; empty if it was killed.
         is_whole: whether it has ended by itself.
         programs: facts of each compile, in order.
-        times: id of a program -> position of a node -> nanoseconds in a run that called the ops one by one.
+        times: id of a program -> position of a node -> least nanoseconds in runs that called the ops one by one.
         threads: name of a thread -> its slices, each inside or after the one before.
         lanes: name of a lane of slices that may overlap -> them.
         curves: name -> points (time, value).
@@ -121,7 +121,8 @@ def _read_programs(rank: Rank, file: Path) -> None:
             rank.programs.append(facts)
         elif kind == "times":
             times = rank.times.setdefault(facts["id"], {})
-            times.update((int(at), took_ns) for at, took_ns in facts["ns"].items())
+            for at, took_ns in facts["ns"].items():  # the least of several runs
+                times[int(at)] = min(took_ns, times.get(int(at), took_ns))
 
 
 def _read_trace(rank: Rank, file: Path, offset_us: float) -> None:

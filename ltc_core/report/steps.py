@@ -22,7 +22,7 @@ HANDING_OVER = "building and handing over programs"
 SCRIPT = "recording, and the script itself"
 PARTS = (COMPUTING, DATA, OTHERS, COMPILER, HANDING_OVER, SCRIPT)
 
-STEP_ENDS = ("MarkStep", "OptimizerStep", "Upload")
+_FOUND = ("OptimizerStep", "Upload")  # reasons for the cut that ends a step which is not marked
 
 # Slice -> what the thread does meanwhile.
 _PART_OF = {
@@ -71,11 +71,7 @@ def main_thread(rank: Rank) -> str:
 def steps_of(rank: Rank) -> list[Step]:
     """The steps of a rank, the first one from its first slice on."""
     slices = rank.threads.get(main_thread(rank), [])
-    ends = [
-        (one.end, int(one.args.get("step", 0)))
-        for one in slices
-        if one.name == "cut" and one.args.get("reason") in STEP_ENDS
-    ]
+    ends = _ends(slices)
     if not ends:
         return []
     segments = flat(slices)
@@ -83,7 +79,7 @@ def steps_of(rank: Rank) -> list[Step]:
         flat(found) for name, found in rank.threads.items() if name.startswith("ltc-worker")
     )
     found, start, at = [], slices[0].start, 0
-    for end, number in ends:
+    for number, end in enumerate(ends):
         parts = dict.fromkeys(PARTS, 0.0)
         known = 0.0
         while at < len(segments) and segments[at].start < end:
@@ -99,6 +95,27 @@ def steps_of(rank: Rank) -> list[Step]:
         parts[SCRIPT] += max(0.0, end - start - known)
         found.append(Step(number, start, end, parts))
         start = end
+    return found
+
+
+def _ends(slices: Sequence[Slice]) -> list[float]:
+    """When steps ended: a mark with nothing recorded since the last one, as a loader's first, ends none."""
+    found = []
+    has_cut = False
+    marked_until = 0.0
+    for one in slices:
+        if one.name == "mark_step":
+            marked_until = one.end
+            if has_cut:
+                found.append(one.end)
+                has_cut = False
+        elif one.name == "cut" and one.end <= marked_until:
+            if not found or found[-1] != marked_until:
+                found.append(marked_until)
+        elif one.name == "cut":
+            has_cut = one.args.get("reason") not in _FOUND
+            if not has_cut:
+                found.append(one.end)
     return found
 
 

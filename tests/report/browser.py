@@ -133,9 +133,19 @@ class Page:
         }})()"""
         return float(self.ask(script))
 
-    def picture(self, path: Path) -> None:
-        """Write what the window shows as a PNG file."""
-        found = self._call("Page.captureScreenshot", format="png")
+    def picture(self, path: Path, selector: str = "body", most_high: int = 4000) -> None:
+        """Write an element as a PNG file, at most so many pixels high."""
+        box = self.ask(
+            f"(({{x, y, width, height}}) => ({{x: x + scrollX, y: y + scrollY, width, height}}))"
+            f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
+        )
+        box["height"] = min(box["height"], most_high)
+        found = self._call(
+            "Page.captureScreenshot",
+            format="png",
+            captureBeyondViewport=True,
+            clip={**box, "scale": 1},
+        )
         path.write_bytes(base64.b64decode(found["data"]))
 
     # -- the protocol ------------------------------------------------------------------------------
