@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.compiled_cache import empty_cache
+from tests.compiled_cache import empty_cache, put_extensions
 from tests.core import child
 
 SCRIPT = """
@@ -94,6 +94,7 @@ def run_script(cache: Path) -> dict[str, Any]:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache: Path = tmp_path_factory.mktemp("cache")
     empty_cache(cache / "compiled")
+    put_extensions(cache)
     return cache
 
 
@@ -111,9 +112,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_step_is_compiled_and_the_losses_are_eagers(cold: dict[str, Any]) -> None:
-    assert cold["stderr"] == (
-        "[ltc] building C++ parts, once for this user and this torch (some seconds)\n"
-    )
+    assert cold["stderr"] == ""
     assert cold["compiled_at"] is not None
     assert cold["losses"] == pytest.approx(cold["eager"], rel=2e-5)
 
