@@ -5,15 +5,17 @@ The first process compiles (about twenty seconds of both cores); the second find
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import prepared
 from tests.compiled_cache import empty_cache, put_extensions
 from tests.core import child
+
+ROOT = Path(__file__).parents[4]
 
 SCRIPT = """
 import json, sys, warnings
@@ -80,8 +82,9 @@ def run_script(cache: Path) -> dict[str, Any]:
         "LTC_COMPILE_AFTER": "2",
         "LTC_COMPILE_PRIORITY": "normal",
         "LTC_CACHE_DIR": str(cache),
+        "PYTHONPATH": str(ROOT),
     }
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr[-3000:]
