@@ -226,6 +226,7 @@ def test_modes_see_the_ops_of_the_user_alone() -> None:
         assert called == ["ones", "to", "add", "mul", "sum", "item", "nonzero", "ones"]
 
 
+@pytest.mark.timeout(300)  # the compiler runs
 def test_compiled_programs(tmp_path: Path) -> None:
     """They take plain tensors alone, and call kernels that autocast would turn to another dtype."""
     out, _ = child.run(
@@ -251,6 +252,7 @@ def test_compiled_programs(tmp_path: Path) -> None:
             assert torch.equal(result.cpu(), expected), state
         print(metrics.counter_value("CompiledProgram"), metrics.counter_value("FailedExecution"))
         """,
+        timeout_s=280,
         LTC_COMPILE="sync",
         LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
     )

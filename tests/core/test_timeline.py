@@ -202,10 +202,12 @@ class TestOfARun:
         ):
             slices.start_as_set()
 
+    @pytest.mark.timeout(300)  # the compiler runs
     def test_compiling_has_a_lane(self, tmp_path: Path) -> None:
         path = tmp_path / "run.json"
         child.run(
             TRAIN + "train(3)",
+            timeout_s=280,
             LTC_TRACE=str(path),
             LTC_COMPILE="sync",
             LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
