@@ -99,6 +99,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_passes_over_what_others_left() -> None:
+    """Exempt what earlier files left, PyTorch's caches, and what one of them unfroze: a pass takes up to seconds."""
+    gc.collect()
+    gc.freeze()
+
+
 def _threads() -> set[threading.Thread]:
     """Running threads, less those that Python did not start (autograd's): they are torch's."""
     return {

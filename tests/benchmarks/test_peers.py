@@ -30,6 +30,7 @@ from benchmarks.peer_kinds import Peer
 from benchmarks.peer_process import PeerFailed, PeerProcess
 from benchmarks.peer_report import report
 from benchmarks.training import Training
+from tests.compiled_cache import put_extensions
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,10 +201,18 @@ class TestProcesses:
         )
         assert done.stdout == "[]\n"
 
-    # Five processes, one after the other, that import PyTorch; one builds the device.
+    # Five processes, one after the other, that import PyTorch.
     @pytest.mark.timeout(180)
     def test_measure(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LTC_COMPILE", "off")
+        of_peer = peers._environ
+
+        def with_extensions(peer: str, device: str, cache: Path) -> dict[str, str]:
+            environ = of_peer(peer, device, cache)
+            put_extensions(Path(environ["LTC_CACHE_DIR"]))
+            return environ
+
+        monkeypatch.setattr(peers, "_environ", with_extensions)
         names = ("eager", "xla", "ltc")
         options = peers.Options(
             ("tiny",), names, rounds=2, steps=3, starts=1, torch_xla_python=sys.executable

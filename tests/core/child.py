@@ -1,6 +1,7 @@
 """A Python program in a process of its own, for what belongs to a process: its environment, its end, its children.
 
-The environment is that of the tests without their `LTC_` names, so that a child sees only what its test sets.
+The environment is that of the tests without their `LTC_` names, so that a child sees only what its test sets. The
+directory of caches is that of the tests: to build the C++ parts once more takes two minutes of a core.
 """
 
 import os
@@ -24,7 +25,11 @@ device = ltc.lazy_device()
 
 
 def _environment(settings: dict[str, str]) -> dict[str, str]:
-    kept = {name: v for name, v in os.environ.items() if not name.startswith(("LTC_", "XLA_"))}
+    kept = {
+        name: v
+        for name, v in os.environ.items()
+        if name == "LTC_CACHE_DIR" or not name.startswith(("LTC_", "XLA_"))
+    }
     return {**kept, "PYTHONPATH": str(ROOT), "LTC_CHECK_GRAPHS": "1", **settings}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ltc_core.build import EXTENSIONS
+from tests import prepared
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,12 +31,12 @@ device = build.extension
 
 
 def start(code: str, **env: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
+    return prepared.start(  # type: ignore[no-any-return]
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **env},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
     )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import ltc_core as ltc
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.placement import Placement
 from ltc_core.thread_state import in_own_state
+from tests.compiled_cache import empty_cache
 from tests.core import child
 
 REPEATS = 4  # the third run follows what was recorded
@@ -224,7 +226,8 @@ def test_modes_see_the_ops_of_the_user_alone() -> None:
         assert called == ["ones", "to", "add", "mul", "sum", "item", "nonzero", "ones"]
 
 
-def test_compiled_programs() -> None:
+@pytest.mark.timeout(300)  # the compiler runs
+def test_compiled_programs(tmp_path: Path) -> None:
     """They take plain tensors alone, and call kernels that autocast would turn to another dtype."""
     out, _ = child.run(
         """
@@ -249,6 +252,8 @@ def test_compiled_programs() -> None:
             assert torch.equal(result.cpu(), expected), state
         print(metrics.counter_value("CompiledProgram"), metrics.counter_value("FailedExecution"))
         """,
+        timeout_s=280,
         LTC_COMPILE="sync",
+        LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
     )
     assert out == "1 None\n"

@@ -20,6 +20,7 @@ from ltc_core.errors import ProfilerError, SettingsError
 from ltc_core.timeline import slices
 from ltc_core.timeline.merge import files_of_ranks, merge, merge_if_whole
 from ltc_core.timeline.trace_file import TraceFile, events_of
+from tests.compiled_cache import empty_cache
 from tests.core import child
 
 Events = list[dict[str, Any]]
@@ -201,9 +202,17 @@ class TestOfARun:
         ):
             slices.start_as_set()
 
+    @pytest.mark.timeout(300)  # the compiler runs
     def test_compiling_has_a_lane(self, tmp_path: Path) -> None:
         path = tmp_path / "run.json"
-        child.run(TRAIN + "train(3)", LTC_TRACE=str(path), LTC_COMPILE="sync", LTC_CHECK_GRAPHS="0")
+        child.run(
+            TRAIN + "train(3)",
+            timeout_s=280,
+            LTC_TRACE=str(path),
+            LTC_COMPILE="sync",
+            LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
+            LTC_CHECK_GRAPHS="0",
+        )
         events = read(path)
         outcomes = {e["args"]["outcome"] for e in named(events, "compile")}
         assert outcomes and outcomes <= {"compiled", "found in the cache"}

@@ -2,11 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import prepared
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "gpt.py")
@@ -27,7 +28,7 @@ SMALL = [
 @pytest.mark.dist
 @pytest.mark.parametrize("launch", [[], ["-m", "ltc_launch", "--nprocs", "2"]], ids=["one", "two"])
 def test_it_learns_to_write(launch: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, *launch, SCRIPT, *SMALL],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "LTC_COMPILE": "off", "TMPDIR": str(tmp_path)},

@@ -2,11 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from tests import prepared
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +21,7 @@ def numbers(output: str, name: str) -> list[float]:
 
 
 def test_hello(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, "-W", "error", str(ROOT / "examples" / "hello.py")],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

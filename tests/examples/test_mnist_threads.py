@@ -2,16 +2,17 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests import prepared
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_it_learns(tmp_path: Path) -> None:
     settings = {"LTC_NUM_DEVICES": "2", "LTC_COMPILE": "off", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, str(ROOT / "examples" / "mnist_threads.py"), "--epochs", "3"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), **settings},

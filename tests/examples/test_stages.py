@@ -2,15 +2,16 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests import prepared
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_stages(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, "-W", "error", str(ROOT / "examples" / "stages.py")],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -253,7 +253,7 @@ def _shrunk(number: int, name: str) -> Lines:
     return kept
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=seed())
@@ -262,7 +262,7 @@ def main() -> int:
     parser.add_argument(
         "--first", type=int, help="run one batch in this process, from this program on"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.first is not None:
         found = failures(range(options.first, options.first + options.count), options.tier)
         for k, (number, what) in enumerate(found.items()):

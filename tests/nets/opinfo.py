@@ -29,7 +29,7 @@ import ltc_core as ltc
 from ltc_core import metrics
 from tests.core.beside_eager import Raised, attempt, difference, on_cpu
 from tests.nets.tiers import tier
-from tests.seed import rotating, seed
+from tests.seed import rotating, rotating_seed, seed
 
 __all__ = [
     "LATER", "OPS", "SHARES", "SKIPPED", "SKIPPED_IN", "WIDER", "Share", "check", "main", "refused_dtypes",
@@ -49,6 +49,7 @@ class Share:
         atol: how far results may be from eager's, where that is not the rule of the dtype.
         is_together: the operators are recorded one after the other, and read at the end, without what eager refuses.
         batch: operators of a child process.
+        rotation: only one in so many of an operator's samples, others for each commit.
     """
 
     samples: Mapping[torch.dtype, int]
@@ -57,6 +58,7 @@ class Share:
     atol: float | None = None
     is_together: bool = False
     batch: int = 60
+    rotation: int = 1
 
 
 SHARES = {
@@ -189,7 +191,10 @@ def _cases(name: str, share: Share) -> Iterator[_Case]:
             with_grad = with_grad and dtype in op.supported_backward_dtypes("cpu")
         rtol, atol = TOLERANCES.get(dtype, (None, None))
         found = op.sample_inputs("cpu", dtype, requires_grad=with_grad)
-        for number, sample in enumerate(itertools.islice(found, most)):
+        numbered = list(enumerate(itertools.islice(found, most)))
+        if len(numbered) >= share.rotation:
+            numbered = numbered[rotating_seed() % share.rotation :: share.rotation]
+        for number, sample in numbered:
             arguments = _arguments(sample)
             expected = attempt(_call, op, arguments, "cpu")
             if isinstance(expected, Raised) and share.is_together:

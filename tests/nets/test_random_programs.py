@@ -8,14 +8,13 @@ import torch
 
 from tests.core.beside_eager import Raised, attempt, difference
 from tests.nets import random_programs
-from tests.nets.command import expect_success
-from tests.nets.random_programs import generate, outcome, shrunk
+from tests.nets.random_programs import generate, main, outcome, shrunk
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("tier", "count"), [("ops", "40"), ("lowered", "12")])
 def test_random_programs(tier: str, count: str) -> None:
-    expect_success("tests.nets.random_programs", "--tier", tier, "--count", count)
+    assert main(["--tier", tier, "--count", count]) == 0
 
 
 def test_a_number_is_always_the_same_program() -> None:

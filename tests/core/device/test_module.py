@@ -5,12 +5,13 @@ Registration is for the life of a process, so each test is a child process. The 
 """
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests import prepared
 
 ROOT = Path(__file__).parents[3]
 
@@ -85,13 +86,13 @@ REGISTERED = "registration.register(hooks)\nassert registration.is_native()\nhoo
 
 def run(code: str, prelude: str = BARE_PACKAGE + FAKE_HOOKS + REGISTERED, **env: str) -> str:
     """Run `code` after `prelude` in a child; return what it printed, and fail if it failed."""
-    child = subprocess.run(
+    child = prepared.run(
         [sys.executable, "-c", prelude + textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=55,
         cwd=ROOT,
-        env={"LTC_NUM_DEVICES": "3", **os.environ, **env},
+        env={"LTC_NUM_DEVICES": "3", **os.environ, "PYTHONPATH": str(ROOT), **env},
     )
     assert child.returncode == 0, f"rc {child.returncode}\n{child.stdout}\n{child.stderr}"
     assert "Traceback" not in child.stderr, child.stderr

@@ -22,6 +22,7 @@ from ltc_core.graph.ir import Graph, Node, Ref, TensorMeta
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.settings import Settings, settings
 from ltc_core.tensor.handles import base_of
+from tests import prepared
 
 aten = torch.ops.aten
 f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
@@ -180,8 +181,8 @@ def _observe_training(device: torch.device) -> dict[str, Any]:
 @functools.cache
 def _run_with(variable: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, variable: "1", "PYTHONPATH": os.getcwd()}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", os.path.abspath(__file__)],
+    return prepared.run(
+        [sys.executable, os.path.abspath(__file__)],
         env=environ, capture_output=True, text=True, timeout=50,
     )  # fmt: skip
 

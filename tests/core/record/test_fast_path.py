@@ -414,22 +414,31 @@ def test_a_call_that_is_not_recorded_is_not_taken_for_the_step_of_another_thread
 
 
 def test_the_first_program_of_a_machine_runs_while_it_is_built(tmp_path: Path) -> None:
+    """By a compiler that waits until the program has run, and copies a built file."""
+    may_end, compiler = tmp_path / "may_end", tmp_path / "compiler"
+    compiler.write_text(
+        f"#!/bin/sh\nwhile [ ! -e {may_end} ]; do sleep 0.05; done\n"
+        f'while [ "$1" != -o ]; do shift; done\ncp {fast_path.extension.library_path()} "$2"\n'
+    )
+    compiler.chmod(0o755)
     built = tmp_path / "extensions"
     built.mkdir(mode=0o700)
     for extension in build.EXTENSIONS:
         if extension is not fast_path.extension:
             shutil.copy(extension.library_path(), built)
     out, err = child.run(
-        """
-        import time
+        f"""
+        import pathlib, time
         from ltc_core.record import fast_path
         x = torch.ones(3, device=device)
         assert (x * 2 + 1).sum().item() == 9 and not fast_path.extension.loaded
+        pathlib.Path({str(may_end)!r}).touch()
         while not fast_path.num_fast_calls():
             assert (x * 2 + 1).sum().item() == 9
             time.sleep(0.05)
         """,
         LTC_CACHE_DIR=str(tmp_path),
+        CXX=str(compiler),
     )
     assert err == "[ltc] building C++ parts, once for this user and this torch (some seconds)\n"
     assert fast_path.extension.library_path().name in [path.name for path in built.iterdir()]

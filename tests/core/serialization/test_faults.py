@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ import torch
 import ltc_core.serialization as xser
 from ltc_core.errors import CheckpointIOError
 from ltc_core.serialization import directory, tensor_file
+from tests import prepared
 
 ROOT = Path(__file__).parents[3]
 
 
 def run_script(script: str, *arguments: object) -> str:
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -166,6 +166,7 @@ import errno, os, resource, sys
 import torch
 import ltc_core.serialization as xser
 from ltc_core.errors import CheckpointIOError
+from tests import prepared
 path = sys.argv[1]
 xser.save([torch.ones(10)], path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

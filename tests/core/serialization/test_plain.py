@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import zipfile
@@ -21,6 +20,7 @@ from torch import nn
 from ltc_core.errors import CheckpointError, CheckpointFormatError, CheckpointIOError
 from ltc_core.serialization import cpu_copy
 from ltc_core.serialization.plain import load, save
+from tests import prepared
 
 ROOT = Path(__file__).parents[3]
 
@@ -154,6 +154,7 @@ import errno, os, resource, sys
 import torch
 from ltc_core.errors import CheckpointIOError
 from ltc_core.serialization.plain import load, save
+from tests import prepared
 path = sys.argv[1]
 save({"w": torch.ones(10)}, path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -171,7 +172,7 @@ assert os.listdir(os.path.dirname(path)) == ["c.pt"], os.listdir(os.path.dirname
 
 
 def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path / "c.pt")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

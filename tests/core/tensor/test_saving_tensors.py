@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import ltc_core as ltc
 from ltc_core.errors import UnsupportedOpError
 from ltc_core.settings import settings
+from tests import prepared
 
 ROOT = Path(__file__).parents[3]
 
@@ -184,6 +185,7 @@ def test_a_file_is_readable_where_the_device_is_unknown(
     torch.save({"w": torch.arange(3.0, device=device)}, tmp_path / "w.pt")
     code = """
 import sys, torch
+from tests import prepared
 w = torch.load(sys.argv[1], map_location="cpu")["w"]
 assert w.is_cpu and w.tolist() == [0.0, 1.0, 2.0]
 assert "ltc_core" not in sys.modules
@@ -211,7 +213,7 @@ def test_who_saves_tensors_of_the_device_is_told_once_how_to_load_them(tmp_path:
         "for _ in range(2):\n"
         "    torch.save(model.state_dict(), sys.argv[1])\n"
     )
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, "train.py", "w.pt"],
         capture_output=True,
         text=True,

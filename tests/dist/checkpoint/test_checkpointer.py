@@ -27,6 +27,9 @@ from ltc_core.serialization import atomic, directory
 from ltc_core.serialization.directory import Plan
 from ltc_dist.checkpoint import Stopped, commit, layout, lock, reading
 from ltc_dist.checkpoint.resplit import loader_state
+from tests import prepared
+
+ROOT = Path(__file__).parents[3]
 
 
 class Run:
@@ -462,10 +465,13 @@ def test_two_jobs_do_not_write_to_one_directory(tmp_path: Path) -> None:
         print("there", flush=True)
         sys.stdin.read()
     """
-    other = subprocess.Popen(
+    other = prepared.start(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with other:
         assert other.stdout is not None and other.stdout.readline() == "there\n"
         words = rf"got: rank 0: another job writes checkpoints in {tmp_path} \(pid {other.pid} on "
@@ -520,9 +526,9 @@ SITES = ["write_part", "write_index", "write_manifest", "publish", "point_latest
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("site", SITES)
 def test_killed_while_it_saves(site: str, when: str, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, "-c", textwrap.dedent(KILLED), site, str(tmp_path)],
-        env={**os.environ, "WHEN": when},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "WHEN": when},
         capture_output=True,
         text=True,
     )
@@ -821,6 +827,7 @@ def test_a_process_that_goes_on_after_it_has_stopped_can_be_told_to_end(tmp_path
 import os, signal, time
 import ltc_dist as ltd
 from ltc_dist.checkpoint import Stopped, stopping
+from tests import prepared
 
 saver = ltd.Checkpointer({str(tmp_path / "runs")!r}, model=torch.nn.Linear(1, 1))
 os.kill(os.getpid(), signal.SIGTERM)
@@ -834,8 +841,9 @@ time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGTERM)
 print("never")
 """
-    process = subprocess.run(
+    process = prepared.run(
         [sys.executable, "-c", "import torch\n" + script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,

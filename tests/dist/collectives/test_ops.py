@@ -12,6 +12,7 @@ import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core.errors import CollectiveError, RankError
 from ltc_dist.collectives import functions, process_group
+from tests.compiled_cache import empty_cache
 from tests.dist import spawned
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -23,6 +24,7 @@ BOTH = [X, X + 10]
 @pytest.mark.parametrize("compile", ["off", "sync"])
 def test_two_processes(tmp_path: Path, compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LTC_COMPILE", compile)
+    monkeypatch.setenv("LTC_COMPILED_CACHE_DIR", empty_cache(tmp_path / "compiled"))
     ltd.spawn(spawned.collect, (str(tmp_path),), nprocs=2)
     found = [torch.load(tmp_path / f"{k}.pt") for k in range(2)]
     for rank, got in enumerate(found):
@@ -57,6 +59,7 @@ def test_a_mean_of_halves_is_not_infinite(
 ) -> None:
     """As DistributedDataParallel, which divides before it adds."""
     monkeypatch.setenv("LTC_COMPILE", compile)
+    monkeypatch.setenv("LTC_COMPILED_CACHE_DIR", empty_cache(tmp_path / "compiled"))
     ltd.spawn(spawned.average_halves, (str(tmp_path),), nprocs=2)
     for rank in range(2):
         halves, floats, scattered = torch.load(tmp_path / f"{rank}.pt")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ltc_dist as ltd
 from ltc_dist.data import workers
+from tests import prepared
 from tests.core import child
 from tests.launching import Job
 
@@ -33,7 +33,7 @@ def test_sigterm_to_the_group_becomes_a_checkpoint(
     tmp_path: Path, method: str, kind: str, lifetime: str, moment: str
 ) -> None:
     program = [sys.executable, "-m", "tests.dist.data.interrupted_loading"]
-    found = subprocess.run(
+    found = prepared.run(
         [*program, str(tmp_path), method, kind, lifetime, moment],
         cwd=ROOT,
         capture_output=True,

@@ -12,6 +12,7 @@ import torch
 
 from ltc_core.errors import RankError
 from ltc_dist.processes import spawn as xmp
+from tests import prepared
 from tests.dist import spawned
 
 pytestmark = pytest.mark.dist
@@ -67,16 +68,21 @@ def run(how: str, code: str, tmp_path: Path) -> None:
         "-": ["-"],
         "-c": ["-c", code],
     }[how]
-    done = subprocess.run(
+    begun = prepared.start(
         [sys.executable, *begin, str(written)],
-        input=code if how == "-" else "",
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=100,
     )
-    assert done.returncode == 0, done.stderr
+    with begun:
+        try:
+            _, err = begun.communicate(code if how == "-" else "", timeout=100)
+        finally:
+            begun.kill()
+    assert begun.returncode == 0, err
 
 
 @pytest.mark.parametrize("how", ["script", "module", "package", "directory", "-", "-c"])

@@ -21,6 +21,7 @@ from ltc_core.errors import PeerEndedError, RankError, RankTimeoutError
 from ltc_dist.processes import spawn as xmp
 from ltc_dist.processes.failures import last_line
 from ltc_dist.processes.main_guard import is_unguarded
+from tests import prepared
 from tests.dist import spawned
 from tests.launching import Job, launcher
 
@@ -146,7 +147,8 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path, method: str) -> Non
                 os.kill(os.getpid(), signal.SIGKILL)
         """)
     )
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, timeout=100)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = prepared.run([sys.executable, "train.py"], cwd=tmp_path, env=environ, timeout=100)
     assert done.returncode == -signal.SIGKILL
     ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
     assert len(ranks) == 2
@@ -339,7 +341,7 @@ def test_a_wrapped_model(tmp_path: Path) -> None:
 def start(tmp_path: Path, code: str, *command: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(code))
-    return subprocess.Popen(
+    return prepared.start(  # type: ignore[no-any-return]
         [*command, sys.executable, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,6 +8,7 @@ import torch
 import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_dist.train.step import _ranges
+from tests.compiled_cache import empty_cache
 from tests.dist import spawned
 
 
@@ -42,6 +43,7 @@ def test_what_is_sent_does_not_depend_on_how_it_is_computed(
     one.mkdir()
     with monkeypatch.context() as environment:
         environment.setenv("LTC_BUCKET_MB", "0.02")
+        environment.setenv("LTC_COMPILED_CACHE_DIR", empty_cache(tmp_path / "compiled"))
         ltd.spawn(spawned.learn_unlike, (str(unlike), "adamw"), nprocs=2)
     spawned.learn(0, str(one), "adamw")
     expected = torch.load(one / "0.pt")

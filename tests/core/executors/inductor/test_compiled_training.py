@@ -5,15 +5,17 @@ The first process compiles (about twenty seconds of both cores); the second find
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.compiled_cache import empty_cache
+from tests import prepared
+from tests.compiled_cache import empty_cache, put_extensions
 from tests.core import child
+
+ROOT = Path(__file__).parents[4]
 
 SCRIPT = """
 import json, sys, warnings
@@ -80,8 +82,9 @@ def run_script(cache: Path) -> dict[str, Any]:
         "LTC_COMPILE_AFTER": "2",
         "LTC_COMPILE_PRIORITY": "normal",
         "LTC_CACHE_DIR": str(cache),
+        "PYTHONPATH": str(ROOT),
     }
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -94,6 +97,7 @@ def run_script(cache: Path) -> dict[str, Any]:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache: Path = tmp_path_factory.mktemp("cache")
     empty_cache(cache / "compiled")
+    put_extensions(cache)
     return cache
 
 
@@ -111,9 +115,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_step_is_compiled_and_the_losses_are_eagers(cold: dict[str, Any]) -> None:
-    assert cold["stderr"] == (
-        "[ltc] building C++ parts, once for this user and this torch (some seconds)\n"
-    )
+    assert cold["stderr"] == ""
     assert cold["compiled_at"] is not None
     assert cold["losses"] == pytest.approx(cold["eager"], rel=2e-5)
 

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from ltc_core.executors.artifacts import WORK
 from ltc_core.executors.inductor import launcher
 from ltc_core.executors.inductor.launcher import Mismatch, Model
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.native_extension import Extension
 from ltc_core.settings import settings
+from tests.compiled_cache import empty_cache
 
 pytestmark = pytest.mark.timeout(
     300
@@ -34,6 +36,7 @@ from torch._inductor import config
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from ltc_core.executors.inductor.compiler import shared_runtime
 
 aten = torch.ops.aten
 out = Path(sys.argv[1])
@@ -56,9 +59,13 @@ options = {
     "cpp_wrapper": True,
     "compile_threads": 1,
     "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.precompile_headers": True,
     "aot_inductor.output_path": str(out / "model.so"),
 }
-with tracing(TracingContext(mode)), V.set_fake_mode(mode), V.set_aot_compilation(True), config.patch(options):
+with (
+    tracing(TracingContext(mode)), V.set_fake_mode(mode), V.set_aot_compilation(True), config.patch(options),
+    shared_runtime.shared(),
+):
     compile_fx.compile_fx_inner(module, inputs, cpp_wrapper=True, aot_mode=True, is_inference=True)
 [nodes] = out.glob("*.wrapper.json")
 nodes.rename(out / "model.json")
@@ -68,11 +75,8 @@ nodes.rename(out / "model.json")
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("library")
-    env = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")),
-        "TMPDIR": str(tmp_path_factory.mktemp("compiler")),
-    }
+    work = str(Path(empty_cache(tmp_path_factory.mktemp("compiled")), WORK))
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": work, "TMPDIR": work}
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(directory)], capture_output=True, text=True, env=env
     )
