@@ -168,7 +168,7 @@ class TieredProgram(Program, Reported):
         if build is None and self._is_wanted():
             build = self._start(scalars, flags)
         if settings.compile == "sync" and build is not None:
-            with metrics.timer("CompilerWait"):
+            with slices.watched("wait for the compiler"), metrics.timer("CompilerWait"):
                 build.done.wait()
         return self._programs.find(scalars, flags)
 
