@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         while True:
             time.sleep(_LOOK_S)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed again, the terminal is left clean, too
         return 0
     finally:
         screen.end()

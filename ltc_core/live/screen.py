@@ -28,11 +28,13 @@ def printable(text: str) -> str:
 
 def fitted(line: str, columns: int) -> str:
     """The beginning of a line that fits into so many columns; '...' at its end says that there was more."""
-    used = 0
+    used = num_kept = 0
     for k, character in enumerate(line):
         used += _columns(character)
+        if used <= columns - 3:
+            num_kept = k + 1
         if used > columns:
-            return line[: max(k - 3, 0)] + "..."[:columns]
+            return line[:num_kept] + "..."[:columns]
     return line
 
 
