@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         while True:
             time.sleep(_LOOK_S)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed again, the terminal is left clean, too
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # pressed again, the terminal is left clean, too
         return 0
     finally:
         screen.end()

@@ -24,7 +24,7 @@ from ltc_core.live.state import State, Wait
 from ltc_core.runtime.devices import contexts
 from ltc_core.settings import rank_in_job
 from ltc_core.timeline import marks
-from ltc_core.timeline.marks import Doing
+from ltc_core.timeline.marks import Mark
 
 __all__ = ["RECORDING", "STARTING", "WAITS_FOR_OTHERS", "Sampler", "where"]
 
@@ -186,12 +186,12 @@ class Sampler:
         return words, found.since_ns
 
 
-def _all_doing() -> list[Doing]:
+def _all_doing() -> list[Mark]:
     found = marks.on
     return [] if found is None else [doing for doing in list(found.now.values()) if doing]
 
 
-def _of_thread_that_cuts() -> Doing | None:
+def _of_thread_that_cuts() -> Mark | None:
     """What the main thread does. If it has never used a device, the first other thread that has."""
     found = marks.on
     if found is None:

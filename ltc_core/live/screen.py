@@ -7,6 +7,7 @@ of the line.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import unicodedata
@@ -93,12 +94,13 @@ class Screen:
         return _ERASE + _UP_AND_ERASE * (self._num_drawn - 1)
 
     def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-        except UnicodeEncodeError:
-            encoding = self._stream.encoding
-            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        self._stream.flush()
+        with contextlib.suppress(OSError):  # the terminal is gone, the job goes on
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self._stream.flush()
 
     def end(self) -> None:
         """End the thread and leave the terminal as it was."""

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-__all__ = ["Awaited", "Doing", "Mark", "Marks"]
+__all__ = ["Awaited", "Mark", "Marks"]
 
 
 class Awaited(NamedTuple):
@@ -29,21 +29,6 @@ class Awaited(NamedTuple):
     members: tuple[int, ...]
 
 
-class Doing(NamedTuple):
-    """What a thread does.
-
-    Attributes:
-        name: of the slice. lane: of the slice; empty for the lane of its thread.
-        since_ns: on the monotonic clock of the host.
-        awaited: the meeting that a thread waits at, if it waits for other processes.
-    """
-
-    name: str
-    lane: str
-    since_ns: int
-    awaited: Awaited | None
-
-
 class Marks:
     """The marks of all threads.
 
@@ -54,20 +39,25 @@ class Marks:
     """
 
     def __init__(self) -> None:
-        self.now: dict[int, Doing | None] = {}
+        self.now: dict[int, Mark | None] = {}
         self.spent_ns: dict[tuple[str, int], int] = {}
 
 
 class Mark:
-    """Context manager: this thread does `name` in the block.
+    """What a thread does: a context manager around it.
 
     Args:
         inner: the slice of a timeline, or a context that yields None; the block gets what it yields.
 
-    Cost: 0.7 us.
+    Attributes:
+        name: of the slice. lane: of the slice; empty for the lane of its thread.
+        since_ns: on the monotonic clock of the host.
+        awaited: the meeting that the thread waits at, if it waits for other processes.
+
+    Cost: 1.5 us, beside 0.5 us of a slice that nobody watches (2 busy cores, Python 3.11; `timeit` of an empty block).
     """
 
-    __slots__ = ("_before", "_doing", "_inner", "_marks", "_thread")
+    __slots__ = ("_before", "_inner", "_marks", "_thread", "awaited", "lane", "name", "since_ns")
 
     def __init__(
         self,
@@ -79,21 +69,25 @@ class Mark:
     ) -> None:
         self._marks = marks
         self._inner = inner
-        self._thread = threading.get_ident()
-        self._before = marks.now.get(self._thread)
-        self._doing = Doing(name, lane, time.perf_counter_ns(), awaited)
+        self.name = name
+        self.lane = lane
+        self.awaited = awaited
 
     def __enter__(self) -> Any:
-        self._marks.now[self._thread] = self._doing
+        self._thread = thread = threading.get_ident()
+        now = self._marks.now
+        self._before = now.get(thread)
+        self.since_ns = time.perf_counter_ns()
+        now[thread] = self
         return self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         try:
             self._inner.__exit__(*error)
         finally:
-            marks, key = self._marks, (self._doing.name, self._thread)
+            marks, key = self._marks, (self.name, self._thread)
             marks.now[self._thread] = self._before
-            took_ns = time.perf_counter_ns() - self._doing.since_ns
+            took_ns = time.perf_counter_ns() - self.since_ns
             marks.spent_ns[key] = marks.spent_ns.get(key, 0) + took_ns
 
 
