@@ -23,6 +23,7 @@ from ltc_core.settings import settings
 __all__ = ["main"]
 
 _LOOK_S = 0.2
+_WIDEST = 10_000  # columns of a file or a pipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +72,7 @@ def _print_once(directory: Path, pids: Sequence[int]) -> int:
         print(_none(directory, pids), file=sys.stderr)
         return 1
     is_terminal = sys.stdout.isatty()
-    columns = shutil.get_terminal_size().columns
+    columns = shutil.get_terminal_size().columns if is_terminal else _WIDEST
     for line in table.lines(found, os.terminal_size((columns, len(found) + 1000))):
         print(fitted(line, columns) if is_terminal else line)
     return 0

@@ -34,6 +34,7 @@ _FEWEST_ROWS = 4
 _HEAD = (
     "rank", "pid", "step", "steps/s", "ran", "programs", "queue", "memory", "peak", "CPU", "RSS", "doing",
 )  # fmt: skip
+_LEFT_OUT_FIRST = ("pid", "programs", "RSS", "peak", "CPU", "memory", "ran", "queue")
 _LEFT = ("ran", "doing")  # columns of text; numbers stand at the right
 
 
@@ -48,7 +49,8 @@ def lines(found: Sequence[Seen], size: os.terminal_size, now_ns: int = 0) -> lis
     text: list[str] = []
     jobs = [list(group) for _, group in groupby(found, key=_key)]
     for job in jobs:
-        text += _job(job, size.lines // max(len(jobs), 1), now_ns)
+        lines_of_job = size.lines // max(len(jobs), 1)
+        text += _job(job, os.terminal_size((size.columns, lines_of_job)), now_ns)
     return text
 
 
@@ -56,17 +58,17 @@ def _key(seen: Seen) -> tuple[str, int]:
     return seen.state.job, 0 if seen.state.job else seen.state.pid
 
 
-def _job(job: Sequence[Seen], num_lines: int, now_ns: int) -> list[str]:
+def _job(job: Sequence[Seen], size: os.terminal_size, now_ns: int) -> list[str]:
     missing = {id(seen): _missing(seen, job, now_ns) for seen in job}
     below = [*_compiles(job, now_ns), *_slowest(job, missing), *_waiting(job, missing)]
-    num_rows = max(num_lines - len(below) - 3, _FEWEST_ROWS)
+    num_rows = max(size.lines - len(below) - 3, _FEWEST_ROWS)
     # Those that wait least come first, if not all can be shown: they are the ones to look at.
     shown = (
         sorted(job, key=lambda s: s.state.others_share)[:num_rows] if num_rows < len(job) else job
     )
     shown = sorted(shown, key=lambda s: (s.state.rank, s.state.pid))
     rows = [_HEAD, *(_row(seen, job, missing[id(seen)], now_ns) for seen in shown)]
-    text = _aligned(rows)
+    text = _aligned(rows, size.columns)
     if len(shown) < len(job):
         text.append(f"and {len(job) - len(shown)} more ranks, which wait for others most")
     absent = _absent(job)
@@ -114,12 +116,19 @@ def _doing(seen: Seen, missing: Sequence[int], now_ns: int) -> str:
     return words
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_HEAD))]
+def _aligned(rows: Sequence[tuple[str, ...]], num_columns: int) -> list[str]:
+    """The rows as lines. In a narrow terminal columns are left out, so that what a process does can be read."""
+    widths = {name: max(len(row[k]) for row in rows) for k, name in enumerate(_HEAD)}
+    kept = list(_HEAD)
+    for name in _LEFT_OUT_FIRST:
+        if sum(widths[name] + 2 for name in kept) - 2 < num_columns:
+            break
+        kept.remove(name)
     return [
         "  ".join(
-            cell.ljust(width) if name in _LEFT else cell.rjust(width)
-            for cell, width, name in zip(row, widths, _HEAD, strict=True)
+            cell.ljust(widths[name]) if name in _LEFT else cell.rjust(widths[name])
+            for cell, name in zip(row, _HEAD, strict=True)
+            if name in kept
         ).rstrip()
         for row in rows
     ]

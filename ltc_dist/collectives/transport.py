@@ -33,7 +33,7 @@ from ltc_core.graph.collective import (
     unpacked,
 )
 from ltc_core.settings import settings
-from ltc_core.timeline import slices
+from ltc_core.timeline import marks, slices
 from ltc_core.timeline.marks import Awaited
 from ltc_core.timeline.slices import Slice
 from ltc_dist.collectives.identity import identity, is_agreed, trailer
@@ -229,8 +229,9 @@ class Line:
             seen.note(plan=call.plan, group=self._name, bytes=num_bytes, line=call.where)
             self._slices[call.number] = seen
 
-    def _meeting(self, call: _Call) -> Awaited:
-        return Awaited(self._name, call.number, self.members)
+    def _meeting(self, call: _Call) -> Awaited | None:
+        """What a live view is told of a wait; None if nobody watches."""
+        return None if marks.on is None else Awaited(self._name, call.number, self.members)
 
     @property
     def is_stuck(self) -> bool:

@@ -103,6 +103,14 @@ def test_of_many_ranks_those_that_wait_least_are_shown() -> None:
     assert any(line.startswith("and 2") and "more ranks" in line for line in found)
 
 
+def test_a_narrow_terminal_has_fewer_columns() -> None:
+    states = [waiting(0, "x 2", 4), rank(1)]
+    head, row, *_ = text(*states, size=os.terminal_size((80, 24)))
+    assert len(row) < 80 and row.endswith("waiting for other processes, rank 1, since 4 s")
+    assert "pid" not in head and head.split()[:3] == ["rank", "step", "steps/s"]
+    assert "pid" in text(*states)[0]
+
+
 def test_compiles_are_said_once_for_ranks_that_had_the_same() -> None:
     same = {"cause": "shapes", "cause_number": 2}
     found = text(
