@@ -339,7 +339,9 @@ class _Logs(DefaultLogsSpecs):
         self.output.stop()
         self.output = output = Output()
         found = super().reify(envs)
-        shows = self._spec.tee if self._spec.log_dir else self._spec.prefix
+        # Below a live view processes do not print to the terminal themselves: it would be drawn over.
+        is_piped = self._spec.prefix or (self._spec.watch and status.is_worth_it())
+        shows = self._spec.tee if self._spec.log_dir else is_piped
         for paths, stream in ((found.stdouts, sys.stdout), (found.stderrs, sys.stderr)):
             for local_rank in paths if shows else ():
                 prefix = f"[{envs[local_rank]['RANK']}] " if self._spec.prefix else ""

@@ -27,7 +27,9 @@ def step():
 """
 
 
-def watched(tmp_path: Path, code: str, returncode: int = 0, interrupt_at: str = "") -> str:
+def watched(
+    tmp_path: Path, code: str, returncode: int = 0, interrupt_at: str = "", nprocs: int = 2
+) -> str:
     """What a terminal of 200 columns is sent by a job of two ranks.
 
     Args:
@@ -37,7 +39,7 @@ def watched(tmp_path: Path, code: str, returncode: int = 0, interrupt_at: str = 
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-m", "ltc_launch", "--watch", "--nprocs", "2", "train.py"],
+        [sys.executable, "-m", "ltc_launch", "--watch", "--nprocs", str(nprocs), "train.py"],
         cwd=tmp_path,
         stdout=end,
         stderr=end,
@@ -81,6 +83,15 @@ for k in range(20):
     assert "last compile" in text
     # The view is erased at the end: nothing is written after the last erasure.
     assert re.search(r"(\r\x1b\[K|\x1b\[1A\x1b\[K)\Z", text)
+
+
+def test_one_process_prints_above_the_view_too(tmp_path: Path) -> None:
+    code = (
+        "for k in range(10):\n    step()\n    time.sleep(0.2)\n    print('line', k, flush=True)\n"
+    )
+    text = watched(tmp_path, code, nprocs=1)
+    assert re.findall(r"\x1b\[K(line \d+)\n", text) == [f"line {k}" for k in range(10)]
+    assert re.search(r"^ +- +\d+ +\d+ .*\(train.py\)$", text, re.MULTILINE)
 
 
 @pytest.mark.dist
