@@ -83,19 +83,27 @@ def run(spec: Spec, fork: Early | None = None) -> int:
             fork.begin(os.environ)
         else:
             zygote.close()  # then it forks nothing
-    is_watched = status.is_worth_it() and spec.nprocs > 1
+    is_terminal = status.is_worth_it()
+    if spec.watch and not is_terminal:
+        _tell("--watch shows nothing: the output goes to no terminal. Next: python -m ltc_core.top")
+    is_viewed = is_terminal and spec.watch
+    is_counted = is_terminal and spec.nprocs > 1 and not is_viewed
     with temporary.directory() as own:
         log_dir = os.path.abspath(spec.log_dir) if spec.log_dir else own
         os.makedirs(log_dir, mode=0o700, exist_ok=True)
         # Not in --log-dir, which hosts may share: a beat is a time on the clock of one host.
-        beats = os.path.join(own, "beats") if is_watched or spec.hang_timeout_s else ""
+        wants_beats = is_counted or is_viewed or spec.hang_timeout_s
+        beats = os.path.join(own, "beats") if wants_beats else ""
         if beats:
             os.mkdir(beats, mode=0o700)
-        line = (
-            status.shown(partial(heartbeat.steps, beats))
-            if is_watched
-            else contextlib.nullcontext()
-        )
+        line: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if is_viewed:
+            os.environ["LTC_WATCH"] = (
+                beats  # of the processes: they publish their states beside the beats
+            )
+            line = status.shown(status.live_view(beats))
+        elif is_counted:
+            line = status.shown(status.line_of_steps(partial(heartbeat.steps, beats)))
         agent = None
         try:
             _end_when_told()  # also while this host waits for the others
@@ -331,7 +339,9 @@ class _Logs(DefaultLogsSpecs):
         self.output.stop()
         self.output = output = Output()
         found = super().reify(envs)
-        shows = self._spec.tee if self._spec.log_dir else self._spec.prefix
+        # Below a live view processes do not print to the terminal themselves: it would be drawn over.
+        is_piped = self._spec.prefix or (self._spec.watch and status.is_worth_it())
+        shows = self._spec.tee if self._spec.log_dir else is_piped
         for paths, stream in ((found.stdouts, sys.stdout), (found.stderrs, sys.stderr)):
             for local_rank in paths if shows else ():
                 prefix = f"[{envs[local_rank]['RANK']}] " if self._spec.prefix else ""

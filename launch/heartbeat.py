@@ -1,7 +1,8 @@
 """Detection of hangs: each process writes its number of steps and the time of the last one; the launcher reads both.
 
 A process that is stopped, or whose GIL is blocked, writes nothing; a process that waits for ever keeps writing the same
-time. Both are found by the time of the last step. `shim` starts the writer in each process; `agent` reads.
+time. Both are found by the time of the last step. `shim` starts the writer in each process; `agent` reads. With --watch
+the processes publish their states in the same directory, as `ltc_core.live` does.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Watch:
 
 def steps(directory: str) -> int:
     """Number of steps that every process has made."""
-    found = [_read(entry.path) for entry in os.scandir(directory)]
+    found = [_read(entry.path) for entry in os.scandir(directory) if entry.name.isdecimal()]
     return min((beat[0] if beat is not None else 0 for beat in found), default=0)
 
 

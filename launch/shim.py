@@ -24,6 +24,7 @@ from ltc_core.errors import (
     CollectiveTimeoutError,
     RankTimeoutError,
 )
+from ltc_core.live import publisher
 from ltc_core.runtime.devices import abandon_work
 from ltc_core.settings import settings
 from ltc_dist import libraries
@@ -59,6 +60,8 @@ def main(argv: list[str]) -> None:
     unconnected.watch()
     try:
         user_signals.accept()
+        if settings.peek("watch"):
+            publisher.start_as_set()  # from the beginning: the device may be used much later
         try:
             script.run(sys.argv[0], is_module)
         except SystemExit as leaving:

@@ -38,6 +38,7 @@ class Spec:
         grace_s: seconds between SIGTERM and SIGKILL, when the launcher is sent SIGTERM.
         hang_timeout_s: seconds without a step after which the job is ended; 0 for never.
         devices: the GPUs of the processes of this host, separated by commas; empty for one each.
+        watch: whether the terminal shows what each process does.
         compat: whether the script may import torch_xla and the other served modules.
     """
 
@@ -60,6 +61,7 @@ class Spec:
     hang_timeout_s: float = 0.0
     devices: str = ""
     compat: bool = False
+    watch: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,6 +125,8 @@ def _parser() -> _Parser:
         "longer than its start and than its longest pause")  # fmt: skip
     add("--compat", action="store_true",
         help="serve torch_xla, torch._lazy and lazy_tensor_core to the script, under their device's name")  # fmt: skip
+    add("--watch", action="store_true",
+        help="show below the output what each process does, waits for and holds; needs a terminal")  # fmt: skip
     add("--config", default="", metavar="FILE", help="a TOML file with these options")
     add(
         "--dry-run",
@@ -209,6 +213,7 @@ def _checked(parser: _Parser, given: argparse.Namespace) -> Spec:
         hang_timeout_s=given.hang_timeout,
         devices=_devices(parser, given.devices, nprocs),
         compat=given.compat,
+        watch=given.watch,
     )
 
 

@@ -1,22 +1,26 @@
-"""One line at the bottom of the terminal: the progress of the job. What processes print scrolls above it.
+"""What is shown at the bottom of the terminal: the progress of the job, or with --watch the live view of its ranks.
 
-One line for all, because bars of several processes would overwrite each other. Without a terminal (output into a file
-or a pipe) there is none. `agent` shows it; the steps come from `heartbeat`.
+What processes print scrolls above it. One text for all, because bars of several processes would
+overwrite each other. Without a terminal (output into a file or a pipe) there is none. `agent` shows
+it; the steps come from `heartbeat`, the live view is that of `ltc_core.live`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from pathlib import Path
 
-__all__ = ["is_worth_it", "shown"]
+from ltc_core.live import table
+from ltc_core.live.board import read_states
+from ltc_core.live.screen import Screen, above
 
-_DRAW_S = 0.5
-_ERASE = "\r\x1b[K"
+__all__ = ["is_worth_it", "line_of_steps", "live_view", "shown"]
+
+Text = Callable[[os.terminal_size], list[str]]
 
 
 def is_worth_it() -> bool:
@@ -25,71 +29,32 @@ def is_worth_it() -> bool:
 
 
 @contextlib.contextmanager
-def shown(steps: Callable[[], int]) -> Iterator[None]:
-    """Show the line inside a `with` block; `steps` returns the number of steps so far."""
-    line = _Line(sys.stderr, steps)
+def shown(text: Text) -> Iterator[None]:
+    """Show a text inside a `with` block."""
+    screen = Screen(sys.stderr, text)
     kept = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Above(kept[0], line), _Above(kept[1], line)
+    sys.stdout, sys.stderr = above(kept[0], screen), above(kept[1], screen)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = kept
-        line.end()
+        screen.end()
 
 
-class _Line:
-    """The line; a thread redraws it twice a second."""
+def line_of_steps(steps: Callable[[], int]) -> Text:
+    """One line; `steps` returns the number of steps so far."""
+    then, before = time.monotonic(), 0
 
-    def __init__(self, stream: TextIO, steps: Callable[[], int]) -> None:
-        self._stream = stream
-        self._steps = steps
-        self._text = ""
-        self._before = time.monotonic(), 0
-        self._is_over = threading.Event()
-        self.lock = threading.RLock()
-        self._thread = threading.Thread(target=self._run, name="ltc-status", daemon=True)
-        self._thread.start()
+    def text(size: os.terminal_size) -> list[str]:
+        nonlocal then, before
+        now, made = time.monotonic(), steps()
+        rate = max(0, made - before) / (now - then)
+        then, before = now, made
+        return [f"step {made}, {rate:.1f} steps/s"] if made else []
 
-    def _run(self) -> None:
-        while not self._is_over.wait(_DRAW_S):
-            now, steps = time.monotonic(), self._steps()
-            then, steps_then = self._before
-            rate = max(0, steps - steps_then) / (now - then)
-            self._before = now, steps
-            with self.lock:
-                self._text = f"step {steps}, {rate:.1f} steps/s" if steps else ""
-                self.draw()
-
-    def draw(self) -> None:
-        self._stream.write(_ERASE + self._text)
-        self._stream.flush()
-
-    def erase(self) -> None:
-        self._stream.write(_ERASE)
-        self._stream.flush()
-
-    def end(self) -> None:
-        self._is_over.set()
-        self._thread.join()
-        with self.lock:
-            self.erase()
+    return text
 
 
-class _Above:
-    """A stream whose lines go above the line at the bottom."""
-
-    def __init__(self, stream: TextIO, line: _Line) -> None:
-        self._stream = stream
-        self._line = line
-
-    def write(self, text: str) -> int:
-        with self._line.lock:
-            self._line.erase()
-            written = self._stream.write(text)
-            if text.endswith("\n"):
-                self._stream.flush()
-                self._line.draw()
-        return written
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
+def live_view(directory: str) -> Text:
+    """The ranks that publish their states in a directory."""
+    return lambda size: table.lines(read_states(Path(directory)), size)

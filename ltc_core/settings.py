@@ -241,6 +241,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Write a timeline of the run to this file, for ui.perfetto.dev; in a job all ranks are in it at the end."),
     Setting("report", "LTC_REPORT", (), str, None,
             "Write a report of the run into this directory: report.html, for a browser, and the timeline behind it."),
+    Setting("watch", "LTC_WATCH", (), str, None,
+            "Publish what this process does in this directory (1: one in TMPDIR), for python -m ltc_core.top."),
     Setting("save_tensors_file", "LTC_SAVE_TENSORS_FILE", ("XLA_SAVE_TENSORS_FILE",), str, None,
             "Append each graph that is run to this file; in a job to .RANK each."),
     Setting("save_tensors_fmt", "LTC_SAVE_TENSORS_FMT", ("XLA_SAVE_TENSORS_FMT",), str, "text",
@@ -338,6 +340,7 @@ class Settings:
     metrics_file: str | None
     trace: str | None
     report: str | None
+    watch: str | None
     save_tensors_file: str | None
     save_tensors_fmt: str
     ir_debug: bool

@@ -17,6 +17,7 @@ from ltc_core.executors import artifacts, host_memory, openmp
 from ltc_core.executors.inductor import tier_report
 from ltc_core.executors.inductor.compiler import service
 from ltc_core.executors.reference import replay
+from ltc_core.live import publisher
 from ltc_core.ops import (
     as_strided,
     attention,
@@ -45,6 +46,7 @@ def set_up() -> None:
     warn_unknown(os.environ)  # first: the calls below may fail because of a misspelt setting
     _register_device()
     metrics.register_sentences(tier_report.sentences)
+    devices.at_first_use(publisher.start_as_set)
     _register_fork_handlers()
     _register_exit_handlers()
     uninterrupted.keep_interrupts()
@@ -87,6 +89,7 @@ def _register_fork_handlers() -> None:
         uninterrupted.after_fork_in_child,
         slices.after_fork_in_child,
         recording.after_fork_in_child,
+        publisher.after_fork_in_child,
         native_extension.after_fork_in_child,
         module.renew_lock,
         metrics.renew_lock,
@@ -111,6 +114,7 @@ def _register_exit_handlers() -> None:
     """Finish the programs that were handed over, then report what was dropped. Handlers run in reverse order."""
     atexit.register(slices.at_exit)  # runs last: it has what the others finish
     atexit.register(recording.at_exit)
+    atexit.register(publisher.at_exit)  # late: what the process finishes at exit can be watched
     atexit.register(closures.at_exit)
     atexit.register(frequent.at_exit)  # its counts include what the devices finish at exit
     atexit.register(service.at_exit)

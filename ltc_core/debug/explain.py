@@ -92,6 +92,9 @@ class Cause:
     nearest: int | None = None
 
 
+latest: Cause | None = None  # of the last compile of this process
+
+
 def explain(graph: Graph, known: KnownGraphs, reason: str, path: object) -> Cause:
     """Say why a graph was compiled, count the cause, and add the graph to the known ones.
 
@@ -102,6 +105,7 @@ def explain(graph: Graph, known: KnownGraphs, reason: str, path: object) -> Caus
     Cost: 1 ms for 300 nodes, 50 ms for 20,000 if the nearest graph shares none of them; 4 ms more to find it among
     1024. Building their programs for the reference executor takes 2 ms and 150 ms.
     """
+    global latest
     new = Known(graph, next(_numbers), reason, source.user_line(), path)
     try:
         cause = _cause(new, known)
@@ -113,6 +117,7 @@ def explain(graph: Graph, known: KnownGraphs, reason: str, path: object) -> Caus
     new.short_of = cause.nearest if cause.kind == "cut elsewhere" else None
     known.add(new)
     metrics.count(cause_counter(cause.kind))
+    latest = cause
     return cause
 
 

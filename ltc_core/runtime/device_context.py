@@ -81,6 +81,11 @@ class DeviceContext:
             f"{self.device} programs",
         )
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended: cuts at `mark_step`, after an optimizer's step and before an upload."""
+        return self._num_steps
+
     # -- cutting -------------------------------------------------------------------------------
 
     def _on_limit(self) -> None:

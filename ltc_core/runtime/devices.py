@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ltc_core.timeline import slices
 
 __all__ = [
     "DeviceContext",
+    "at_first_use",
     "checked",
     "context",
     "context_of",
@@ -45,6 +46,7 @@ __all__ = [
 _contexts: dict[int, DeviceContext] = {}
 _forking = threading.local()  # contexts whose locks the forking thread holds
 _contexts_lock = threading.Lock()
+_at_first_use: list[Callable[[], None]] = []
 # Seconds for which a fork waits for devices that other threads use: in all, and for one lock.
 _FORK_PATIENCE_S = 60.0
 _LOCK_WAIT_S = 0.1
@@ -78,8 +80,15 @@ def context(index: int) -> DeviceContext:
                 settings.check_environment()
                 slices.start_as_set()
                 recording.start_as_set()
+                for call in _at_first_use:
+                    call()
                 found = _contexts[index] = DeviceContext(index)
     return found
+
+
+def at_first_use(call: Callable[[], None]) -> None:
+    """Register a function that is called before a device is made."""
+    _at_first_use.append(call)
 
 
 def contexts() -> list[DeviceContext]:

@@ -156,6 +156,14 @@ class ProgramCache:
                 oldest.path.programs.pop(oldest.key, None)
             metrics.count("EvictedCompile")
 
+    @property
+    def newest(self) -> CompiledGraph | None:
+        """The program that ran last. None if there is none, or if a cut of another thread is under way."""
+        try:
+            return self._recent[next(reversed(self._recent))]
+        except (KeyError, RuntimeError, StopIteration):
+            return None
+
     def __len__(self) -> int:
         return len(self._recent)
 

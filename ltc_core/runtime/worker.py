@@ -130,6 +130,11 @@ class Worker:
         return last is None or last.is_done
 
     @property
+    def num_unfinished(self) -> int:
+        """Jobs that were handed over and are not done, the running one included."""
+        return len(self._unfinished)
+
+    @property
     def is_full(self) -> bool:
         return len(self._unfinished) >= self._limit
 

@@ -2,8 +2,9 @@
 
 `watched` or `begin` is called where a step is cut, a program runs, a value is waited for, data moves, a graph is
 compiled or a batch is read, and never for an op. They give None while nobody watches. A `Slice` becomes an event of the
-running `Timeline` and a range of PyTorch's profile. A thread writes the events into the `trace_file` twice a second.
-`start` and `stop` are called by `profiler`, `start_as_set` (LTC_TRACE) when the first device is used.
+running `Timeline` and a range of PyTorch's profile; for a live view, `marks` keep what is under way. A thread writes
+the events into the `trace_file` twice a second. `start` and `stop` are called by `profiler`, `start_as_set` (LTC_TRACE)
+when the first device is used.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from torch.autograd import profiler as _flag
 
 from ltc_core.errors import ProfilerError, SettingsError
 from ltc_core.settings import rank_in_job, settings
+from ltc_core.timeline import marks
+from ltc_core.timeline.marks import Awaited, Mark
 from ltc_core.timeline.merge import merge_if_whole
 from ltc_core.timeline.trace_file import AlreadyWritten, TraceFile, encode, path_of_rank
 
@@ -137,9 +140,16 @@ def begin(name: str, lane: str = "", ends_elsewhere: bool = False) -> Slice | No
 _unseen: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def watched(name: str, lane: str = "") -> contextlib.AbstractContextManager[Slice | None]:
-    """Context manager: the block is a slice of this thread, which it gets; None if nobody watches. See `begin`."""
-    return begin(name, lane) or _unseen
+def watched(
+    name: str, lane: str = "", awaited: Awaited | None = None
+) -> contextlib.AbstractContextManager[Slice | None]:
+    """Context manager: the block is a slice of this thread, which it gets; None if nobody watches. See `begin`.
+
+    Args:
+        awaited: the meeting, where the block waits for other processes; a live view says who is missing.
+    """
+    inner = begin(name, lane) or _unseen
+    return inner if marks.on is None else Mark(marks.on, name, lane, awaited, inner)
 
 
 def facts(**args: Any) -> str:

@@ -33,7 +33,8 @@ from ltc_core.graph.collective import (
     unpacked,
 )
 from ltc_core.settings import settings
-from ltc_core.timeline import slices
+from ltc_core.timeline import marks, slices
+from ltc_core.timeline.marks import Awaited
 from ltc_core.timeline.slices import Slice
 from ltc_dist.collectives.identity import identity, is_agreed, trailer
 from ltc_dist.job import protocol
@@ -152,7 +153,8 @@ class Line:
                     )
 
             key = protocol.NEW_PLAN.key(**self._place(call.number, position))
-            wait_checking([key], check, self._store)
+            with slices.watched("wait for other processes", "", self._meeting(call)):
+                wait_checking([key], check, self._store)
         self._check_others(call)
         if self._met:  # all are here, and so all have read what was told at the meeting before
             protocol.NEW_PLAN.forget(self._store, **self._place(self._met))
@@ -211,7 +213,7 @@ class Line:
     def wait(self, work: Any, call: _Call) -> None:
         """Wait for an op; now and then check what the missing processes do."""
         self._num_awaited += 1
-        with slices.watched("wait for other processes") as seen:
+        with slices.watched("wait for other processes", "", self._meeting(call)) as seen:
             if seen is not None:
                 seen.note(plan=call.plan, group=self._name, line=call.where)
             self._wait(work, call)
@@ -226,6 +228,10 @@ class Line:
         if seen is not None:
             seen.note(plan=call.plan, group=self._name, bytes=num_bytes, line=call.where)
             self._slices[call.number] = seen
+
+    def _meeting(self, call: _Call) -> Awaited | None:
+        """What a live view is told of a wait; None if nobody watches."""
+        return None if marks.on is None else Awaited(self._name, call.number, self.members)
 
     @property
     def is_stuck(self) -> bool:

@@ -37,6 +37,8 @@ from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.runtime.devices import abandon_work, contexts, exit_patience_s
 from ltc_core.serialization.weights_only import load_weights_only
 from ltc_core.settings import settings
+from ltc_core.timeline import slices
+from ltc_core.timeline.marks import Awaited
 from ltc_dist.job import protocol
 from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import connect
@@ -251,7 +253,8 @@ def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:
     Cost: cuts graphs with collectives; nothing else is synced.
     """
     hand_over()
-    wait_checking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up))
+    with slices.watched("wait for other processes", "", Awaited(what, 0, tuple(of))):
+        wait_checking(keys, lambda time_is_up: _check_missing(keys, of, what, time_is_up))
 
 
 def _check_missing(keys: Sequence[str], of: Sequence[int], what: str, time_is_up: bool) -> None:
