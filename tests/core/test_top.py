@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_in_a_terminal_it_is_redrawn_until_ctrl_c(tmp_path: Path) -> None:
     file = StateFile(tmp_path)
     file.write(replace(Sampler().read(), cause=""))
     terminal, end = pty.openpty()
+    termios.tcsetwinsize(terminal, (30, 200))  # a narrow one leaves columns out
     process = subprocess.Popen(
         [sys.executable, "-m", "ltc_core.top"],
         stdout=end,
