@@ -41,7 +41,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-quick test-xla test-programs test-opinfo test-random check bench clean
-.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public test-jax
+.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public test-jax pictures
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
@@ -58,6 +58,7 @@ help:
 	@echo "make test-sanitize  run tests with the C++ parts under sanitizers (ARGS=\"--kind thread\" for races)"
 	@echo "make test-ecosystem  run scripts of transformers, accelerate and Lightning (an environment of its own)"
 	@echo "make test-public  compare all of PyTorch's own databases of modules and optimizers with eager"
+	@echo "make pictures  make the pictures of docs/report.md again (needs chromium)"
 	@echo "make check   formatting, lint, types"
 	@echo "make bench   measure recording speed, memory, and training beside its peers, many models (hours)"
 
@@ -167,6 +168,10 @@ check: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+
+# The pictures of docs/report.md: three runs, and a browser (Debian's package chromium).
+pictures: $(STAMP)
+	$(BIN)/python -m tests.report.pictures
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.record $(ARGS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ltc_core.metrics_report import bytes_text
 from ltc_core.report.steps import COMPUTING, DATA, OTHERS, SCRIPT
 
 __all__ = ["summary_of"]
@@ -131,7 +130,7 @@ def _memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if largest is not None:
         memory = largest["graph"]["memory"]
         yield (
-            f"A step holds {bytes_text(memory['peak'])} at its peak, {bytes_text(memory['inputs'])} of it parameters, "
+            f"A step holds {_bytes(memory['peak'])} at its peak, {_bytes(memory['inputs'])} of it parameters, "
             "states and data.",
             "memory",
         )
@@ -157,6 +156,14 @@ def _ranks(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _ms(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} GiB"
 
 
 def _counted(number: int, word: str) -> str:

@@ -19,7 +19,7 @@ DATA = "waiting for data"
 OTHERS = "waiting for other processes"
 COMPILER = "waiting for the compiler"
 HANDING_OVER = "building and handing over programs"
-SCRIPT = "recording, and the script itself"
+SCRIPT = "recording and the script itself"
 PARTS = (COMPUTING, DATA, OTHERS, COMPILER, HANDING_OVER, SCRIPT)
 
 _FOUND = ("OptimizerStep", "Upload")  # reasons for the cut that ends a step which is not marked

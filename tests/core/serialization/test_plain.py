@@ -154,7 +154,6 @@ import errno, os, resource, sys
 import torch
 from ltc_core.errors import CheckpointIOError
 from ltc_core.serialization.plain import load, save
-from tests import prepared
 path = sys.argv[1]
 save({"w": torch.ones(10)}, path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

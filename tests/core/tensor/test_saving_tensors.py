@@ -185,7 +185,6 @@ def test_a_file_is_readable_where_the_device_is_unknown(
     torch.save({"w": torch.arange(3.0, device=device)}, tmp_path / "w.pt")
     code = """
 import sys, torch
-from tests import prepared
 w = torch.load(sys.argv[1], map_location="cpu")["w"]
 assert w.is_cpu and w.tolist() == [0.0, 1.0, 2.0]
 assert "ltc_core" not in sys.modules

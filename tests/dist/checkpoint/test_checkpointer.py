@@ -827,7 +827,6 @@ def test_a_process_that_goes_on_after_it_has_stopped_can_be_told_to_end(tmp_path
 import os, signal, time
 import ltc_dist as ltd
 from ltc_dist.checkpoint import Stopped, stopping
-from tests import prepared
 
 saver = ltd.Checkpointer({str(tmp_path / "runs")!r}, model=torch.nn.Linear(1, 1))
 os.kill(os.getpid(), signal.SIGTERM)
