@@ -5,6 +5,7 @@ only grows: clearing stores its total, which is subtracted from then on. A metri
 of all samples, and the last 1024 samples. `metrics_report` writes the text of the reports.
 """
 
+import html
 import sys
 import threading
 import time
@@ -332,6 +333,17 @@ def summary() -> str:
     counters = _counters()
     tiers = [sentence for read in _sentences for sentence in read(counters)]
     return summary_text(counters, _metrics(), settings.device_name, peak_bytes, tiers)
+
+
+def show() -> None:
+    """Show `summary`: as a list in a notebook, else as text on stdout."""
+    text = summary()
+    interactive = sys.modules.get("IPython")
+    if interactive is None or interactive.get_ipython() is None:
+        print(text)
+        return
+    rows = "".join(f"<li>{html.escape(line)}</li>" for line in text.splitlines())
+    interactive.display.display({"text/plain": text, "text/html": f"<ul>{rows}</ul>"}, raw=True)
 
 
 _appended: set[str] = set()

@@ -8,11 +8,13 @@ chrome://tracing. A `timeline` has no ops and costs little: it is for every step
 from __future__ import annotations
 
 import functools
+import html
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from ltc_core.api.verbs import mark_step
 from ltc_core.errors import ProfilerError
 from ltc_core.live.scalars import Scalars
 from ltc_core.report import recording
+from ltc_core.report.build import PAGE
 from ltc_core.runtime.devices import contexts
 from ltc_core.timeline import slices
 
@@ -200,6 +203,16 @@ class report(timeline):
         for ctx in contexts():
             ctx.worker.drain()
         recording.stop()
+
+    def _repr_html_(self) -> str:
+        """The page, as a notebook shows it: steps, graphs and all."""
+        page = Path(self._path, PAGE)
+        if not page.exists():
+            return f"<p>There is no {html.escape(str(page))} yet: it is made when the report stops.</p>"
+        text = html.escape(page.read_text(encoding="utf-8"))
+        return (
+            f'<iframe sandbox="allow-scripts" width="100%" height="760" srcdoc="{text}"></iframe>'
+        )
 
     def __enter__(self) -> report:
         self.start()

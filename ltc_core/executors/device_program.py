@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ltc_core import metrics
+from ltc_core import metrics, progress
 from ltc_core.errors import CollectiveError
 from ltc_core.executors.base import CPU, Executor
 from ltc_core.executors.reference.program import ReferenceProgram
@@ -31,7 +31,7 @@ from ltc_core.program.passes import random_keys
 from ltc_core.program.passes.initial_state import initial_values, without_operands
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.program.plan import plan
-from ltc_core.program.program import Program
+from ltc_core.program.program import Program, Tier
 from ltc_core.program.scalar_inputs import SCALAR_DTYPES, kinds
 from ltc_core.program.specialize import Specialized
 from ltc_core.program.subgraph import Subgraph
@@ -183,6 +183,10 @@ class DeviceProgram(Program):
         self._programs: Specialized[None] = Specialized(_MAX_PROGRAMS)
         self._firsts = initial_values(graph)
         self._runs = 0
+
+    @property
+    def runs_as(self) -> str:
+        return Tier.COMPILED.words
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         self._runs += 1
@@ -405,7 +409,8 @@ class _Compiled(SubgraphRunner):
         text = hashlib.sha256(self.subgraph.text().encode()).hexdigest()
         found = _launches.get((self._device.name, text))
         if found is None:
-            with slices.watched("compile") as seen, metrics.timer("CompilerWait"):
+            waited_for = progress.shown(f"compiling a graph of {len(self.subgraph.nodes)} ops")
+            with slices.watched("compile") as seen, metrics.timer("CompilerWait"), waited_for:
                 if seen is not None:
                     seen.note(ops=len(self.subgraph.nodes))
                 found = self._device.compile(self.subgraph, inputs)

@@ -140,7 +140,7 @@ class Sampler:
             cause="" if cause is None else cause.sentence,
             cause_number=self._cause_number,
             cause_ns=self._cause_ns,
-            ran="" if newest is None else newest.program.tier.words,
+            ran="" if newest is None else newest.program.runs_as,
             cpu_share=(totals.cpu_s - first.cpu_s) / span_s,
             cpu_s=totals.cpu_s,
             rss_bytes=self._process.memory_info().rss,

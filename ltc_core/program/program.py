@@ -63,6 +63,11 @@ class Program(abc.ABC):
     tier: Tier = Tier.OP_BY_OP
     may_compete: bool = True
 
+    @property
+    def runs_as(self) -> str:
+        """How the next run will be made, in words."""
+        return self.tier.words
+
     @abc.abstractmethod
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         """Data of the graph's outputs, from the data of its inputs, both in the graph's order.

@@ -122,7 +122,7 @@ class Launch(Job):
     def _describe(self, seen: Slice | None) -> None:
         if seen is not None:
             compiled = self._compiled
-            seen.note(compiled.described(), step=self.step, tier=compiled.program.tier.words)
+            seen.note(compiled.described(), step=self.step, tier=compiled.program.runs_as)
             seen.pass_arrow(self.arrow)
 
     def _start(self) -> None:

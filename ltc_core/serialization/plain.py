@@ -14,7 +14,9 @@ from typing import IO, Any
 
 import torch
 
+from ltc_core import progress
 from ltc_core.errors import CheckpointError, CheckpointFormatError, CheckpointIOError, LtcError
+from ltc_core.metrics_report import bytes_text
 from ltc_core.serialization.atomic import io_errors, replace_file
 from ltc_core.serialization.cpu_copy import CpuCopies, is_on_device
 from ltc_core.serialization.tree import map_tensors, tensors_of
@@ -63,7 +65,8 @@ def save(
             with open(path, "wb") as special:  # the system refuses a directory here
                 _torch_save(copied, copies, special)
         else:
-            with replace_file(path) as file:
+            told = f"writing {path} ({bytes_text(need_bytes)})"
+            with replace_file(path) as file, progress.shown(told):
                 _torch_save(copied, copies, file)
 
 

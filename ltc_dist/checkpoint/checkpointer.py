@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch.utils.data import DataLoader
 
+from ltc_core import progress
 from ltc_core.errors import CheckpointError, listed
 from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.runtime.devices import contexts
@@ -234,7 +235,8 @@ class Checkpointer:
         """
         if self._thread is not None:
             hand_over()  # the others may wait for collectives before they report
-            self._thread.join()
+            with progress.shown(f"writing a checkpoint into {self.directory}"):
+                self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error is None:
@@ -274,7 +276,8 @@ class Checkpointer:
         shared, own = ([n for n in held if n not in skipped] for held in (self._shared, self._own))
         # An older version had rank 0 save it for all processes, unless `own` named it.
         shared += [n for n in own if isinstance(self._own[n], ZeroRedundancyOptimizer)]
-        contents = self._agreement.read(step, shared, own)
+        with progress.shown(f"reading a checkpoint of {self.directory}"):
+            contents = self._agreement.read(step, shared, own)
         if contents is not None:
             self._load(contents, skipped)
             self._come_from(contents.checkpoint.step)

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -453,3 +454,22 @@ def test_a_file_that_can_no_longer_be_written_is_a_warning(tmp_path):
         with pytest.warns(UserWarning, match="cannot be written to .* No more metrics are written"):
             met.append_step(2)
         met.append_step(3)
+
+
+class TestShow:
+    def test_in_a_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        met.show()
+        assert capsys.readouterr().out == met.summary() + "\n"
+
+    def test_in_a_notebook(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        shown: list[dict[str, str]] = []
+        notebook = types.SimpleNamespace(
+            get_ipython=lambda: object(),
+            display=types.SimpleNamespace(display=lambda data, raw: shown.append(data)),
+        )
+        monkeypatch.setitem(sys.modules, "IPython", notebook)
+        monkeypatch.setattr(met, "summary", lambda: "1 < 2\nmore")
+        met.show()
+        assert shown == [
+            {"text/plain": "1 < 2\nmore", "text/html": "<ul><li>1 &lt; 2</li><li>more</li></ul>"}
+        ]

@@ -276,6 +276,16 @@ class TestInAScript:
         assert data(tmp_path / "run")["ranks"][0]["num_steps"] == 5
         assert f"{tmp_path}/run/report.html" in capfd.readouterr().err
 
+    def test_in_a_notebook(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        """The object at the end of a cell is shown as the page, in a frame that can do nothing to the notebook."""
+        found = profiler.report(tmp_path / "run")
+        assert "it is made when the report stops" in found._repr_html_()
+        with found:
+            self.train(2)
+        shown = found._repr_html_()
+        assert shown.startswith('<iframe sandbox="allow-scripts" ')
+        assert shown.count("<") == 2 and shown.count('"') == 8
+
     def test_one_at_a_time(self, tmp_path: Path) -> None:
         with profiler.report(tmp_path / "run"):
             with pytest.raises(ProfilerError, match="a report is recorded already"):

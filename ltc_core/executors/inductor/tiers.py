@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ltc_core import metrics
+from ltc_core import metrics, progress
 from ltc_core.executors.inductor import step_times
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.compiler.request import Request, encode, key
@@ -168,7 +168,8 @@ class TieredProgram(Program, Reported):
         if build is None and self._is_wanted():
             build = self._start(scalars, flags)
         if settings.compile == "sync" and build is not None:
-            with slices.watched("wait for the compiler"), metrics.timer("CompilerWait"):
+            waited_for = progress.shown(f"compiling {self.title}")
+            with slices.watched("wait for the compiler"), metrics.timer("CompilerWait"), waited_for:
                 build.done.wait()
         return self._programs.find(scalars, flags)
 
