@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from ltc_core.graph.ir import Graph, TensorMeta
+from ltc_core.graph.sharding import Sharding
 from ltc_core.program.program import Program
 
 __all__ = ["CPU", "Executor"]
@@ -56,6 +57,19 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def view(self, data: Any, meta: TensorMeta) -> torch.Tensor:
         """Data of the device as a CPU tensor of this meta; not copied if that is possible."""
+
+    @property
+    def num_mesh_devices(self) -> int:
+        """Devices over which tensors of this device can be divided."""
+        return 1
+
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        """Data divided over the devices of a mesh."""
+        raise NotImplementedError(f"the executor {self.name} has no mesh")
+
+    def parts(self, data: Any) -> list[tuple[int, torch.Tensor]]:
+        """Number of each device of this process that has a part of the data, and the part as a CPU tensor."""
+        raise NotImplementedError(f"the executor {self.name} has no mesh")
 
     @abc.abstractmethod
     def compile(self, graph: Graph) -> Program:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -115,6 +115,15 @@ class DeviceRuntime(abc.ABC):
     def reduces_in_graph(self, node: Node) -> bool:
         """Whether a node's collective can be an op of a program."""
 
+    @property
+    def has_mesh(self) -> bool:
+        """Whether data may be divided over several devices."""
+        return False
+
+    def placement(self, inputs: Sequence[Any]) -> Hashable:
+        """What a program depends on besides its subgraph: how its inputs are divided over devices."""
+        return None
+
     @abc.abstractmethod
     def compile(self, subgraph: Subgraph, inputs: Sequence[Any]) -> Launch:
         """Compile a subgraph for inputs like these, which are on the device.
@@ -158,8 +167,10 @@ class DeviceExecutor(Executor):
         return DeviceProgram(graph, self._runtime)
 
 
-# (device, digest of a subgraph's text) -> its compiled program: equal subgraphs share it.
-_launches: weakref.WeakValueDictionary[tuple[str, str], Launch] = weakref.WeakValueDictionary()
+# (device, digest of a subgraph's text, placement) -> its compiled program: equal subgraphs share it.
+_launches: weakref.WeakValueDictionary[tuple[str, str, Hashable], Launch] = (
+    weakref.WeakValueDictionary()
+)
 
 
 class DeviceProgram(Program):
@@ -181,7 +192,8 @@ class DeviceProgram(Program):
         self._graph = graph
         self._device = device
         self._programs: Specialized[None] = Specialized(_MAX_PROGRAMS)
-        self._firsts = initial_values(graph)
+        # Divided over a mesh as the compiler finds best; on the host they would come back whole.
+        self._firsts = set() if device.has_mesh else initial_values(graph)
         self._runs = 0
 
     @property
@@ -314,7 +326,7 @@ class _Compiled(SubgraphRunner):
     def __init__(self, subgraph: Subgraph, device: DeviceRuntime) -> None:
         super().__init__(subgraph)
         self._device = device
-        self._launch: Launch | None = None
+        self._launches: dict[Hashable, Launch] = {}  # by placement
         self._partitioned: PartitionedProgram | None = None
         typed = list(zip(subgraph.scalars, subgraph.scalar_types, strict=True))
         self._vectors = [
@@ -332,7 +344,7 @@ class _Compiled(SubgraphRunner):
             try:
                 results = self._launched(inputs)
             except SubgraphFailure as failure:
-                is_written = self._launch is not None and not isinstance(
+                is_written = bool(self._launches) and not isinstance(
                     failure.__cause__, CollectiveError
                 )
                 failure.values.update(self._kept(given, is_written))
@@ -397,23 +409,25 @@ class _Compiled(SubgraphRunner):
             SubgraphFailure: the program could not be compiled, or it failed.
         """
         try:
-            if self._launch is None:
-                self._launch = self._compiled(inputs)
-            return self._launch.run(inputs)
+            placement = self._device.placement(inputs)
+            launch = self._launches.get(placement)
+            if launch is None:
+                launch = self._launches[placement] = self._compiled(inputs, placement)
+            return launch.run(inputs)
         except Refused:
             raise
         except (IndexError, RuntimeError) as error:
             raise SubgraphFailure(None, {}) from error
 
-    def _compiled(self, inputs: list[Any]) -> Launch:
+    def _compiled(self, inputs: list[Any], placement: Hashable) -> Launch:
         text = hashlib.sha256(self.subgraph.text().encode()).hexdigest()
-        found = _launches.get((self._device.name, text))
+        found = _launches.get((self._device.name, text, placement))
         if found is None:
             waited_for = progress.shown(f"compiling a graph of {len(self.subgraph.nodes)} ops")
             with slices.watched("compile") as seen, metrics.timer("CompilerWait"), waited_for:
                 if seen is not None:
                     seen.note(ops=len(self.subgraph.nodes))
                 found = self._device.compile(self.subgraph, inputs)
-            _launches[self._device.name, text] = found
+            _launches[self._device.name, text, placement] = found
             metrics.count("CompiledProgram")
         return found

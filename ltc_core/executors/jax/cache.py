@@ -20,6 +20,7 @@ from jax.experimental import serialize_executable
 
 from ltc_core import metrics
 from ltc_core.executors.artifacts import Artifacts
+from ltc_core.executors.jax.mesh import DeviceMesh
 from ltc_core.executors.processor import processor
 from ltc_core.settings import settings
 
@@ -66,8 +67,8 @@ class ProgramsOnDisk:
         )
         return hashlib.sha256(f"{about}\n{text}".encode()).hexdigest()
 
-    def load(self, key: str, num_inputs: int, num_outputs: int) -> Any:
-        """The program of a key, or None."""
+    def load(self, key: str, num_inputs: int, num_outputs: int, mesh: DeviceMesh | None) -> Any:
+        """The program of a key, or None; `mesh`: the devices that it runs on, if these are several."""
         path = self._place.find(key) if self._is_usable else None
         if path is None:
             metrics.count("PersistentCacheMiss")
@@ -79,7 +80,7 @@ class ProgramsOnDisk:
             in_tree,
             out_tree,
             self._device.client,
-            execution_devices=[self._device],
+            execution_devices=[self._device] if mesh is None else list(mesh.devices),
         )
         metrics.count("PersistentCacheHit")
         return program

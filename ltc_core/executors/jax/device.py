@@ -6,7 +6,7 @@ which nobody writes. Used by `executor`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,10 @@ from ltc_core.executors.jax.cache import ProgramsOnDisk
 from ltc_core.executors.jax.launch import JaxLaunch
 from ltc_core.executors.jax.library import devices, wide_types
 from ltc_core.executors.jax.lowering import LOWERING
+from ltc_core.executors.jax.mesh import DeviceMesh, is_divided, named
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph.ir import Node, TensorMeta
+from ltc_core.graph.sharding import Sharding
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
@@ -56,6 +58,11 @@ class JaxDevice(DeviceRuntime):
         self._is_cpu = self.device.platform == "cpu"
         self.types = _types(self.device.platform)
         self._on_disk = ProgramsOnDisk(self.device)
+        self.mesh = DeviceMesh()
+
+    @property
+    def has_mesh(self) -> bool:
+        return self.mesh.is_used
 
     @property
     def refused_ops(self) -> frozenset[str]:
@@ -102,8 +109,12 @@ class JaxDevice(DeviceRuntime):
         return [d if self.is_on_host(d) else self._fetched(d) for d in data]
 
     def _fetched(self, data: Any) -> Tensor:
-        if self._is_cpu:
+        if self._is_cpu and not is_divided(data):
             return self.shown(data).clone()
+        return self._joined(data)
+
+    def _joined(self, data: Any) -> Tensor:
+        """A copy of data, which may be divided, as a tensor."""
         found = np.array(jax.device_get(data))
         if found.dtype.kind == "V":  # a type of `ml_dtypes`
             dtype = next(t for t in _NOT_OF_NUMPY if dtype_of(t) == found.dtype)
@@ -114,7 +125,11 @@ class JaxDevice(DeviceRuntime):
 
     def shown(self, data: Any) -> Tensor:
         """Data of a CPU device as a tensor in the same memory. Drop it soon: memory that is seen is not donated."""
-        return data if self.is_on_host(data) else torch.utils.dlpack.from_dlpack(data)
+        if self.is_on_host(data):
+            return data  # type: ignore[no-any-return]
+        if is_divided(data):
+            return self._joined(data)
+        return torch.utils.dlpack.from_dlpack(data)
 
     def copy(self, data: Any) -> Any:
         if self.is_on_host(data):
@@ -123,7 +138,31 @@ class JaxDevice(DeviceRuntime):
             return jnp.copy(data)
 
     def compile(self, subgraph: Subgraph, inputs: Sequence[Any]) -> Launch:
-        return JaxLaunch(subgraph, self.device, self._on_disk, self.shown if self._is_cpu else None)
+        shown = self.shown if self._is_cpu else None
+        divided = [x.sharding if is_divided(x) else None for x in inputs]
+        return JaxLaunch(subgraph, self.device, self._on_disk, shown, self.mesh, divided)
+
+    # -- dividing ------------------------------------------------------------------------------
+
+    def placement(self, inputs: Sequence[Any]) -> Hashable:
+        return self.mesh.placement(inputs)
+
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        """Data divided over devices."""
+        self.mesh.is_used = True
+        with wide_types():
+            found = self._array(data) if self.is_on_host(data) else data
+            return jax.device_put(found, named(sharding))
+
+    def parts(self, data: Any) -> list[tuple[int, Tensor]]:
+        """The part of each device, by its number in the mesh."""
+        if self.is_on_host(data):
+            return [(0, data.clone())]
+        numbers = {device: k for k, device in enumerate(self.mesh.devices)}
+        found = [
+            (numbers[part.device], self._joined(part.data)) for part in data.addressable_shards
+        ]
+        return sorted(found, key=lambda part: part[0])
 
 
 def _types(platform: str) -> StorageTypes:

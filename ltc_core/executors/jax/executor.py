@@ -6,10 +6,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import torch
 
 from ltc_core.executors.device_program import DeviceExecutor
 from ltc_core.executors.jax.device import JaxDevice
+from ltc_core.graph.sharding import Sharding
 
 __all__ = ["JaxExecutor"]
 
@@ -29,10 +33,21 @@ class JaxExecutor(DeviceExecutor):
     def __init__(self, index: int) -> None:
         runtime = JaxDevice(index)
         super().__init__(runtime)
+        self._jax = runtime
         self._device = runtime.device
 
     def synchronize(self) -> None:
         jax.effects_barrier()
+
+    @property
+    def num_mesh_devices(self) -> int:
+        return len(self._jax.mesh.devices)
+
+    def shard(self, data: Any, sharding: Sharding) -> Any:
+        return self._jax.shard(data, sharding)
+
+    def parts(self, data: Any) -> list[tuple[int, torch.Tensor]]:
+        return self._jax.parts(data)
 
     def memory_info(self) -> tuple[int, int]:
         found = self._device.memory_stats()

@@ -17,7 +17,9 @@ from ltc_core.executors.device_program import IndexOutOfRange, Launch
 from ltc_core.executors.jax.cache import ProgramsOnDisk
 from ltc_core.executors.jax.library import wide_types
 from ltc_core.executors.jax.lowering import function_of
+from ltc_core.executors.jax.mesh import DeviceMesh
 from ltc_core.executors.jax.table import dtype_of
+from ltc_core.graph.sharding import SHARD
 from ltc_core.program.index_checks import find_bounds, in_bounds
 from ltc_core.program.plan import plan
 from ltc_core.program.scalar_inputs import vector_metas
@@ -38,6 +40,8 @@ class JaxLaunch(Launch):
         on_disk: the programs of this device that earlier processes have compiled.
         shown: shows data of the device as tensors, to check indices before a run; None if that costs a transfer. Then
             indices are not checked, and moved into their range.
+        mesh: all devices. The program is one of all of them if an input is divided, or if a node divides its result.
+        divided: for each input how it is divided; None for one that is not.
 
     Raises:
         Refused: a node has no rule.
@@ -50,6 +54,8 @@ class JaxLaunch(Launch):
         device: Any,
         on_disk: ProgramsOnDisk,
         shown: Callable[[Any], torch.Tensor] | None,
+        mesh: DeviceMesh,
+        divided: Sequence[Any],
     ) -> None:
         graph = subgraph.graph
         bounds, unknown = find_bounds(graph) if shown is not None else ([], set())
@@ -69,17 +75,29 @@ class JaxLaunch(Launch):
             return [found[k] for k in self._results] + found[self._count :]
 
         metas = [*graph.inputs.values(), *vector_metas(subgraph.scalar_types)]
-        sharding = SingleDeviceSharding(device)
+        self._mesh = None
+        if any(divided) or any(node.op is SHARD for node in graph.nodes):
+            self._mesh = mesh
+            mesh.is_used = True
+        alone = SingleDeviceSharding(device) if self._mesh is None else mesh.whole
+        lies = [divided[k] or alone for k in self._order]
         given = [
-            jax.ShapeDtypeStruct(tuple(metas[k].size), dtype_of(metas[k].dtype), sharding=sharding)
-            for k in self._order
+            jax.ShapeDtypeStruct(tuple(metas[k].size), dtype_of(metas[k].dtype), sharding=at)
+            for k, at in zip(self._order, lies, strict=True)
         ]
         num_outputs = self._count + bool(checked)
-        key = on_disk.key(f"{subgraph.text()} {checked}")
+        # Memory is reused by an output that lies as it does. XLA chooses how the other outputs of a mesh lie.
+        donated = [k for k in range(len(reused)) if self._mesh is None or divided[self._order[k]]]
+        lie: list[Any] = [lies[k] if k in set(donated) else None for k in range(num_outputs)]
+        placed = ""
+        if self._mesh is not None:
+            placed = mesh.text_of(lies, [len(metas[k].size) for k in self._order])
+        key = on_disk.key(f"{subgraph.text()} {checked} {placed}")
         with wide_types():
-            self._program = on_disk.load(key, len(given), num_outputs)
+            self._program = on_disk.load(key, len(given), num_outputs, self._mesh)
             if self._program is None:
-                traced = jax.jit(ordered, donate_argnums=range(len(reused)), keep_unused=True)
+                how = {} if self._mesh is None else {"out_shardings": lie}
+                traced = jax.jit(ordered, donate_argnums=donated, keep_unused=True, **how)
                 self._program = traced.lower(*given).compile(_OPTIONS.get(device.platform, {}))
                 on_disk.store(key, self._program)
 
@@ -88,6 +106,9 @@ class JaxLaunch(Launch):
             assert self._shown is not None
             if not in_bounds(self._bounds, _Shown(inputs, self._shown)):
                 raise IndexOutOfRange
+        if self._mesh is not None:
+            with wide_types():
+                inputs = [self._mesh.spread(data) for data in inputs]
         found = self._program(*(inputs[k] for k in self._order))
         if self._nodes:
             for node, is_bad in zip(self._nodes, found[self._count].tolist(), strict=True):

@@ -8,5 +8,6 @@ from ltc_core.executors.jax.rules import (  # noqa: F401 - each fills the table
     pooling,
     recurrent,
     reductions,
+    sharding,
     special,
 )
