@@ -16,7 +16,7 @@ from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
-__all__ = ["num_mesh_devices", "parts_of", "shard"]
+__all__ = ["Sharding", "num_mesh_devices", "parts_of", "shard"]
 
 
 def num_mesh_devices(device: torch.device) -> int:

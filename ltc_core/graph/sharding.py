@@ -1,6 +1,6 @@
 """Shardings: how a tensor is divided over the devices of a mesh, and the op that says so in a graph.
 
-`ltc_sharding.shard(x, text)` computes nothing: its result is `x`, divided as the text says. `executors.jax` gives it to
+The op `SHARD` computes nothing: its result is its operand, divided as its text says. `executors.jax` gives it to
 the compiler; on any other executor it is the identity. Recorded by `api.sharding`.
 """
 

@@ -29,6 +29,7 @@ from ltc_dist.data.sample_order import (
 )
 from ltc_dist.data.state_copy import copied_state, state_reader
 from ltc_dist.data.watched import Draws, Watched
+from ltc_dist.spmd.sharding import ShardingSpec, divide
 
 __all__ = ["MpDeviceLoader", "ParallelLoader", "PerDeviceLoader"]
 
@@ -67,6 +68,8 @@ class PerDeviceLoader:
             ltc.mark_step(device=self._device)
             raise
         self._num_taken += 1
+        if self._parent.input_sharding is not None:
+            divide(batch, self._parent.input_sharding)
         return batch
 
     def __len__(self) -> int:
@@ -87,7 +90,8 @@ class ParallelLoader:
         loader_prefetch_size: batches loaded ahead of their upload.
         device_prefetch_size: batches uploaded ahead of the training loop, for each device.
         host_to_device_transfer_threads: threads that upload.
-        input_sharding: must be None.
+        input_sharding: how the tensors of a batch are divided over a mesh (`ltc_dist.spmd.ShardingSpec`), or for
+            batches that are dicts a dict of them. Tensors of another number of dimensions stay whole.
         prefetch_bytes: limit for the bytes of all batches loaded ahead; one batch is always allowed.
 
     Source: `torch_xla.distributed.parallel_loader`. Unlike there, each batch is uploaded as soon as it is loaded, an
@@ -123,6 +127,7 @@ class ParallelLoader:
         self._cpu_loader = cpu_loader
         self._devices = [torch.device(device) for device in devices]
         self.batches_per_execution = batches_per_execution
+        self.input_sharding = input_sharding
         draws = Draws() if _draws is None else _draws
         draws.begin()
         self._position = _Position(cpu_loader, _resume)
@@ -186,10 +191,12 @@ def _check(devices: Sequence[DeviceLike], input_sharding: Any) -> None:
             got=repr(devices),
             next="pass [device], or use MpDeviceLoader(loader, device)",
         )
-    if input_sharding is not None:
+    specs = input_sharding.values() if isinstance(input_sharding, dict) else [input_sharding]
+    if not all(spec is None or isinstance(spec, ShardingSpec) for spec in specs):
         raise LoaderError(
-            "input_sharding is not supported: each device has whole batches",
-            next="leave it out, and let a DistributedSampler deal out the samples",
+            "input_sharding is no ShardingSpec, and no dict of them",
+            got=repr(input_sharding),
+            next="pass ltc_dist.spmd.ShardingSpec(mesh, ('data', None)), with an entry for each dimension",
         )
 
 

@@ -2,7 +2,7 @@
 
 Data are divided once somebody shards a tensor; then each program with such an input, or with a sharding in it, is one
 program of all devices. XLA divides what nobody has divided, and inserts the collectives. Used by `device`, `launch` and
-the rule of `ltc_sharding.shard`.
+the rule of `SHARD`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""Sharding by annotation: one process, many devices, and a script that looks as if there were one.
+
+`Mesh` arranges the devices, `mark_sharding` says how a tensor is divided over them; XLA divides everything else and
+inserts the collectives. It needs LTC_EXECUTOR=jax; with any other executor a mesh has one device, and marks nothing.
+"""
+
+from ltc_dist.spmd.distribute import xla_distribute_module, xla_distribute_tensor
+from ltc_dist.spmd.fully_sharded import SpmdFullyShardedDataParallel
+from ltc_dist.spmd.mesh import (
+    HybridMesh,
+    Mesh,
+    get_1d_mesh,
+    get_global_mesh,
+    num_devices,
+    set_global_mesh,
+)
+from ltc_dist.spmd.sharding import (
+    Shard,
+    ShardingSpec,
+    apply_backward_optimization_barrier,
+    clear_sharding,
+    local_shards,
+    mark_sharding,
+    mark_sharding_with_gradients,
+    sharding_of,
+)
+
+__all__ = [
+    "HybridMesh",
+    "Mesh",
+    "Shard",
+    "ShardingSpec",
+    "SpmdFullyShardedDataParallel",
+    "apply_backward_optimization_barrier",
+    "clear_sharding",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "local_shards",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "num_devices",
+    "set_global_mesh",
+    "sharding_of",
+    "xla_distribute_module",
+    "xla_distribute_tensor",
+]

@@ -1,0 +1,148 @@
+"""Marks on tensors: how each is divided over a mesh.
+
+A mark changes no value. It is kept with the tensor object, for whoever asks (`sharding_of`); what decides is where the
+tensor's memory lies, which all later values of it keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ltc_core.api import sharding
+from ltc_dist.spmd.mesh import Mesh
+
+__all__ = [
+    "Shard",
+    "ShardingSpec",
+    "apply_backward_optimization_barrier",
+    "clear_sharding",
+    "divide",
+    "local_shards",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "sharding_of",
+]
+
+_MARK = "_ltc_sharding"
+
+
+def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: Sequence[Any]) -> torch.Tensor:
+    """Divide a tensor over a mesh, in place; returns it.
+
+    Args:
+        t: a tensor on the device: a parameter, a batch, an activation.
+        partition_spec: for each dimension the number or the name of a mesh axis, a tuple of them, or None: each device
+            has all of it.
+
+    Raises:
+        AssertionError: the spec has not one entry for each dimension.
+        DeviceError: `t` is not on the device.
+
+    Cost: a tensor that is computed is moved at once; for one that is only recorded the compiler is told.
+
+    Source: `torch_xla.distributed.spmd.mark_sharding`. Unlike there, a dimension whose size the axis does not divide
+    evenly is not divided, where torch_xla pads it.
+    """
+    if t.ndim != len(partition_spec):
+        raise AssertionError(
+            f"Partition spec length ({len(partition_spec)}) should be equal to the input rank ({t.ndim})."
+        )
+    sharding.shard(t, mesh.sharding(partition_spec))
+    setattr(t, _MARK, (mesh, tuple(partition_spec)))
+    return t
+
+
+def clear_sharding(t: torch.Tensor) -> torch.Tensor:
+    """Give each device all of a tensor again; returns it."""
+    found = sharding_of(t)
+    if found is not None:
+        sharding.shard(t, found[0].sharding([None] * t.ndim))
+        delattr(t, _MARK)
+    return t
+
+
+def sharding_of(t: torch.Tensor) -> tuple[Mesh, tuple[Any, ...]] | None:
+    """Mesh and spec that a tensor object was marked with, or None."""
+    return getattr(t, _MARK, None)
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, mesh: Mesh, spec: Any) -> torch.Tensor:
+        ctx.mesh, ctx.spec = mesh, spec
+        return mark_sharding(t.clone(), mesh, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return mark_sharding(gradients[0].clone(), ctx.mesh, ctx.spec), None, None
+
+
+def mark_sharding_with_gradients(
+    t: torch.Tensor, mesh: Mesh, partition_spec: Sequence[Any]
+) -> torch.Tensor:
+    """A copy of a tensor that is divided over a mesh, and so is its gradient.
+
+    Source: `torch_xla.distributed.spmd.mark_sharding_with_gradients`.
+    """
+    return _WithGradients.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A part of a tensor: the number of its device, and a copy of the part on the CPU."""
+
+    device: int
+    data: torch.Tensor
+
+
+def local_shards(t: torch.Tensor) -> list[Shard]:
+    """The parts of a tensor on the devices of this process. Cost: waits for the tensor."""
+    return [Shard(number, data) for number, data in sharding.parts_of(t)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingSpec:
+    """How the batches of a loader are divided.
+
+    Attributes:
+        mesh: the mesh.
+        partition_spec: as for `mark_sharding`.
+        minibatch: each process loads its own part of the batch; it must be false in a job of several processes.
+
+    Source: `torch_xla.distributed.spmd.ShardingSpec`.
+    """
+
+    mesh: Mesh
+    partition_spec: Sequence[Any]
+    minibatch: bool = False
+
+    def can_apply(self, t: torch.Tensor) -> bool:
+        """Whether a tensor has as many dimensions as the spec."""
+        return t.ndim == len(self.partition_spec)
+
+    def apply(self, t: torch.Tensor) -> None:
+        """Divide a tensor."""
+        mark_sharding(t, self.mesh, self.partition_spec)
+
+
+def divide(batch: Any, spec: ShardingSpec | dict[str, ShardingSpec]) -> None:
+    """Divide the tensors of a batch: all whose number of dimensions fits, or those that a dict of specs names."""
+    if isinstance(spec, dict):
+        for name, own in spec.items():
+            if isinstance(batch, dict) and name in batch and own is not None:
+                divide(batch[name], own)
+        return
+    for t in pytree.tree_leaves(batch):
+        if isinstance(t, torch.Tensor) and spec.can_apply(t):
+            spec.apply(t)
+
+
+def apply_backward_optimization_barrier(m: nn.Module) -> None:
+    """Accepted for old scripts: XLA schedules the collectives of backward by itself."""
+    del m

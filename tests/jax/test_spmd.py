@@ -1,0 +1,255 @@
+"""Sharding by annotation: eight devices of a CPU, in one process, with the losses of eager on one."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax")
+
+ROOT = Path(__file__).parents[2]
+PRELUDE = """
+import copy, json
+import torch
+from torch import nn
+import ltc_core as ltc
+import ltc_dist as ltd
+from ltc_dist import spmd
+device = ltd.lazy_device()
+torch.manual_seed(0)
+"""
+
+
+def run(code: str, devices: int = 8, **environ: str) -> Any:
+    """What a program prints as JSON at its end, with so many devices of a CPU."""
+    import os
+
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("LTC_")}
+    given = {"LTC_EXECUTOR": "jax", "LTC_RANDOM": "host", "LTC_NUM_DEVICES": str(devices)}
+    caches = {k: v for k, v in os.environ.items() if k.startswith("LTC_") and "CACHE" in k}
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        env={**kept, **caches, **given, "PYTHONPATH": str(ROOT), **environ},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+FSDP = """
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+net = nn.Sequential(nn.Embedding(64, 32), Block(32), Block(32), nn.Linear(32, 64))
+plain = copy.deepcopy(net)
+mesh = spmd.Mesh(range(8), (8, 1), ("fsdp", "model"))
+spmd.set_global_mesh(mesh)
+net = spmd.SpmdFullyShardedDataParallel(
+    net, auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block)
+)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+beside = torch.optim.AdamW(plain.parameters(), lr=0.01)
+tokens = torch.randint(64, (6, 16, 8))
+loader = ltd.MpDeviceLoader(list(tokens), device, input_sharding=spmd.ShardingSpec(mesh, ("fsdp", None)))
+losses, eager = [], []
+for x, y in zip(loader, tokens):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(net(x).flatten(0, 1), x.flatten())
+    loss.backward()
+    optimizer.step()
+    losses.append(loss)
+    beside.zero_grad()
+    other = nn.functional.cross_entropy(plain(y).flatten(0, 1), y.flatten())
+    other.backward()
+    beside.step()
+    eager.append(other.item())
+    ltc.mark_step()
+"""
+
+
+def test_fully_sharded() -> None:
+    """Losses are eager's; a device has an eighth of parameters and optimizer state; there are two programs."""
+    found = run(
+        FSDP
+        + """
+held = [0] * 8
+whole = 0
+for p in net.parameters():
+    for t in (p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]):
+        whole += t.nbytes
+        for part in spmd.local_shards(t):
+            held[part.device] += part.data.nbytes
+print(json.dumps({
+    "losses": [l.item() for l in losses], "eager": eager, "held": held, "whole": whole,
+    "built": ltc.metrics.counter_value("UncachedCompile"), "fallbacks": ltc.metrics.num_fallbacks(),
+}))
+"""
+    )
+    assert found["losses"] == pytest.approx(found["eager"], rel=1e-5)
+    assert max(found["held"]) <= found["whole"] / 6 and len(set(found["held"])) == 1
+    assert found["built"] == 2 and found["fallbacks"] == 0
+
+
+def test_a_later_process_compiles_nothing() -> None:
+    code = (
+        FSDP
+        + 'print(json.dumps([ltc.metrics.counter_value("PersistentCacheMiss"), losses[-1].item()]))'
+    )
+    first = run(code)
+    second = run(code)
+    assert second == [None, pytest.approx(first[1], rel=1e-6)]
+
+
+def test_two_axes() -> None:
+    """Batches over one axis, columns and rows of a block over the other: one all-reduce for each direction."""
+    found = run("""
+    from ltc_core.executors.jax import launch
+    texts = []
+    class Noted(launch.JaxLaunch):
+        def __init__(self, *args):
+            super().__init__(*args)
+            texts.append(self._program.as_text())
+    import ltc_core.executors.jax.device as of_device
+    of_device.JaxLaunch = Noted
+    mesh = spmd.Mesh(range(8), (2, 4), ("data", "model"))
+    up, down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+    x = torch.randn(8, 16)
+    plain = [copy.deepcopy(up), copy.deepcopy(down)]
+    up, down = up.to(device), down.to(device)
+    spmd.mark_sharding(up.weight, mesh, ("model", None))
+    spmd.mark_sharding(down.weight, mesh, (None, "model"))
+    there = spmd.mark_sharding(x.to(device), mesh, ("data", None))
+    hidden = spmd.mark_sharding(torch.relu(up(there)), mesh, ("data", "model"))
+    loss = down(hidden).square().mean()
+    loss.backward()
+    expected = plain[1](torch.relu(plain[0](x))).square().mean()
+    expected.backward()
+    print(json.dumps({
+        "loss": [loss.item(), expected.item()],
+        "grad": (up.weight.grad.cpu() - plain[0].weight.grad).abs().max().item(),
+        "parts": [list(p.data.shape) for p in spmd.local_shards(up.weight)],
+        "sharding": spmd.sharding_of(up.weight)[1],
+        "all_reduces": [[line.split("=")[1].split("all-reduce")[0].strip() for line in text.splitlines()
+                         if " all-reduce(" in line] for text in texts],
+    }))
+    """)
+    assert found["loss"][0] == pytest.approx(found["loss"][1], rel=1e-5) and found["grad"] < 1e-6
+    # One of the block's result over "model", and one of loss and gradients over "data".
+    ((of_result, of_gradients),) = found["all_reduces"]
+    assert of_result.startswith("f32[4,16]") and "f32[16,16]" in of_gradients
+    assert found["parts"] == [[16, 16]] * 8 and found["sharding"] == ["model", None]
+
+
+def test_a_changed_sharding_is_another_program_with_the_same_numbers() -> None:
+    found = run("""
+    mesh = spmd.get_1d_mesh("x")
+    w = torch.randn(16, 16)
+    there = w.to(device)
+    seen = []
+    for spec in (("x", None), ("x", None), (None, "x"), None):
+        if spec is None:
+            spmd.clear_sharding(there)
+        else:
+            spmd.mark_sharding(there, mesh, spec)
+        y = (there @ there).sum(0)
+        ltc.mark_step()
+        shape = list(spmd.local_shards(there)[3].data.shape)
+        seen.append([(y.cpu() - (w @ w).sum(0)).abs().max().item() < 1e-4, shape])
+    print(json.dumps({"seen": seen, "compiled": ltc.metrics.counter_value("CompiledProgram")}))
+    """)
+    assert found["seen"] == [[True, [2, 16]], [True, [2, 16]], [True, [16, 2]], [True, [16, 16]]]
+    assert found["compiled"] == 3
+
+
+def test_what_is_recorded_viewed_or_uneven() -> None:
+    found = run("""
+    mesh = spmd.get_1d_mesh("x")
+    x = torch.randn(8, 6).to(device)
+    y = spmd.mark_sharding(x * 2, mesh, ("x", None))          # only recorded
+    z = spmd.mark_sharding(y.t(), mesh, (None, "x"))          # a view
+    spmd.mark_sharding(x, mesh, (None, "x"))                  # 6 is not divided by 8
+    total = (y.sum() + z.sum() + x.sum()).item()
+    shapes = [list(spmd.local_shards(t)[0].data.shape) for t in (y, x)]
+    print(json.dumps([total, (x.sum() * 5).item(), *shapes]))
+    """)
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[2:] == [[1, 6], [8, 6]]
+
+
+def test_gradients_are_divided_too() -> None:
+    found = run("""
+    mesh = spmd.get_1d_mesh("x")
+    x = torch.randn(8, 4)
+    w = nn.Parameter(x.to(device))
+    spmd.mark_sharding_with_gradients(w, mesh, ("x", None)).pow(3).sum().backward()
+    print(json.dumps([(w.grad.cpu() - 3 * x ** 2).abs().max().item(), list(spmd.local_shards(w.grad)[0].data.shape)]))
+    """)
+    assert found[0] < 1e-5 and found[1] == [1, 4]
+
+
+def test_pytorch_s_own_words() -> None:
+    found = run("""
+    from torch.distributed.tensor import Replicate, Shard
+    mesh = spmd.Mesh(range(8), (2, 4), ("data", "model"))
+    t = spmd.xla_distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Replicate()])
+    def partition(name, module, mesh):
+        if isinstance(module, nn.Linear):
+            module.weight = spmd.xla_distribute_tensor(module.weight, mesh, [Replicate(), Shard(1)])
+    net = spmd.xla_distribute_module(nn.Sequential(nn.Linear(8, 8, bias=False)), mesh, partition)
+    print(json.dumps([list(spmd.local_shards(t)[0].data.shape), list(spmd.local_shards(net[0].weight)[0].data.shape),
+                      (net(t).cpu() - net[0].weight.cpu().sum(1)).abs().max().item()]))
+    """)
+    assert found[:2] == [[4, 8], [8, 2]] and found[2] < 1e-5
+
+
+def test_what_is_refused() -> None:
+    cases = {
+        "spmd.Mesh(range(4), (4,))": "must match the global number of devices (8)",
+        "spmd.Mesh(range(8), (8,), ('x', 'y'))": "Number of axis names (2)",
+        "spmd.Mesh([0] * 8, (8,))": "Device IDs must be unique",
+        "spmd.mark_sharding(torch.ones(8), mesh, (0,))": "only tensors on the device can be sharded",
+        "spmd.mark_sharding(there[0], mesh, (0, None))": "should be equal to the input rank (1)",
+        "spmd.mark_sharding(there, mesh, ('x', 'x'))": "should appear at most once",
+        "spmd.mark_sharding(there[0], mesh, ('y',))": "Axis name y is not defined",
+        "ltd.MpDeviceLoader([there], device, input_sharding=mesh)": "input_sharding is no ShardingSpec",
+        "spmd.SpmdFullyShardedDataParallel(nn.Linear(2, 2), mesh=mesh)": "must have an axis named 'fsdp'",
+    }
+    found = run(f"""
+    mesh = spmd.get_1d_mesh("x")
+    there = torch.ones(8, 8).to(device)
+    said = []
+    for code in {list(cases)!r}:
+        try:
+            eval(code)
+            said.append("nothing")
+        except Exception as error:
+            said.append(str(error))
+    print(json.dumps(said))
+    """)
+    for (code, told), said in zip(cases.items(), found, strict=True):
+        assert told in said, (code, said)
+
+
+def test_other_executors_have_a_mesh_of_one_device() -> None:
+    found = run(
+        """
+        mesh = spmd.get_1d_mesh("x")
+        net = spmd.mark_sharding(nn.Linear(2, 2).to(device).weight, mesh, ("x", None))
+        try:
+            spmd.Mesh(range(8), (8,))
+        except AssertionError as error:
+            print(json.dumps([mesh.size(), str(error)]))
+        """,
+        devices=1,
+        LTC_EXECUTOR="inductor",
+    )
+    assert found == [1, "Number of device IDs (8) must match the global number of devices (1)"]
