@@ -12,7 +12,6 @@ import torch
 
 from ltc_core.errors import RankError
 from ltc_dist.processes import spawn as xmp
-from tests import prepared
 from tests.dist import spawned
 
 pytestmark = pytest.mark.dist
@@ -68,21 +67,16 @@ def run(how: str, code: str, tmp_path: Path) -> None:
         "-": ["-"],
         "-c": ["-c", code],
     }[how]
-    begun = prepared.start(
+    done = subprocess.run(
         [sys.executable, *begin, str(written)],
+        input=code if how == "-" else "",
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
+        timeout=100,
     )
-    with begun:
-        try:
-            _, err = begun.communicate(code if how == "-" else "", timeout=100)
-        finally:
-            begun.kill()
-    assert begun.returncode == 0, err
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("how", ["script", "module", "package", "directory", "-", "-c"])
