@@ -43,6 +43,19 @@ ALIASES: dict[str, str | Served] = {
         "ltc_dist.train.zero_redundancy_optimizer", ("ZeroRedundancyOptimizer",)
     ),
     "torch_xla.experimental.eager": "torch_xla.experimental",
+    "torch_xla.experimental.spmd_fully_sharded_data_parallel": Served(
+        "ltc_dist.spmd.fully_sharded", ("SpmdFullyShardedDataParallel",)
+    ),
+    "torch_xla.experimental.xla_sharding": "torch_xla.distributed.spmd.xla_sharding",
+    "torch_xla.distributed.fsdp.wrap": Served(
+        "torch.distributed.fsdp.wrap",
+        (
+            "always_wrap_policy",
+            "lambda_auto_wrap_policy",
+            "size_based_auto_wrap_policy",
+            "transformer_auto_wrap_policy",
+        ),
+    ),
     "torch_xla.experimental.pjrt_backend": "torch_xla.distributed.xla_backend",
     "torch_xla.experimental.tpu": "torch_xla._internal.tpu",
     "torch_xla.utils.serialization": Served("ltc_dist.serialization"),
@@ -89,7 +102,6 @@ def _served() -> dict[str, Served]:
 # Old import path -> what serves it.
 SERVED: dict[str, Served] = _served()
 
-_SPMD = "tensors are not sharded over devices by annotation; run a process for each device, with ltc-launch"
 _DCP = "no state is sharded by annotation; ltc_dist.Checkpointer and torch.distributed.checkpoint save a whole job"
 _PALLAS = "there are no Pallas kernels; use torch.nn.functional.scaled_dot_product_attention"
 _FSDP = (
@@ -108,15 +120,9 @@ ABSENT: dict[str, str] = {
     "torch_xla.distributed.fsdp": _FSDP,
     "torch_xla.distributed.fsdp.state_dict_utils": _FSDP,
     "torch_xla.distributed.fsdp.utils": _FSDP,
-    "torch_xla.distributed.fsdp.wrap": _FSDP,
     "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FSDP,
     "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
-    "torch_xla.distributed.spmd": _SPMD,
-    "torch_xla.distributed.spmd.xla_sharded_tensor": _SPMD,
-    "torch_xla.distributed.spmd.xla_sharding": _SPMD,
     "torch_xla.distributed.xla_dist": _XRT,
-    "torch_xla.experimental.xla_sharding": _SPMD,
-    "torch_xla.experimental.spmd_fully_sharded_data_parallel": _SPMD,
     "torch_xla.experimental.distributed_checkpoint": _DCP,
     "torch_xla.experimental.custom_kernel": _PALLAS,
     "torch_xla.experimental.pallas_kernels": _PALLAS,

@@ -27,7 +27,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
         mesh: a mesh with an axis 'fsdp'; the global one by default.
         shard_output: called with the output and the mesh; divides the output. By default the first tensor of it is
             divided along its first dimension.
-        auto_wrap_policy: called as those of `torch.distributed.fsdp.wrap`; modules for which it is true are wrapped.
+        auto_wrap_policy: called with a module, whether to look below it, and its number of elements, as those of
+            `torch.distributed.fsdp.wrap`; modules for which it is true are wrapped.
         auto_wrapper_callable: wraps them; this class by default.
         extra_data_axis: another axis that divides batches.
 
@@ -112,10 +113,10 @@ def _wrap_below(
                 f"Expected {name} to NOT be SpmdFullyShardedDataParallel if using an `auto_wrap_policy`"
             )
         count = sum(p.numel() for p in child.parameters())
-        if policy(module=child, recurse=True, nonwrapped_numel=count):
+        if policy(child, True, count):
             _wrap_below(child, policy, wrap)
             rest = sum(p.numel() for p in child.parameters() if sharding_of(p) is None)
-            if policy(module=child, recurse=False, nonwrapped_numel=rest):
+            if policy(child, False, rest):
                 setattr(module, name, wrap(child))
 
 

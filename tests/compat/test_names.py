@@ -341,12 +341,13 @@ def test_what_cannot_exist_is_imported_and_refused_when_used(tmp_path: Path) -> 
     code = """
 import pytest
 import torch_xla.distributed.spmd as xs
-from torch_xla.distributed.spmd import Mesh, mark_sharding
+import torch_xla.stablehlo as stablehlo
 from torch_xla.experimental.custom_kernel import flash_attention
 import torch_xla.runtime as xr
 
 assert not xr.is_spmd()
-for use in (lambda: Mesh([0], (1,)), lambda: xs.a.b(), lambda: flash_attention(1), xr.use_spmd):
+for use in (lambda: xs.enable_manual_sharding(1), lambda: stablehlo.a.b(), lambda: flash_attention(1),
+            lambda: xr.use_spmd(auto=True)):
     with pytest.raises(NotImplementedError, match="(?s)Next: "):
         use()
 with pytest.raises(ModuleNotFoundError, match="ltc_dist.compat serves torch_xla, but not this part"):

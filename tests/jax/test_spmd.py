@@ -1,6 +1,7 @@
 """Sharding by annotation: eight devices of a CPU, in one process, with the losses of eager on one."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -26,8 +27,6 @@ torch.manual_seed(0)
 
 def run(code: str, devices: int = 8, **environ: str) -> Any:
     """What a program prints as JSON at its end, with so many devices of a CPU."""
-    import os
-
     kept = {k: v for k, v in os.environ.items() if not k.startswith("LTC_")}
     given = {"LTC_EXECUTOR": "jax", "LTC_RANDOM": "host", "LTC_NUM_DEVICES": str(devices)}
     caches = {k: v for k, v in os.environ.items() if k.startswith("LTC_") and "CACHE" in k}
@@ -253,3 +252,93 @@ def test_other_executors_have_a_mesh_of_one_device() -> None:
         LTC_EXECUTOR="inductor",
     )
     assert found == [1, "Number of device IDs (8) must match the global number of devices (1)"]
+
+
+# As pytorch/xla's examples write it: a decoder with FSDPv2, a mesh of two axes.
+OLD_SCRIPT = """
+import functools
+import json
+import numpy as np
+import torch
+from torch import nn
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch_xla.distributed.spmd.xla_sharding import apply_xla_patch_to_nn_linear
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
+
+xr.use_spmd()
+assert xr.is_spmd()
+count = xr.global_runtime_device_count()
+mesh = xs.Mesh(np.arange(count), (count // 2, 2), ("fsdp", "tensor"))
+xs.set_global_mesh(mesh)
+torch.manual_seed(0)
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))
+    def forward(self, x):
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.mlp(x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Decoder() for _ in range(2))
+        self.head = nn.Linear(16, 32, bias=False)
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+device = xm.xla_device()
+model = apply_xla_patch_to_nn_linear(Model().to(device))
+policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Decoder})
+model = FSDPv2(model, mesh=mesh, auto_wrap_policy=policy)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = list(torch.randint(32, (5, 8, 6)))
+loader = pl.MpDeviceLoader(data, device, input_sharding=xs.ShardingSpec(mesh, ("fsdp", None), minibatch=False))
+losses = []
+for tokens in loader:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    xm.optimizer_step(optimizer)
+    losses.append(loss.item())
+weight = model.head.weight
+marked = xs.mark_sharding(torch.ones(8, 4, device=device), mesh, ("fsdp", "tensor"))
+assert isinstance(marked, xs.XLAShardedTensor) and marked.sharding_type == xs.ShardingType.TILED
+assert len(marked.local_shards) == count and torch_xla._XLAC._get_xla_sharding_spec(marked) != ""
+torch.manual_seed(0)
+plain = Model()
+beside = torch.optim.AdamW(plain.parameters(), lr=0.01)
+for tokens, found in zip(data, losses):
+    beside.zero_grad()
+    loss = nn.functional.cross_entropy(plain(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    beside.step()
+    assert abs(loss.item() - found) < 1e-4 * found, (loss.item(), found)
+print(json.dumps(list(weight.local_shards[0].data.shape)))
+"""
+
+
+def test_an_old_script_with_fsdp_v2(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OLD_SCRIPT)
+    given = {"LTC_COMPAT": "1", "LTC_EXECUTOR": "jax", "LTC_NUM_DEVICES": "8", "LTC_RANDOM": "host"}
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=140,
+        env={**os.environ, **given, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [8, 16]

@@ -12,10 +12,12 @@ from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_model
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
+from ltc_dist.spmd import sharding_of
 
 __all__ = [
     "_get_git_revs",
     "_get_graph_hash",
+    "_get_xla_sharding_spec",
     "_get_xla_tensor_debug_info",
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
@@ -51,6 +53,12 @@ _xla_metric_names = metrics.metric_names
 _xla_memory_info = ltc.get_memory_info
 _xla_wait_device_ops = ltc.wait_device_ops
 _get_graph_hash = get_graph_hash
+
+
+def _get_xla_sharding_spec(tensor: torch.Tensor) -> str:
+    """How a tensor was marked, as text; '' if it was not."""
+    found = sharding_of(tensor)
+    return "" if found is None else found[0].sharding(found[1]).text
 
 
 def _xla_metrics_report() -> str:

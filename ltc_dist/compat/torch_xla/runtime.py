@@ -13,6 +13,7 @@ from ltc_core.api.verbs import DeviceLike
 from ltc_core.errors import SettingsError
 from ltc_dist.compat.absent import NotHereError
 from ltc_dist.job.ranks import ranks
+from ltc_dist.spmd import num_devices
 
 __all__ = [
     "addressable_device_count",
@@ -177,18 +178,34 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
     os.environ["LTC_COMPILED_CACHE_READ_ONLY"] = str(int(readonly))
 
 
+_is_spmd = False
+
+
 def is_spmd() -> bool:
-    """False: tensors are not sharded by annotation."""
-    return False
+    """Whether `use_spmd` was called."""
+    return _is_spmd
 
 
 def use_spmd(auto: bool = False) -> None:
-    """Refused: there is no sharding by annotation here.
+    """Say that tensors are divided over all devices of the process, by `torch_xla.distributed.spmd`.
+
+    Args:
+        auto: divide everything by itself: refused.
 
     Raises:
-        NotHereError: always.
+        NotHereError: the executor cannot divide tensors over the devices that there are.
     """
-    raise NotHereError(
-        "tensors are not sharded over devices by annotation",
-        next="run a process for each device, with ltc-launch or xmp.spawn",
-    )
+    global _is_spmd
+    if auto:
+        raise NotHereError(
+            "tensors that nobody marks are divided by XLA's propagation alone",
+            next="use_spmd(), and mark the parameters",
+        )
+    count = len(ltc.get_lazy_supported_devices())
+    if count > 1 and num_devices() == 1:
+        raise NotHereError(
+            f"tensors are not divided over the {count} devices of this process",
+            got=f"LTC_EXECUTOR={ltc.settings.executor}",
+            next="LTC_EXECUTOR=jax, with the package jax; or run a process for each device, with ltc-launch",
+        )
+    _is_spmd = True

@@ -1,0 +1,56 @@
+"""`torch_xla.distributed.spmd`, over `ltc_dist.spmd`. Meshes of more than one device need LTC_EXECUTOR=jax."""
+
+from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard, XLAShardedTensor
+from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import (
+    ShardingType,
+    XLAPatchedLinear,
+    _mark_manual_sharding,
+    annotate_custom_sharding,
+    auto_policy,
+    disable_manual_sharding,
+    enable_manual_sharding,
+    shard_as,
+    wrap_if_sharded,
+    xla_patched_nn_linear_forward,
+)
+from ltc_dist.spmd import (
+    HybridMesh,
+    Mesh,
+    ShardingSpec,
+    apply_backward_optimization_barrier,
+    clear_sharding,
+    get_1d_mesh,
+    get_global_mesh,
+    mark_sharding,
+    mark_sharding_with_gradients,
+    set_global_mesh,
+    xla_distribute_module,
+    xla_distribute_tensor,
+)
+
+__all__ = [
+    "HybridMesh",
+    "Mesh",
+    "ShardingSpec",
+    "ShardingType",
+    "XLAPatchedLinear",
+    "XLAShard",
+    "XLAShardedTensor",
+    "_mark_manual_sharding",
+    "annotate_custom_sharding",
+    "apply_backward_optimization_barrier",
+    "auto_policy",
+    "clear_sharding",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "set_global_mesh",
+    "shard_as",
+    "wrap_if_sharded",
+    "xla_distribute_module",
+    "xla_distribute_tensor",
+    "xla_patched_nn_linear_forward",
+]

@@ -1,0 +1,110 @@
+"""`torch_xla.distributed.spmd.xla_sharding`: what `ltc_dist.spmd` has, and names that only torch_xla has."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from ltc_dist.compat.absent import Absent
+from ltc_dist.spmd import (
+    HybridMesh,
+    Mesh,
+    ShardingSpec,
+    apply_backward_optimization_barrier,
+    clear_sharding,
+    get_1d_mesh,
+    get_global_mesh,
+    mark_sharding,
+    mark_sharding_with_gradients,
+    set_global_mesh,
+    sharding_of,
+)
+
+__all__ = [
+    "HybridMesh",
+    "Mesh",
+    "ShardingSpec",
+    "ShardingType",
+    "XLAPatchedLinear",
+    "_mark_manual_sharding",
+    "annotate_custom_sharding",
+    "apply_backward_optimization_barrier",
+    "apply_xla_patch_to_nn_linear",
+    "auto_policy",
+    "clear_sharding",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "set_global_mesh",
+    "shard_as",
+    "sharding_type_of",
+    "wrap_if_sharded",
+    "xla_patched_nn_linear_forward",
+]
+
+
+class ShardingType(enum.IntEnum):
+    """How a tensor is divided, with torch_xla's numbers."""
+
+    REPLICATED = 0
+    MAXIMAL = 1
+    TUPLE = 2
+    TILED = 3
+    MANUAL = 4
+    PARTIAL = 5
+    UNKNOWN = 6
+
+
+def sharding_type_of(t: torch.Tensor) -> ShardingType:
+    """TILED: each device has another part; PARTIAL: several have the same; REPLICATED: all have all of it."""
+    found = sharding_of(t)
+    if found is None:
+        return ShardingType.REPLICATED
+    sharding = found[0].sharding(found[1])
+    parts = 1
+    for dim in range(t.ndim):
+        parts *= sharding.parts(dim)
+    if parts == 1:
+        return ShardingType.REPLICATED
+    return ShardingType.TILED if parts == found[0].size() else ShardingType.PARTIAL
+
+
+_MANUAL = "no part of a program is written for one device of a mesh; mark_sharding, and let XLA divide the rest"
+_AUTO = "tensors that nobody marks are divided by XLA's propagation alone; mark the parameters"
+
+enable_manual_sharding = Absent("enable_manual_sharding", _MANUAL)
+disable_manual_sharding = Absent("disable_manual_sharding", _MANUAL)
+_mark_manual_sharding = Absent("_mark_manual_sharding", _MANUAL)
+annotate_custom_sharding = Absent("annotate_custom_sharding", _MANUAL)
+auto_policy = Absent("auto_policy", _AUTO)
+
+
+def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return both: XLA's propagation divides values that are used together alike."""
+    return a, b
+
+
+def wrap_if_sharded(x: Any) -> Any:
+    """Return `x`: a marked tensor is a tensor like any other."""
+    return x
+
+
+def xla_patched_nn_linear_forward(m: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """Call a linear layer. torch_xla has an einsum here so that dimensions that are divided are not merged."""
+    return nn.functional.linear(input, m.weight, m.bias)
+
+
+def apply_xla_patch_to_nn_linear(module: nn.Module) -> nn.Module:
+    """Return the module as it is."""
+    return module
+
+
+XLAPatchedLinear = Absent(
+    "XLAPatchedLinear", "linear layers need no patch; torch.nn.functional.linear"
+)
