@@ -38,7 +38,9 @@ _COMPILER = "waiting for the compiler"
 # Name and lane of a slice -> words. A slice that is not here is shown by its name.
 _WORDS = {
     ("cut", ""): "cutting",
+    ("mark_step", ""): "ending a step",
     ("run", ""): "running a program",
+    ("run on the CPU", ""): "running an op on the CPU",
     ("fetch", ""): _WAITS_FOR_DEVICE,
     ("wait for the device", ""): _WAITS_FOR_DEVICE,
     ("wait for the worker", ""): _WAITS_FOR_DEVICE,
