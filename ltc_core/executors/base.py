@@ -63,6 +63,15 @@ class Executor(abc.ABC):
         """Devices over which tensors of this device can be divided."""
         return 1
 
+    @property
+    def has_mesh(self) -> bool:
+        """Whether data were divided: from then on values that replace them have to be divided alike."""
+        return False
+
+    def place_like(self, data: Any, other: Any) -> Any:
+        """Data divided as other data of the same size are."""
+        return data
+
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Data divided over the devices of a mesh."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")

@@ -124,6 +124,10 @@ class DeviceRuntime(abc.ABC):
         """What a program depends on besides its subgraph: how its inputs are divided over devices."""
         return None
 
+    def place_like(self, data: Any, other: Any) -> Any:
+        """Data divided over devices as other data of the same size are."""
+        return data
+
     @abc.abstractmethod
     def compile(self, subgraph: Subgraph, inputs: Sequence[Any]) -> Launch:
         """Compile a subgraph for inputs like these, which are on the device.
@@ -208,7 +212,18 @@ class DeviceProgram(Program):
         compiled = self._programs.find(scalars, None)
         if compiled is None:
             compiled = self._make(scalars)
-        return compiled.run(inputs, scalars)
+        results = compiled.run(inputs, scalars)
+        if self._device.has_mesh:
+            self._keep_divided(inputs, results)
+        return results
+
+    def _keep_divided(self, inputs: Sequence[Any], results: list[Any]) -> None:
+        """Divide what was computed on the host as the memory that it replaces."""
+        places = {number: k for k, number in enumerate(self._graph.inputs)}
+        for k, output in enumerate(self._graph.outputs):
+            replaced = self.reuses.get(output)
+            if replaced is not None:
+                results[k] = self._device.place_like(results[k], inputs[places[replaced]])
 
     def _make(self, scalars: Sequence[Any]) -> PartitionedProgram:
         """Program for these scalars; those that have changed between runs are inputs, if their ops allow it."""

@@ -94,7 +94,7 @@ class _RealCall:
         close_lens(self.pending)
         for base, whole in self.written.values():
             if whole.shape == base.meta.size:
-                base.rebind(_value(self.ctx, whole, base.meta))
+                base.rebind(_value(self.ctx, whole, base.meta, base.value.buffer))
         for item, part in self.outs:
             if part.shape != item.shape:
                 with torch.inference_mode(item.is_inference()):
@@ -130,8 +130,13 @@ def _kind(item: torch.Tensor) -> str:
     return "quantized" if item.is_quantized else str(item.layout).removeprefix("torch.")
 
 
-def _value(ctx: DeviceContext, data: torch.Tensor, meta: TensorMeta) -> Value:
+def _value(
+    ctx: DeviceContext, data: torch.Tensor, meta: TensorMeta, before: Buffer | None = None
+) -> Value:
+    """Data on the device; `before`: the memory that they replace."""
     placed = ctx.executor.upload(meta.laid_out(data))
+    if before is not None and before.data is not None:
+        placed = ctx.executor.place_like(placed, before.data)
     return Value.of(Buffer.ready(ctx.memory, placed, meta.nbytes))
 
 

@@ -163,7 +163,9 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     meta = handle.meta
     if host.dim() > 0:
         ctx.steps.before_upload()
-    if type(handle) is Cell and host.shape == meta.size and not meta.overlaps:
+    is_whole = host.shape == meta.size and not meta.overlaps
+    # A copy that is recorded keeps how memory is divided.
+    if type(handle) is Cell and is_whole and not ctx.executor.has_mesh:
         value = ctx.upload(host, meta)
         with handle.trace.lock:
             handle.rebind(value)

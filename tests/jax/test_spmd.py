@@ -184,6 +184,28 @@ def test_what_is_recorded_viewed_or_uneven() -> None:
     assert found[2:] == [[1, 6], [8, 6]]
 
 
+def test_memory_stays_divided_when_its_values_are_replaced() -> None:
+    found = run("""
+    mesh = spmd.get_1d_mesh("x")
+    net = nn.Linear(16, 16).to(device)
+    spmd.mark_sharding(net.weight, mesh, ("x", None))
+    shapes = []
+    def look():
+        shapes.append(list(spmd.local_shards(net.weight)[0].data.shape))
+    net.load_state_dict({"weight": torch.ones(16, 16), "bias": torch.ones(16)})
+    look()
+    with torch.no_grad():
+        net.weight.mul_(2)
+        look()
+        net.weight.copy_(torch.full((16, 16), 3.0))
+        look()
+        nn.init.normal_(net.weight)
+        look()
+    print(json.dumps([shapes, net(torch.ones(2, 16).to(device)).shape]))
+    """)
+    assert found == [[[2, 16]] * 4, [2, 16]]
+
+
 def test_gradients_are_divided_too() -> None:
     found = run("""
     mesh = spmd.get_1d_mesh("x")

@@ -154,6 +154,15 @@ class JaxDevice(DeviceRuntime):
             found = self._array(data) if self.is_on_host(data) else data
             return jax.device_put(found, named(sharding))
 
+    def place_like(self, data: Any, other: Any) -> Any:
+        """Data divided as other data are."""
+        if self.is_on_host(other) or not is_divided(other) or self._lie_alike(data, other):
+            return data
+        return jax.device_put(data, other.sharding)
+
+    def _lie_alike(self, data: Any, other: Any) -> bool:
+        return not self.is_on_host(data) and data.sharding == other.sharding
+
     def parts(self, data: Any) -> list[tuple[int, Tensor]]:
         """The part of each device, by its number in the mesh."""
         if self.is_on_host(data):

@@ -43,6 +43,13 @@ class JaxExecutor(DeviceExecutor):
     def num_mesh_devices(self) -> int:
         return len(self._jax.mesh.devices)
 
+    @property
+    def has_mesh(self) -> bool:
+        return self._jax.has_mesh
+
+    def place_like(self, data: Any, other: Any) -> Any:
+        return self._jax.place_like(data, other)
+
     def shard(self, data: Any, sharding: Sharding) -> Any:
         return self._jax.shard(data, sharding)
 

@@ -609,7 +609,7 @@ def test_the_state_of_another_kind_of_loader_is_refused(device: torch.device) ->
 def test_misuse_is_told(device: torch.device) -> None:
     with pytest.raises(LoaderError, match="needs a list of devices(?s:.*)MpDeviceLoader"):
         ParallelLoader(numbers(), device)  # type: ignore[arg-type]
-    with pytest.raises(LoaderError, match="input_sharding is not supported"):
+    with pytest.raises(LoaderError, match="input_sharding is no ShardingSpec"):
         MpDeviceLoader(numbers(), device, input_sharding=object())
     with pytest.raises(LoaderError, match="device_prefetch_size must be at least 1"):
         ParallelLoader(numbers(), [device], device_prefetch_size=0)
