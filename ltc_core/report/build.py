@@ -17,7 +17,7 @@ from ltc_core.report.job import collectives_of, lateness_of
 from ltc_core.report.program_table import icicle, lines_of, program_table
 from ltc_core.report.run_files import PROGRAMS, TRACE, Rank, read_ranks
 from ltc_core.report.sentences import summary_of
-from ltc_core.report.steps import PARTS, Step, mean_of, steady, steps_of
+from ltc_core.report.steps import PARTS, Step, mean_of, steady, steps_of, worker_ms
 from ltc_core.report.waits import fallbacks_of, loader_of, syncs_of, transfers_of
 from ltc_core.timeline.trace_file import encode
 
@@ -89,6 +89,7 @@ def _of_rank(rank: Rank) -> dict[str, Any]:
         "num_steps": len(steps),
         "num_steady": len(later),
         "mean": mean_of(later),
+        "worker_ms": worker_ms(rank, later),
         "steps": _shown(steps),
         "programs": programs,
         "lines": lines_of(programs, len(steps)),

@@ -47,6 +47,11 @@ def _step(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"(mean of the last {rank['num_steady']} of {rank['num_steps']} steps).",
         "steps",
     )
+    if rank["worker_ms"] > mean["parts"][COMPUTING] + _LEAST * mean["ms"]:
+        yield (
+            f"That is what the thread that trains does; a worker computes beside it, {_ms(rank['worker_ms'])} ms a step.",
+            "steps",
+        )
 
 
 def _programs(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

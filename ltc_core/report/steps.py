@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ltc_core.report.run_files import Rank, Slice
 
-__all__ = ["PARTS", "Step", "main_thread", "mean_of", "steady", "steps_of"]
+__all__ = ["PARTS", "Step", "main_thread", "mean_of", "steady", "steps_of", "worker_ms"]
 
 COMPUTING = "computing"
 DATA = "waiting for data"
@@ -182,6 +182,20 @@ def flat(slices: Sequence[Slice]) -> list[Segment]:
 def steady(steps: Sequence[Step]) -> list[Step]:
     """The later half of the steps, in which programs are built and compiled."""
     return list(steps[len(steps) // 2 :])
+
+
+def worker_ms(rank: Rank, steps: Sequence[Step]) -> float:
+    """Milliseconds of a step for which worker threads compute, beside the thread that trains or while it waits."""
+    if not steps:
+        return 0.0
+    start, end = steps[0].start, steps[-1].end
+    took = 0.0
+    for name, found in rank.threads.items():
+        if name.startswith("ltc-worker"):
+            for segment in flat(found):
+                if _PART_OF.get(segment.name) == COMPUTING:
+                    took += max(0.0, min(end, segment.end) - max(start, segment.start))
+    return took / len(steps) / 1000
 
 
 def mean_of(steps: Sequence[Step]) -> dict[str, Any]:
