@@ -49,7 +49,7 @@ def _step(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     if rank["worker_ms"] > mean["parts"][COMPUTING] + _LEAST * mean["ms"]:
         yield (
-            f"That is what the thread that trains does; a worker computes beside it, {_ms(rank['worker_ms'])} ms a step.",
+            f"The thread that trains does that; a worker computes beside it, {_ms(rank['worker_ms'])} ms a step.",
             "steps",
         )
 
