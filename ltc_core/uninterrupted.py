@@ -5,8 +5,8 @@ are values that no job computes. A finalizer or a handler that records ops, or r
 of that. `uninterrupted` wraps such functions: no garbage is collected, and handlers wait. In the C++ part
 (`record/csrc/ltc_record.cpp`) only garbage collection can run Python code.
 
-Python drops what a finalizer raises, and a Ctrl-C that comes in one of the runtime's would be lost. `keep_interrupts`
-has it come again.
+Python drops what a finalizer raises, and a Ctrl-C that comes in one of the runtime's, or in one of `weakref.finalize`,
+would be lost. `keep_interrupts` has it come again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ R = TypeVar("R")
 # The signals for which programs set handlers.
 _NAMES = ("INT", "TERM", "HUP", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "CHLD", "QUIT", "XCPU")
 _SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES)
-_PACKAGE = "ltc_core."
+# Modules of the finalizers in which an interrupt is not to be lost; `weakref` has the runtime's own and PyTorch's.
+_FINALIZERS = ("ltc_core.", "ltc_dist.", "weakref")
 _AGAIN_S = 0.001
 
 
@@ -81,12 +82,12 @@ def after_fork_in_child() -> None:
 
 
 def keep_interrupts() -> None:
-    """Have a KeyboardInterrupt that one of the runtime's finalizers drops raised again, once that has ended."""
+    """Have a KeyboardInterrupt that one of `_FINALIZERS` drops raised again, once that has ended."""
     before = sys.unraisablehook
 
     def hook(dropped: Any) -> None:
         module = getattr(dropped.object, "__module__", None) or ""
-        if dropped.exc_type is KeyboardInterrupt and module.startswith(_PACKAGE):
+        if dropped.exc_type is KeyboardInterrupt and module.startswith(_FINALIZERS):
             threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
         else:
             before(dropped)

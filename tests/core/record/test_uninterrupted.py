@@ -295,3 +295,26 @@ def test_ctrl_c_within_a_finalizer_is_not_lost() -> None:
         """
     )
     assert (out, err) == ("interrupted\n", "")
+
+
+def test_ctrl_c_within_a_call_of_weakref_finalize_is_not_lost() -> None:
+    """The loaders' finalizers are such calls, and PyTorch's own."""
+    out, err = child.run(
+        """
+        import signal, time, weakref
+
+        class Held:
+            pass
+
+        held = Held()
+        weakref.finalize(held, signal.raise_signal, signal.SIGINT)
+        try:
+            del held
+            for _ in range(500):
+                time.sleep(0.01)
+            print("lost")
+        except KeyboardInterrupt:
+            print("interrupted")
+        """
+    )
+    assert (out, err) == ("interrupted\n", "")
