@@ -5,7 +5,7 @@ are values that no job computes. A finalizer or a handler that records ops, or r
 of that. `uninterrupted` wraps such functions: no garbage is collected, and handlers wait. In the C++ part
 (`record/csrc/ltc_record.cpp`) only garbage collection can run Python code.
 
-Python drops what a finalizer raises, and a Ctrl-C that comes in one of the runtime's, or in one of `weakref.finalize`,
+Python drops what a finalizer raises, and a Ctrl-C that comes in one of the runtime's, or in one that `weakref` keeps,
 would be lost. `keep_interrupts` has it come again.
 """
 

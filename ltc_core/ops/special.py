@@ -25,7 +25,7 @@ from ltc_core.ops.uninitialized import check_possible
 from ltc_core.record.recorder import recorder
 from ltc_core.record.signature import NotRecordable
 from ltc_core.record.view_recorder import make_operand, record_view_step
-from ltc_core.runtime.devices import checked, context, fetch, real, upload
+from ltc_core.runtime.devices import DeviceContext, checked, context, fetch, real, upload
 from ltc_core.settings import settings
 from ltc_core.shapes.shape_inference import infer
 from ltc_core.tensor.handles import Cell, Value, View, base_of, lens_of
@@ -153,6 +153,14 @@ def _copy(args: Any, kwargs: Any) -> Any:
     return _record_copy(args[:2], None)
 
 
+def _may_be_divided(ctx: DeviceContext, cell: Cell) -> bool:
+    """Whether nobody knows yet how memory lies on a mesh, because its value is only recorded or being computed."""
+    if not ctx.executor.has_mesh:
+        return False
+    buffer = cell.value.buffer
+    return buffer.is_pending if buffer is not None else cell.value.epoch == cell.trace.epoch
+
+
 def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     """Copy values from the CPU; where they fill whole memory, no op is recorded for it."""
     if is_lazy(host):  # a parameter without a shape: there are no values
@@ -164,9 +172,11 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     if host.dim() > 0:
         ctx.steps.before_upload()
     is_whole = host.shape == meta.size and not meta.overlaps
-    # A copy that is recorded keeps how memory is divided.
-    if type(handle) is Cell and is_whole and not ctx.executor.has_mesh:
+    if type(handle) is Cell and is_whole and not _may_be_divided(ctx, handle):
         value = ctx.upload(host, meta)
+        before = handle.value.buffer
+        if ctx.executor.has_mesh and before is not None and value.buffer is not None:
+            value.buffer.data = ctx.executor.place_like(value.buffer.data, before.data)
         with handle.trace.lock:
             handle.rebind(value)
         return destination

@@ -156,7 +156,12 @@ class JaxDevice(DeviceRuntime):
 
     def place_like(self, data: Any, other: Any) -> Any:
         """Data divided as other data are."""
-        if self.is_on_host(other) or not is_divided(other) or self._lie_alike(data, other):
+        if (
+            other is None
+            or self.is_on_host(other)
+            or not is_divided(other)
+            or self._lie_alike(data, other)
+        ):
             return data
         return jax.device_put(data, other.sharding)
 
