@@ -129,11 +129,11 @@ def _steps(counters: Mapping[str, int], device_name: str) -> Iterable[str]:
     ops = sum(n for name, n in counters.items() if name.startswith(f"{device_name}::"))
     if steps and ops:
         each = f", {ops / steps:.4g} a step"
-        yield f"{_counted(steps, 'step')} ran, {_counted(ops, 'op')} were recorded{each}."
+        yield f"{counted(steps, 'step')} ran, {counted(ops, 'op')} were recorded{each}."
     elif steps:
-        yield f"{_counted(steps, 'step')} ran."
+        yield f"{counted(steps, 'step')} ran."
     elif ops:
-        yield f"{_counted(ops, 'op')} were recorded, and no step has ended."
+        yield f"{counted(ops, 'op')} were recorded, and no step has ended."
 
 
 def _programs(counters: Mapping[str, int]) -> Iterable[str]:
@@ -142,8 +142,8 @@ def _programs(counters: Mapping[str, int]) -> Iterable[str]:
     runs = counters.get("ExecuteComputation", 0)
     if built or cached or runs:
         yield (
-            f"{_counted(built, 'program')} built, {_counted(cached, 'time')} one was found "
-            f"in the cache, {_counted(runs, 'run')} on the device."
+            f"{counted(built, 'program')} built, {counted(cached, 'time')} one was found "
+            f"in the cache, {counted(runs, 'run')} on the device."
         )
 
 
@@ -151,10 +151,10 @@ def _causes(counters: Mapping[str, int]) -> Iterable[str]:
     causes = {kind.replace("_", " "): n for kind, n in _named(counters, _CAUSE_PREFIX).items()}
     if causes:
         ranked = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
-        compiles = _counted(sum(causes.values()), "new program")
+        compiles = counted(sum(causes.values()), "new program")
         steps = _num_steps(counters)
         each = "; ".join(f"{kind}, {n}" for kind, n in ranked)
-        when = f" in {_counted(steps, 'step')}" if steps else ""
+        when = f" in {counted(steps, 'step')}" if steps else ""
         yield f"{compiles}{when}, because of: {each}."
 
 
@@ -235,7 +235,7 @@ def _syncs(counters: Mapping[str, int]) -> Iterable[str]:
     reasons = _named(counters, "Sync.")
     if reasons:
         total = sum(reasons.values())
-        yield f"The graph was cut {_counted(total, 'time')}: {_ranking(reasons)}."
+        yield f"The graph was cut {counted(total, 'time')}: {_ranking(reasons)}."
 
 
 def _fallbacks(counters: Mapping[str, int]) -> Iterable[str]:
@@ -243,7 +243,7 @@ def _fallbacks(counters: Mapping[str, int]) -> Iterable[str]:
     calls.pop("_local_scalar_dense", None)  # .item() is a fetch, which `_syncs` reports
     if calls:
         yield (
-            f"{_counted(sum(calls.values()), 'call')} of {_counted(len(calls), 'op')} ran on the "
+            f"{counted(sum(calls.values()), 'call')} of {counted(len(calls), 'op')} ran on the "
             f"CPU instead: {_ranking(calls)}. LTC_FALLBACK=error shows where."
         )
     elif counters.get("ExecuteComputation"):
@@ -263,5 +263,6 @@ def _ranking(counts: Mapping[str, int]) -> str:
     return listed((f"{name} ({value})" for name, value in ranked), limit=_MAX_NAMED)
 
 
-def _counted(number: int, word: str) -> str:
+def counted(number: int, word: str) -> str:
+    """A number with its word: '1 step', '2 steps'."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"

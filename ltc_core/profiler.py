@@ -7,6 +7,7 @@ chrome://tracing. A `timeline` has no ops and costs little: it is for every step
 
 from __future__ import annotations
 
+import abc
 import functools
 import html
 import os
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.autograd import profiler as _flag
@@ -104,8 +105,7 @@ def stop_trace() -> None:
     with _lock:
         if _running is None:
             raise ProfilerError("No profile started", next="call start_trace(directory) before")
-        for ctx in contexts():
-            ctx.worker.drain()
+        _drain()
         profile, _running = _running, None
         profile.stop()
 
@@ -142,7 +142,35 @@ def at_exit() -> None:
             print(f"ltc: {error}", file=sys.stderr, flush=True)
 
 
-class timeline:
+def _drain() -> None:
+    """Wait for the programs that were handed over, so that they are in what is recorded."""
+    for ctx in contexts():
+        ctx.worker.drain()
+
+
+class _Recorded(abc.ABC):
+    """A part of a run that is recorded: a `with` block, or what is between `start` and `stop`."""
+
+    @abc.abstractmethod
+    def start(self) -> None: ...
+
+    @abc.abstractmethod
+    def stop(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+class timeline(_Recorded):
     """Records what the runtime does and when into a trace-event file; a context manager, also `start` and `stop`.
 
     Args:
@@ -163,21 +191,8 @@ class timeline:
         slices.start(self._path)
 
     def stop(self) -> None:
-        for ctx in contexts():
-            ctx.worker.drain()
+        _drain()
         slices.stop()
-
-    def __enter__(self) -> timeline:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
 
 
 class report(timeline):
@@ -200,8 +215,7 @@ class report(timeline):
         recording.start(self._path)
 
     def stop(self) -> None:
-        for ctx in contexts():
-            ctx.worker.drain()
+        _drain()
         recording.stop()
 
     def _repr_html_(self) -> str:
@@ -214,12 +228,8 @@ class report(timeline):
             f'<iframe sandbox="allow-scripts" width="100%" height="760" srcdoc="{text}"></iframe>'
         )
 
-    def __enter__(self) -> report:
-        self.start()
-        return self
 
-
-class tensorboard:
+class tensorboard(_Recorded):
     """Writes scalars of the run for TensorBoard; a context manager, also `start` and `stop`.
 
     Steps a second, milliseconds a step, shares of time spent waiting, memory, programs, compiles and fallbacks, each
@@ -257,21 +267,8 @@ class tensorboard:
         if found is None:
             raise ProfilerError("no scalars are written", next="call start() before")
         _written.remove(self)
-        for ctx in contexts():
-            ctx.worker.drain()
+        _drain()
         found.stop()
-
-    def __enter__(self) -> tensorboard:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
 
 
 _written: list[tensorboard] = []  # those that are under way

@@ -73,11 +73,11 @@ class Executor(abc.ABC):
         return data
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """Data divided over the devices of a mesh."""
+        """Data divided over the devices of a mesh; for executors with more than one."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")
 
     def parts(self, data: Any) -> list[tuple[int, torch.Tensor]]:
-        """Number of each device of this process that has a part of the data, and the part as a CPU tensor."""
+        """Number of each device that has a part of the data, and the part as a CPU tensor; for those executors, too."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")
 
     @abc.abstractmethod

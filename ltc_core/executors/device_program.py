@@ -167,6 +167,13 @@ class DeviceExecutor(Executor):
     def nbytes(self, meta: TensorMeta) -> int:
         return self._runtime.types.stored_meta(meta).nbytes
 
+    @property
+    def has_mesh(self) -> bool:
+        return self._runtime.has_mesh
+
+    def place_like(self, data: Any, other: Any) -> Any:
+        return self._runtime.place_like(data, other)
+
     def compile(self, graph: Graph) -> Program:
         return DeviceProgram(graph, self._runtime)
 
@@ -193,6 +200,13 @@ class DeviceProgram(Program):
         memory = plan(graph)
         self.peak_bytes = memory.peak_bytes
         self.reuses = memory.reuses
+        places = {number: k for k, number in enumerate(graph.inputs)}
+        # Position of an output, and of the input whose memory it takes.
+        self._replaced = [
+            (k, places[self.reuses[output]])
+            for k, output in enumerate(graph.outputs)
+            if output in self.reuses
+        ]
         self._graph = graph
         self._device = device
         self._programs: Specialized[None] = Specialized(_MAX_PROGRAMS)
@@ -219,11 +233,8 @@ class DeviceProgram(Program):
 
     def _keep_divided(self, inputs: Sequence[Any], results: list[Any]) -> None:
         """Divide what was computed on the host as the memory that it replaces."""
-        places = {number: k for k, number in enumerate(self._graph.inputs)}
-        for k, output in enumerate(self._graph.outputs):
-            replaced = self.reuses.get(output)
-            if replaced is not None:
-                results[k] = self._device.place_like(results[k], inputs[places[replaced]])
+        for k, replaced in self._replaced:
+            results[k] = self._device.place_like(results[k], inputs[replaced])
 
     def _make(self, scalars: Sequence[Any]) -> PartitionedProgram:
         """Program for these scalars; those that have changed between runs are inputs, if their ops allow it."""

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from ltc_core import errors, modules, source
+from ltc_core import errors, source
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import open_lens
 from ltc_core.graph.op_schema import Arg, OpSchema
+from ltc_core.record import modules
 from ltc_core.record.signature import DROPPED, NotRecordable, shared_reads
 from ltc_core.record.trace import Trace
 from ltc_core.settings import settings

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from ltc_core import modules, source
+from ltc_core import source
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, TensorMeta, ViewStep
 from ltc_core.graph.op_schema import OpSchema
+from ltc_core.record import modules
 from ltc_core.record.make_node import grow_view
 from ltc_core.record.signature import NotRecordable, Stale, operand
 from ltc_core.record.trace import Step, Trace, is_stale

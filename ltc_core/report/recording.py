@@ -8,7 +8,6 @@ its programs. `start` and `stop` are called by `profiler`, `start_as_set` (LTC_R
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import platform
 import sys
@@ -20,17 +19,17 @@ from typing import Any
 
 import torch
 
-from ltc_core import modules
+from ltc_core import source
 from ltc_core.debug.explain import Cause
 from ltc_core.debug.report import graph_hash
-from ltc_core.errors import LtcError, ProfilerError, SettingsError
+from ltc_core.errors import ProfilerError, SettingsError
 from ltc_core.graph.ir import Graph, Node
+from ltc_core.record import modules
 from ltc_core.report.build import PROGRAMS, TRACE, build
 from ltc_core.report.program_facts import program_facts
 from ltc_core.settings import rank_in_job, settings
-from ltc_core.timeline import op_times, slices
+from ltc_core.timeline import as_set, op_times, slices
 from ltc_core.timeline.trace_file import (
-    AlreadyWritten,
     TraceFile,
     encode,
     is_being_written,
@@ -111,7 +110,7 @@ class Recording:
             "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("LTC_")},
         }
 
-    def note_program(self, graph: Graph, cause: Cause | None, reason: str, line: str) -> None:
+    def note_program(self, graph: Graph, cause: Cause | None, reason: str) -> None:
         """Write the facts of a program that was built."""
         if on is not self:
             return
@@ -128,7 +127,7 @@ class Recording:
             "cause": cause.sentence if cause is not None else "",
             "why": cause.kind if cause is not None else "",
             "reason": reason,
-            "line": line,
+            "line": source.user_line(),
             "ops": len(graph.nodes),
         }
         if is_new and number <= _MOST_GRAPHS:
@@ -254,10 +253,10 @@ def stop() -> None:
     found.close()
 
 
-def note_program(graph: Graph, cause: Cause | None, reason: str, line: str) -> None:
+def note_program(graph: Graph, cause: Cause | None, reason: str) -> None:
     """Write the facts of a program, if a report is recorded."""
     if on is not None:
-        on.note_program(graph, cause, reason, line)
+        on.note_program(graph, cause, reason)
 
 
 _directory_of_parent = ""  # where the process that forked this one records
@@ -281,24 +280,12 @@ def start_as_set() -> None:
             where="LTC_REPORT",
             next=f"unset LTC_TRACE; the timeline is {path}/{TRACE}",
         )
-    if path_of_rank(path, rank_in_job()[0]) == _directory_of_parent:
-        return
-    try:
-        start(path)
-    except ProfilerError as error:
-        if isinstance(error, AlreadyWritten) and multiprocessing.parent_process() is not None:
-            return
-        raise SettingsError(
-            error.what, got=error.got, where="LTC_REPORT", next=error.next
-        ) from None
+    as_set.start_as_set(start, path, _directory_of_parent, "LTC_REPORT")
 
 
 def at_exit() -> None:
     if on is not None:
-        try:
-            stop()
-        except LtcError as error:
-            print(f"ltc: {error}", file=sys.stderr, flush=True)
+        as_set.stop_at_exit(stop)
 
 
 def after_fork_in_child() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ltc_core.metrics_report import counted
 from ltc_core.report.steps import COMPUTING, DATA, OTHERS, SCRIPT
 
 __all__ = ["summary_of"]
@@ -63,13 +64,13 @@ def _programs(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     if not again:
         yield (
-            f"{_counted(count, 'program')} built, none of them because something changed.",
+            f"{counted(count, 'program')} built, none of them because something changed.",
             "programs",
         )
         return
     last = again[-1]
     yield (
-        f"{_counted(count, 'program')} built, {len(again)} of them because something changed; the last: "
+        f"{counted(count, 'program')} built, {len(again)} of them because something changed; the last: "
         f"{last['cause']}.",
         "programs",
     )
@@ -110,7 +111,7 @@ def _waits(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if syncs:
         first = syncs[0]
         yield (
-            f"{first['line'] or 'A library'} waits for a value ({first['reason']}, {_counted(first['calls'], 'time')}, "
+            f"{first['line'] or 'A library'} waits for a value ({first['reason']}, {counted(first['calls'], 'time')}, "
             f"{_ms(first['ms_a_step'])} ms a step): {first['advice']}.",
             "waits",
         )
@@ -118,8 +119,8 @@ def _waits(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         ops = {row["op"] for row in rank["fallbacks"]}
         first = rank["fallbacks"][0]
         yield (
-            f"{_counted(len(ops), 'op')} ran on the CPU, most often {first['op']} at {first['line']} "
-            f"({_counted(first['calls'], 'time')}).",
+            f"{counted(len(ops), 'op')} ran on the CPU, most often {first['op']} at {first['line']} "
+            f"({counted(first['calls'], 'time')}).",
             "waits",
         )
     elif rank["num_steps"]:
@@ -169,7 +170,3 @@ def _bytes(value: float) -> str:
             return f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} GiB"
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from ltc_core import metrics, source
+from ltc_core import metrics
 from ltc_core.debug.explain import Cause, KnownGraphs, explain, on_compile
 from ltc_core.debug.report import graph_hash
 from ltc_core.executors import Executor
@@ -109,7 +109,7 @@ class ProgramCache:
             metrics.count("UncachedCompile")
             found.cause = explain(found.graph, self._known, reason, cut.path)
             on_compile(found.cause)
-            recording.note_program(found.graph, found.cause, reason, source.user_line())
+            recording.note_program(found.graph, found.cause, reason)
             self._evict()
         else:
             metrics.count("CachedCompile")

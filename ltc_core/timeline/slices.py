@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import multiprocessing
 import os
 import socket
 import sys
@@ -28,12 +27,12 @@ from typing import Any
 import torch
 from torch.autograd import profiler as _flag
 
-from ltc_core.errors import ProfilerError, SettingsError
+from ltc_core.errors import ProfilerError
 from ltc_core.settings import rank_in_job, settings
-from ltc_core.timeline import marks
+from ltc_core.timeline import as_set, marks
 from ltc_core.timeline.marks import Awaited, Mark
 from ltc_core.timeline.merge import merge_if_whole
-from ltc_core.timeline.trace_file import AlreadyWritten, TraceFile, encode, path_of_rank
+from ltc_core.timeline.trace_file import TraceFile, encode, path_of_rank
 
 __all__ = ["Slice", "Timeline", "begin", "start", "start_as_set", "stop", "watched"]
 
@@ -424,22 +423,12 @@ def start_as_set() -> None:
     path = settings.trace
     if path is None or on is not None:
         return
-    if path_of_rank(path, rank_in_job()[0]) == _file_of_parent:
-        return
-    try:
-        start(path)
-    except ProfilerError as error:
-        if isinstance(error, AlreadyWritten) and multiprocessing.parent_process() is not None:
-            return
-        raise SettingsError(error.what, got=error.got, where="LTC_TRACE", next=error.next) from None
+    as_set.start_as_set(start, path, _file_of_parent, "LTC_TRACE")
 
 
 def at_exit() -> None:
     if on is not None:
-        try:
-            stop()
-        except ProfilerError as error:
-            print(f"ltc: {error}", file=sys.stderr, flush=True)
+        as_set.stop_at_exit(stop)
 
 
 def after_fork_in_child() -> None:

@@ -59,7 +59,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: Sequence[Any]) ->
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:
-    """Give each device all of a tensor again; returns it."""
+    """Remove the mark of a tensor: each device holds the whole tensor. Returns the tensor."""
     found = sharding_of(t)
     if found is not None:
         sharding.shard(t, found[0].sharding([None] * t.ndim))

@@ -264,7 +264,9 @@ def test_other_executors_have_a_mesh_of_one_device() -> None:
     found = run(
         """
         mesh = spmd.get_1d_mesh("x")
-        net = spmd.mark_sharding(nn.Linear(2, 2).to(device).weight, mesh, ("x", None))
+        weight = spmd.mark_sharding(nn.Linear(2, 2).to(device).weight, mesh, ("x", None))
+        (part,) = spmd.local_shards(weight)
+        assert torch.equal(part.data, weight.cpu())
         try:
             spmd.Mesh(range(8), (8,))
         except AssertionError as error:

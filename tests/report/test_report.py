@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
-from ltc_core import modules, profiler
+from ltc_core import profiler
 from ltc_core.errors import ProfilerError
+from ltc_core.record import modules
 from ltc_core.report import recording
 from ltc_core.report.build import data_of, read_ranks
 from ltc_core.timeline import op_times, slices

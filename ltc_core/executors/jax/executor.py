@@ -34,7 +34,6 @@ class JaxExecutor(DeviceExecutor):
         runtime = JaxDevice(index)
         super().__init__(runtime)
         self._jax = runtime
-        self._device = runtime.device
 
     def synchronize(self) -> None:
         jax.effects_barrier()
@@ -43,13 +42,6 @@ class JaxExecutor(DeviceExecutor):
     def num_mesh_devices(self) -> int:
         return len(self._jax.mesh.devices)
 
-    @property
-    def has_mesh(self) -> bool:
-        return self._jax.has_mesh
-
-    def place_like(self, data: Any, other: Any) -> Any:
-        return self._jax.place_like(data, other)
-
     def shard(self, data: Any, sharding: Sharding) -> Any:
         return self._jax.shard(data, sharding)
 
@@ -57,11 +49,11 @@ class JaxExecutor(DeviceExecutor):
         return self._jax.parts(data)
 
     def memory_info(self) -> tuple[int, int]:
-        found = self._device.memory_stats()
+        found = self._jax.device.memory_stats()
         if not found or "bytes_limit" not in found:  # a CPU does not report it
             return super().memory_info()
         return found["bytes_limit"] - found["bytes_in_use"], found["bytes_limit"]
 
     @property
     def kind(self) -> str:
-        return str(self._device.device_kind)
+        return str(self._jax.device.device_kind)

@@ -272,49 +272,38 @@ print(gc.isenabled(), signal.getsignal(signal.SIGINT) is signal.default_int_hand
     assert (out.split(), err) == (["0", "True", "True"], "")
 
 
-def test_ctrl_c_within_a_finalizer_is_not_lost() -> None:
+OF_A_BUFFER = """
+from ltc_core.tensor.buffer import Buffer
+
+class Interrupted:
+    def add(self, nbytes): pass
+    def free(self, nbytes):
+        signal.raise_signal(signal.SIGINT)
+
+held = Buffer.ready(Interrupted(), torch.ones(2), 8)
+"""
+
+# The loaders' finalizers are such calls, and PyTorch's own.
+OF_WEAKREF = """
+class Held:
+    pass
+
+held = Held()
+weakref.finalize(held, signal.raise_signal, signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("finalizer", [OF_A_BUFFER, OF_WEAKREF])
+def test_ctrl_c_within_a_finalizer_is_not_lost(finalizer: str) -> None:
     """Python drops what a finalizer raises; then a loop that is interrupted there would go on for ever."""
-    out, err = child.run(
-        """
-        import signal, time
-        from ltc_core.tensor.buffer import Buffer
-
-        class Interrupted:
-            def add(self, nbytes): pass
-            def free(self, nbytes):
-                signal.raise_signal(signal.SIGINT)
-
-        made = Buffer.ready(Interrupted(), torch.ones(2), 8)
-        try:
-            del made
-            for _ in range(500):
-                time.sleep(0.01)
-            print("lost")
-        except KeyboardInterrupt:
-            print("interrupted")
-        """
-    )
-    assert (out, err) == ("interrupted\n", "")
-
-
-def test_ctrl_c_within_a_call_of_weakref_finalize_is_not_lost() -> None:
-    """The loaders' finalizers are such calls, and PyTorch's own."""
-    out, err = child.run(
-        """
-        import signal, time, weakref
-
-        class Held:
-            pass
-
-        held = Held()
-        weakref.finalize(held, signal.raise_signal, signal.SIGINT)
-        try:
-            del held
-            for _ in range(500):
-                time.sleep(0.01)
-            print("lost")
-        except KeyboardInterrupt:
-            print("interrupted")
-        """
-    )
+    loop = """
+try:
+    del held
+    for _ in range(500):
+        time.sleep(0.01)
+    print("lost")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    out, err = child.run("import signal, time, weakref\n" + finalizer + loop)
     assert (out, err) == ("interrupted\n", "")
