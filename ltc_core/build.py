@@ -10,11 +10,13 @@ from ltc_core.executors import host_memory
 from ltc_core.executors.inductor import launcher
 from ltc_core.executors.reference import replay
 from ltc_core.record import fast_path
+from ltc_core.tensor import native_objects
 
 __all__ = ["main"]
 
 EXTENSIONS = (
     device.extension,
+    native_objects.extension,
     fast_path.extension,
     replay.extension,
     launcher.extension,

@@ -22,6 +22,7 @@ from ltc_core.native_extension import Extension
 from ltc_core.record import random_state
 from ltc_core.record.trace import Step, Trace
 from ltc_core.settings import settings
+from ltc_core.tensor import native_objects
 from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, View
 from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty, wrap_in_cpp
@@ -38,9 +39,11 @@ _is_on: bool | None = None  # None: LTC_EAGER decides, which cuts after each op
 
 
 def after_fork_in_child() -> None:
-    """Renew the lock: its owner may be a thread that the child does not have."""
+    """Renew the lock, and undo what a call had begun, in threads that the child does not have."""
     global _lock
     _lock = threading.RLock()
+    if _native is not None:
+        _native.after_fork()
 
 
 def install() -> bool:
@@ -56,6 +59,9 @@ def install() -> bool:
         if _native is None:
             dispatch = LazyTensor.__torch_dispatch__
             native.share_pauses(uninterrupted.calls, uninterrupted.paused)
+            if native_objects.native is not None:
+                objects = native_objects.native
+                native.use_locks(objects.Lock, objects.lock_functions)
             native.setup(detach, dispatch, make_empty, empty, random_state.stream, *types)
             wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]

@@ -20,9 +20,12 @@ import torch
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.tensor.buffer import MemoryCounter
 from ltc_core.tensor.handles import Cell, Value, View
+from ltc_core.tensor.native_objects import native
 
 __all__ = ["Cut", "Step", "Trace"]
 
+# A lock that its owner may take again. C++ takes one of its own kind without a call of Python.
+_new_lock: Callable[[], Any] = threading.RLock if native is None else native.Lock
 _epochs = itertools.count(1)
 # Counts of references, as `map` sees them. A weak reference would not tell whether somebody holds a value: the garbage
 # collector clears those to all garbage before it calls the first finalizer, and the others may still record ops on it.
@@ -118,7 +121,7 @@ class Trace:
     def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
         self.device = device
         self.memory = memory
-        self.lock = threading.RLock()
+        self.lock = _new_lock()
         self.on_limit: Callable[[], None] | None = None
         self.first_limit = 1 << 62
         self.steps = 0
@@ -145,7 +148,7 @@ class Trace:
 
     def after_fork(self) -> None:
         """Renew the lock: its owner may be a thread that the forked child does not have."""
-        self.lock = threading.RLock()
+        self.lock = _new_lock()
 
     def __bool__(self) -> bool:
         """Whether anything was recorded since the last cut."""

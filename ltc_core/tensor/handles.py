@@ -4,6 +4,9 @@ A `Value` is one immutable value: pending in the running trace (its epoch and nu
 buffer. A `Cell` is mutable memory: its current value, shared by all tensors that alias the whole of it. A `View`
 is the part of a cell that a lens selects. An in-place op rebinds the cell to a new value; views of the cell read the
 new value. Made by `record`, held by `lazy_tensor`; `runtime.device_context` gives values their buffers.
+
+The classes here say what the types are. Where there is a C++ compiler, `csrc/ltc_objects.cpp` takes their place, with
+the same attributes.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ltc_core.graph.ir import Lens, TensorMeta
+from ltc_core.tensor.native_objects import native
 
 if TYPE_CHECKING:
     from ltc_core.tensor.buffer import Buffer
@@ -35,9 +39,9 @@ class Value:
         self.index = index
         self.buffer = None
 
-    @classmethod
-    def of(cls, buffer: Buffer) -> Value:
-        value = cls(-1, -1)
+    @staticmethod
+    def of(buffer: Buffer) -> Value:
+        value = Value(-1, -1)
         value.buffer = buffer
         return value
 
@@ -73,6 +77,9 @@ class View:
 
 
 Handle = Cell | View
+
+if not TYPE_CHECKING and native is not None:
+    Value, Cell, View = native.Value, native.Cell, native.View
 
 
 def base_of(handle: Handle) -> Cell:

@@ -40,9 +40,9 @@ inline PyTypeObject expected_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_rec
 
 // What was noted about a call before Python records it.
 struct Noted {
-  Object trace, before, epoch, expected;
+  Object trace, before, expected;
   Object written; // the first cell it writes
-  Py_ssize_t count = 0;
+  Py_ssize_t epoch = 0, count = 0;
   size_t numbers = 0;
   std::vector<PyObject*> metas; // of its inputs
 
@@ -50,7 +50,7 @@ struct Noted {
     if (!expected)
       return;
     const Gil gil;
-    for (Object* object : {&trace, &before, &epoch, &expected, &written})
+    for (Object* object : {&trace, &before, &expected, &written})
       *object = Object();
   }
 
@@ -61,7 +61,7 @@ struct Noted {
       return;
     const Gil gil;
     PyObject* step = trace_of.cursor.of(trace.get());
-    if (!same_number(trace_of.epoch.of(trace.get()), epoch.get()) || step_of.node.is_none(step) ||
+    if (trace_of.epoch.number(trace.get()) != epoch || step_of.node.is_none(step) ||
         step_of.parent.of(step) != before.get() || step_of.next.of(before.get()) != step || !has_defined(returned))
       return;
     const Py_ssize_t more = step_of.num_scalars.number(step) - step_of.num_scalars.number(before.get());
@@ -91,7 +91,7 @@ struct Noted {
     return is_new(is_view ? view_of.value.of(handle.get()) : cell_of.value.of(handle.get()));
   }
   bool is_new(PyObject* value) const {
-    return same_number(value_of.epoch.of(value), epoch.get()) &&
+    return value_of.epoch.number(value) == epoch &&
         value_of.index.number(value) >= count + static_cast<Py_ssize_t>(metas.size());
   }
 };
@@ -126,7 +126,7 @@ class Noter : Operands {
     note_shared_reads();
     noted.trace = Object(Py_NewRef(trace));
     noted.before = Object(Py_NewRef(trace_of.cursor.of(trace)));
-    noted.epoch = Object(Py_NewRef(epoch));
+    noted.epoch = epoch;
     if (!written.cells.empty())
       noted.written = Object(Py_NewRef(written.cells[0]));
     noted.count = count;

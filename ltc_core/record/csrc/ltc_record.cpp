@@ -10,6 +10,7 @@
 
 #include <ATen/core/stack.h>
 
+#include <cstring>
 #include <memory>
 #include <string>
 
@@ -18,32 +19,75 @@ namespace {
 
 // ---- kernels at the dispatcher's key for Python --------------------------------------------------------------------
 
-// Holds the trace's lock; `is_taken` is false, with an error set, if that failed. No garbage is collected meanwhile: a
-// finalizer may record ops itself.
-class Locked {
+// Pauses garbage collection while C++ records, as ltc_core/uninterrupted.py does for Python: a finalizer may record ops
+// itself. `calls` has an item for each call of Python's that is under way, in any thread. Without one, a flag will do.
+class Pause {
  public:
-  explicit Locked(PyObject* trace) : lock(Py_NewRef(trace_of.lock.of(trace))) {
-    const Object taken(PyObject_CallMethodNoArgs(lock.get(), name_acquire)); // may wait, without the GIL
-    is_taken = static_cast<bool>(taken);
-    if (!is_taken)
-      return;
-    // As ltc_core/uninterrupted.py: the last call of any thread to end turns collection on again.
-    is_noted = PyList_Append(calls, Py_None) == 0;
-    if (is_noted && PyGC_Disable() && PyList_Append(paused, Py_None) < 0)
-      PyGC_Enable();
-    PyErr_Clear(); // no memory for the note: collection stays on
+  Pause() {
+    if (PyList_GET_SIZE(calls) == 0 && !is_flagged && PyGC_IsEnabled()) {
+      PyGC_Disable();
+      is_flagged = is_ours = true;
+    } else {
+      is_noted = PyList_Append(calls, Py_None) == 0;
+      if (is_noted && PyGC_Disable() && PyList_Append(paused, Py_None) < 0)
+        PyGC_Enable();
+      PyErr_Clear(); // no memory for the note: collection stays on
+    }
   }
-  ~Locked() {
-    if (!is_taken)
-      return;
+  ~Pause() {
     const ErrorAside aside;
+    if (is_ours) {
+      is_flagged = false;
+      // A call that another thread has begun meanwhile turns collection on again.
+      if (PyList_GET_SIZE(calls) > 0 && PyList_Append(paused, Py_None) == 0)
+        return;
+      PyGC_Enable();
+      return;
+    }
     const Py_ssize_t num_calls = PyList_GET_SIZE(calls);
     if (is_noted && num_calls > 0)
       PyList_SetSlice(calls, num_calls - 1, num_calls, nullptr);
     if (PyList_GET_SIZE(calls) == 0 && PyList_GET_SIZE(paused) > 0) {
       PyList_SetSlice(paused, 0, PyList_GET_SIZE(paused), nullptr);
-      PyGC_Enable();
+      if (!is_flagged)
+        PyGC_Enable();
     }
+  }
+
+  // In a forked child: the call was another thread's, which is not in this process.
+  static void after_fork() {
+    if (is_flagged)
+      PyGC_Enable();
+    is_flagged = false;
+  }
+
+ private:
+  inline static bool is_flagged = false; // a call in C++ has turned collection off, without an item of `calls`
+  bool is_ours = false, is_noted = false;
+};
+
+// Holds the trace's lock; `is_taken` is false, with an error set, if that failed. No garbage is collected meanwhile.
+class Locked {
+ public:
+  explicit Locked(PyObject* trace) : lock(Py_NewRef(trace_of.lock.of(trace))) {
+    if (is_type(lock.get(), lock_type)) {
+      is_taken = lock_functions.take(lock.get()); // may wait, without the GIL
+    } else {
+      const Object taken(PyObject_CallMethodNoArgs(lock.get(), name_acquire));
+      is_taken = static_cast<bool>(taken);
+    }
+    if (is_taken)
+      pause.emplace();
+  }
+  ~Locked() {
+    if (!is_taken)
+      return;
+    pause.reset();
+    if (is_type(lock.get(), lock_type)) {
+      lock_functions.give(lock.get());
+      return;
+    }
+    const ErrorAside aside;
     const Object released(PyObject_CallMethodNoArgs(lock.get(), name_release));
     if (!released)
       PyErr_WriteUnraisable(lock.get());
@@ -51,8 +95,8 @@ class Locked {
   bool is_taken;
 
  private:
-  bool is_noted = false;
   const Object lock;
+  std::optional<Pause> pause;
 };
 
 thread_local bool is_for_python = false; // `Follower` leaves the last call to Python because of `is_of_other_mode`
@@ -245,6 +289,9 @@ PyObject* setup(PyObject*, PyObject* given) {
   cell_type = Py_NewRef(cell);
   view_type = Py_NewRef(view);
   value_type = Py_NewRef(value);
+  const Object attribute(PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(tensor), &handle_attribute));
+  if (!attribute || PyObject_SetAttr(tensor, name_handle, attribute.get()) < 0)
+    return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -255,6 +302,24 @@ PyObject* share_pauses(PyObject*, PyObject* given) {
     return nullptr;
   calls = Py_NewRef(first);
   paused = Py_NewRef(second);
+  Py_RETURN_NONE;
+}
+
+// after_fork(): called in a forked child.
+PyObject* after_fork(PyObject*, PyObject*) {
+  Pause::after_fork();
+  Py_RETURN_NONE;
+}
+// use_locks(type, functions): locks of this type are taken by the functions in this capsule.
+PyObject* use_locks(PyObject*, PyObject* given) {
+  PyObject *type, *functions;
+  if (!PyArg_ParseTuple(given, "OO", &type, &functions))
+    return nullptr;
+  const void* found = PyCapsule_GetPointer(functions, "lock_functions");
+  if (!found)
+    return nullptr;
+  memcpy(&lock_functions, found, sizeof(lock_functions));
+  lock_type = Py_NewRef(type);
   Py_RETURN_NONE;
 }
 
@@ -275,6 +340,8 @@ PyObject* count(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"share_pauses", share_pauses, METH_VARARGS, nullptr},
+    {"after_fork", after_fork, METH_NOARGS, nullptr},
+    {"use_locks", use_locks, METH_VARARGS, nullptr},
     {"setup", setup, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},
     {"enable", enable, METH_O, nullptr},
@@ -295,7 +362,6 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_release = PyUnicode_InternFromString("release");
   name_handle = PyUnicode_InternFromString("_h");
   name_rewind = PyUnicode_InternFromString("rewind");
-  number_zero = PyLong_FromLong(0);
   maker_type.tp_dealloc = free_maker;
   expected_type.tp_dealloc = free_expected;
   for (PyTypeObject* type : {&maker_type, &expected_type}) {

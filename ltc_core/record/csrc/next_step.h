@@ -191,8 +191,8 @@ class NextStep : Operands {
       const Object row(PyTuple_Pack(4, index.get(), input.value, value_of.buffer.of(input.value), input.meta));
       if (!row || PyList_Append(trace_of.inputs.of(trace), row.get()) < 0 || !take_number(Py_None))
         return false;
-      value_of.epoch.set(input.value, epoch);
-      value_of.index.set(input.value, index.get());
+      if (!value_of.epoch.set_number(input.value, epoch) || !value_of.index.set_number(input.value, count - 1))
+        return false;
     }
     return true;
   }
@@ -214,11 +214,8 @@ class NextStep : Operands {
 
   PyObject* new_value() {
     Object value(new_object(value_type));
-    const Object index(PyLong_FromSsize_t(count));
-    if (!value || !index)
+    if (!value || !value_of.epoch.set_number(value.get(), epoch) || !value_of.index.set_number(value.get(), count))
       return nullptr;
-    value_of.epoch.set(value.get(), epoch);
-    value_of.index.set(value.get(), index.get());
     value_of.buffer.set(value.get(), Py_None);
     return value.release();
   }
@@ -231,26 +228,24 @@ class NextStep : Operands {
   at::Tensor new_result(PyObject* meta) {
     const Object value(define());
     const Object cell(value ? new_object(cell_type) : nullptr);
-    if (!cell)
+    if (!cell || !cell_of.version.set_number(cell.get(), 0))
       return {};
     cell_of.trace.set(cell.get(), trace);
     cell_of.value.set(cell.get(), value.get());
     cell_of.meta.set(cell.get(), meta);
-    cell_of.version.set(cell.get(), number_zero);
     return wrap(meta, trace_of.device.of(trace), cell.get());
   }
 
   at::Tensor new_view(PyObject* base, PyObject* lens, PyObject* meta) {
     const Object value(new_value());
     const Object view(value ? new_object(view_type) : nullptr);
-    if (!view || !take_number(Py_None))
+    if (!view || !take_number(Py_None) || !view_of.version.set_number(view.get(), cell_of.version.number(base)))
       return {};
     view_of.base.set(view.get(), base);
     view_of.lens.set(view.get(), lens);
     view_of.meta.set(view.get(), meta);
     view_of.trace.set(view.get(), trace);
     view_of.value.set(view.get(), value.get());
-    view_of.version.set(view.get(), cell_of.version.of(base));
     return wrap(meta, trace_of.device.of(trace), view.get());
   }
 

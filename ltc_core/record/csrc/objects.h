@@ -48,7 +48,9 @@ class Slot {
       PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, name);
       return false;
     }
-    offset = reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset;
+    const PyMemberDef* found = reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member;
+    offset = found->offset;
+    is_native = found->type == T_PYSSIZET;
     return true;
   }
   // Borrowed; null if the attribute is not set.
@@ -59,8 +61,15 @@ class Slot {
     place(object) = Py_NewRef(value);
     Py_XDECREF(old);
   }
-  Py_ssize_t number(PyObject* object) const { return PyLong_AsSsize_t(place(object)); }
+  // A number is a Python object in a class of Python's, a C integer in one of tensor/csrc/ltc_objects.cpp.
+  Py_ssize_t number(PyObject* object) const {
+    return is_native ? native_place(object) : PyLong_AsSsize_t(place(object));
+  }
   bool set_number(PyObject* object, Py_ssize_t value) const {
+    if (is_native) {
+      native_place(object) = value;
+      return true;
+    }
     const Object number(PyLong_FromSsize_t(value));
     if (!number)
       return false;
@@ -72,7 +81,11 @@ class Slot {
   PyObject*& place(PyObject* object) const {
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
   }
+  Py_ssize_t& native_place(PyObject* object) const {
+    return *reinterpret_cast<Py_ssize_t*>(reinterpret_cast<char*>(object) + offset);
+  }
   Py_ssize_t offset = 0;
+  bool is_native = false;
 };
 
 inline struct {
@@ -100,13 +113,17 @@ inline Slot buffer_error;
 
 inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type; // set by `setup`, never released
 inline PyObject *name_acquire, *name_release, *name_handle, *name_rewind;
-inline PyObject* number_zero;
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL
 inline Py_ssize_t num_followed = 0;
 inline PyObject* make_empty; // (meta, device) -> a lazy tensor without a handle
 inline PyObject* empty_op; // (empty_op, meta) is the key of the step for memory that nobody wrote yet
 inline PyObject *calls, *paused; // lists of ltc_core/uninterrupted.py
+inline PyObject* lock_type = nullptr; // of tensor/csrc/ltc_objects.cpp, with what takes and gives such a lock
+inline struct {
+  bool (*take)(PyObject*);
+  void (*give)(PyObject*);
+} lock_functions;
 inline PyObject* find_stream; // (trace, generator) -> the cell of a random stream
 
 inline bool is_type(PyObject* object, PyObject* type) {
@@ -121,9 +138,6 @@ inline bool equal(PyObject* a, PyObject* b) {
   if (answer < 0)
     PyErr_Clear();
   return answer > 0;
-}
-inline bool same_number(PyObject* a, PyObject* b) {
-  return a == b || (a && b && PyLong_AsSsize_t(a) == PyLong_AsSsize_t(b));
 }
 struct Gil {
   const PyGILState_STATE state = PyGILState_Ensure();

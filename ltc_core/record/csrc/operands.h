@@ -107,11 +107,12 @@ class Written {
 class Operands {
  protected:
   Operands(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args)
-      : op(op), args(args), trace(trace), epoch(trace_of.epoch.of(trace)), count(trace_of.count.number(trace)) {}
+      : op(op), args(args), trace(trace), epoch(trace_of.epoch.number(trace)), count(trace_of.count.number(trace)) {}
 
   const Op& op;
   const c10::ArrayRef<IValue> args;
-  PyObject *const trace, *const epoch;
+  PyObject* const trace;
+  const Py_ssize_t epoch;
   Py_ssize_t count; // count of the trace's values so far
   c10::SmallVector<Input, 8> inputs;
   c10::SmallVector<const IValue*, 8> numbers;
@@ -132,7 +133,7 @@ class Operands {
     }
     PyObject* value = view_of.value.of(handle);
     const bool is_fresh = view_of.trace.of(handle) == trace && is_of_this_epoch(value) &&
-        same_number(view_of.version.of(handle), cell_of.version.of(view_of.base.of(handle)));
+        view_of.version.number(handle) == cell_of.version.number(view_of.base.of(handle));
     return is_fresh ? value : nullptr;
   }
 
@@ -160,7 +161,7 @@ class Operands {
   }
 
   bool is_of_this_epoch(PyObject* value) const {
-    return same_number(value_of.epoch.of(value), epoch);
+    return value_of.epoch.number(value) == epoch;
   }
 
  private:

@@ -13,6 +13,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
 
+#include <optional>
+#include <typeinfo>
 #include <vector>
 
 namespace ltc {
@@ -73,13 +75,30 @@ inline Maker* maker_for(PyObject* meta, PyObject* device) {
   throw error;
 }
 
+// Holds the GIL while the bases after it are destroyed: autograd frees tensors without it, and each of handle, Python
+// object and what autograd knows of the tensor would take it anew.
+struct DyingWithGil {
+  std::optional<Gil> gil;
+};
+
 // The `TensorImpl` of the lazy tensors that C++ makes. Autograd detaches each result that it saves for backward, and
 // once more when backward reads it. A plain `TensorImpl` imports torch, looks `aten.detach.default` up by name and calls
 // `__torch_dispatch__` for that: 8.1 instead of 4.6 us an op in a pointwise chain with autograd, one detach for each
 // second op; 10.2 instead of 7.0 us with backward (thread time, least of 14 alternating rounds, two loaded cores).
-class LazyImpl final : public c10::TensorImpl {
+//
+// It holds the handle, `_h` in Python. A tensor of another `TensorImpl`, such as a parameter that was moved here, has its
+// handle in its `__dict__`.
+class LazyImpl final : DyingWithGil, public c10::TensorImpl {
  public:
   using TensorImpl::TensorImpl;
+  ~LazyImpl() override {
+    if (handle && Py_IsInitialized()) {
+      gil.emplace();
+      Py_CLEAR(handle);
+    }
+  }
+
+  PyObject* handle = nullptr; // owned; a `Cell` or a `View`. Read and written under the GIL
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allows_changes)
       const override {
@@ -109,8 +128,16 @@ class LazyImpl final : public c10::TensorImpl {
   c10::intrusive_ptr<TensorImpl> shared(bool allows_changes) const; // null: the tensor has no handle
 };
 
-// Makes a lazy tensor without a handle; returns an undefined tensor after an error.
-inline at::Tensor new_tensor(PyObject* meta, PyObject* device) {
+// The implementation of a tensor if it is one of ours, else null.
+inline LazyImpl* lazy_impl(const at::Tensor& tensor) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  return typeid(*impl) == typeid(LazyImpl) ? static_cast<LazyImpl*>(impl) : nullptr;
+}
+inline bool is_handle(PyObject* object) {
+  return is_type(object, cell_type) || is_type(object, view_type);
+}
+// Makes a lazy tensor that holds `handle`; returns an undefined tensor after an error.
+inline at::Tensor wrap(PyObject* meta, PyObject* device, PyObject* handle) {
 #if TORCH_VERSION_MINOR >= 13
   const Maker* maker = maker_for(meta, device);
   if (!maker)
@@ -122,20 +149,15 @@ inline at::Tensor new_tensor(PyObject* meta, PyObject* device) {
       maker->dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(maker->size, maker->stride, maker->offset);
   tensor.unsafeGetTensorImpl()->set_python_dispatch(true);
+  static_cast<LazyImpl*>(tensor.unsafeGetTensorImpl())->handle = Py_NewRef(handle);
   const Object wrapped(THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(lazy_tensor)));
   return wrapped ? tensor : at::Tensor();
 #else // older versions offer no other way to make tensors of a subclass
   const Object made(PyObject_CallFunctionObjArgs(make_empty, meta, device, nullptr));
-  return made ? THPVariable_Unpack(made.get()) : at::Tensor();
-#endif
-}
-// Makes a lazy tensor that holds `handle`; returns an undefined tensor after an error.
-inline at::Tensor wrap(PyObject* meta, PyObject* device, PyObject* handle) {
-  at::Tensor tensor = new_tensor(meta, device);
-  const Object wrapped(tensor.defined() ? THPVariable_Wrap(tensor) : nullptr);
-  if (!wrapped || PyObject_SetAttr(wrapped.get(), name_handle, handle) < 0)
+  if (!made || PyObject_SetAttr(made.get(), name_handle, handle) < 0)
     return {};
-  return tensor;
+  return THPVariable_Unpack(made.get());
+#endif
 }
 inline PyObject* trace_of_handle(PyObject* handle) {
   return is_type(handle, cell_type) ? cell_of.trace.of(handle) : view_of.trace.of(handle);
@@ -149,14 +171,49 @@ inline at::Tensor share(PyObject* handle) {
 inline PyObject* handle_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_privateuseone())
     return nullptr;
+  if (auto* impl = lazy_impl(tensor); impl && impl->handle)
+    return Py_NewRef(impl->handle);
   const Object object(THPVariable_Wrap(tensor));
   PyObject* handle = object && is_type(object.get(), lazy_tensor) ? PyObject_GetAttr(object.get(), name_handle) : nullptr;
   if (!handle)
     PyErr_Clear();
-  else if (!is_type(handle, cell_type) && !is_type(handle, view_type))
+  else if (!is_handle(handle))
     Py_CLEAR(handle);
   return handle;
 }
+
+constexpr const char* no_handle = "_h: the tensor has no handle";
+// `LazyTensor._h`, an attribute of Python.
+inline PyObject* get_handle(PyObject* self, void*) {
+  if (auto* impl = lazy_impl(THPVariable_Unpack(self)); impl && impl->handle)
+    return Py_NewRef(impl->handle);
+  const Object attributes(PyObject_GenericGetDict(self, nullptr));
+  PyObject* handle = attributes ? PyDict_GetItemWithError(attributes.get(), name_handle) : nullptr;
+  if (!handle && !PyErr_Occurred())
+    PyErr_SetString(PyExc_AttributeError, no_handle);
+  return Py_XNewRef(handle);
+}
+// With null for `handle`, deletes the attribute.
+inline int set_handle(PyObject* self, PyObject* handle, void*) {
+  auto* impl = lazy_impl(THPVariable_Unpack(self));
+  if (impl && impl->handle && (!handle || is_handle(handle))) {
+    PyObject* old = impl->handle;
+    impl->handle = Py_XNewRef(handle);
+    Py_DECREF(old);
+    return 0;
+  }
+  const Object attributes(PyObject_GenericGetDict(self, nullptr));
+  if (!attributes)
+    return -1;
+  if (handle)
+    return PyDict_SetItem(attributes.get(), name_handle, handle);
+  const int result = PyDict_DelItem(attributes.get(), name_handle);
+  if (result < 0 && PyErr_ExceptionMatches(PyExc_KeyError))
+    PyErr_SetString(PyExc_AttributeError, no_handle);
+  return result;
+}
+inline PyGetSetDef handle_attribute = {"_h", get_handle, set_handle, nullptr, nullptr};
+
 inline c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shared(bool allows_changes) const {
   const Gil gil;
   const at::Tensor self(c10::intrusive_ptr<TensorImpl>::unsafe_reclaim_from_nonowning(const_cast<LazyImpl*>(this)));

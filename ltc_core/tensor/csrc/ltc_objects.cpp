@@ -1,0 +1,313 @@
+// `Value`, `Cell` and `View` of tensor/handles.py, and the lock of record/trace.py, as C types: nearly every op makes a
+// value and a handle, and takes the lock.
+//
+// The numbers of a handle are C integers, and the garbage collector does not know handles. It need not: what they refer
+// to (a buffer, a trace, metas) does not refer to them. Values and cells of Python's kind made the collector run four
+// times as often, over all tensors that a step keeps for backward.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <chrono>
+#include <initializer_list>
+
+namespace {
+
+// ---- handles and values --------------------------------------------------------------------------------------------
+
+struct Value {
+  PyObject_HEAD
+  PyObject* buffer;
+  Py_ssize_t epoch, index;
+  PyObject* weak_references;
+};
+struct Cell {
+  PyObject_HEAD
+  PyObject *trace, *value, *meta;
+  Py_ssize_t version;
+};
+struct View {
+  PyObject_HEAD
+  PyObject *base, *lens, *meta, *trace, *value;
+  Py_ssize_t version;
+};
+
+PyTypeObject value_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ltc_core.tensor.handles.Value", sizeof(Value)};
+PyTypeObject cell_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ltc_core.tensor.handles.Cell", sizeof(Cell)};
+PyTypeObject view_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ltc_core.tensor.handles.View", sizeof(View)};
+
+void replace(PyObject*& place, PyObject* object) {
+  PyObject* old = place;
+  place = Py_NewRef(object);
+  Py_XDECREF(old);
+}
+
+void free_value(PyObject* self) {
+  auto* value = reinterpret_cast<Value*>(self);
+  if (value->weak_references)
+    PyObject_ClearWeakRefs(self);
+  Py_XDECREF(value->buffer);
+  Py_TYPE(self)->tp_free(self);
+}
+void free_cell(PyObject* self) {
+  auto* cell = reinterpret_cast<Cell*>(self);
+  Py_XDECREF(cell->value);
+  Py_XDECREF(cell->meta);
+  Py_XDECREF(cell->trace);
+  Py_TYPE(self)->tp_free(self);
+}
+void free_view(PyObject* self) {
+  auto* view = reinterpret_cast<View*>(self);
+  Py_XDECREF(view->value);
+  Py_XDECREF(view->base);
+  Py_XDECREF(view->lens);
+  Py_XDECREF(view->meta);
+  Py_XDECREF(view->trace);
+  Py_TYPE(self)->tp_free(self);
+}
+
+// Value(epoch, index)
+int init_value(PyObject* self, PyObject* given, PyObject* named) {
+  auto* value = reinterpret_cast<Value*>(self);
+  static const char* names[] = {"epoch", "index", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(given, named, "nn", const_cast<char**>(names), &value->epoch, &value->index))
+    return -1;
+  replace(value->buffer, Py_None);
+  return 0;
+}
+// Cell(trace, value, meta)
+int init_cell(PyObject* self, PyObject* given, PyObject* named) {
+  auto* cell = reinterpret_cast<Cell*>(self);
+  static const char* names[] = {"trace", "value", "meta", nullptr};
+  PyObject *trace, *value, *meta;
+  if (!PyArg_ParseTupleAndKeywords(given, named, "OOO", const_cast<char**>(names), &trace, &value, &meta))
+    return -1;
+  replace(cell->trace, trace);
+  replace(cell->value, value);
+  replace(cell->meta, meta);
+  cell->version = 0;
+  return 0;
+}
+// View(base, lens, meta, value)
+int init_view(PyObject* self, PyObject* given, PyObject* named) {
+  auto* view = reinterpret_cast<View*>(self);
+  static const char* names[] = {"base", "lens", "meta", "value", nullptr};
+  PyObject *base, *lens, *meta, *value;
+  if (!PyArg_ParseTupleAndKeywords(
+          given, named, "O!OOO", const_cast<char**>(names), &cell_type, &base, &lens, &meta, &value))
+    return -1;
+  const auto* cell = reinterpret_cast<Cell*>(base);
+  replace(view->trace, cell->trace);
+  replace(view->base, base);
+  replace(view->lens, lens);
+  replace(view->meta, meta);
+  replace(view->value, value);
+  view->version = cell->version;
+  return 0;
+}
+
+// Value.of(buffer): a value with a buffer.
+PyObject* value_of(PyObject*, PyObject* buffer) {
+  PyObject* self = value_type.tp_alloc(&value_type, 0);
+  if (self) {
+    auto* value = reinterpret_cast<Value*>(self);
+    value->epoch = value->index = -1;
+    value->buffer = Py_NewRef(buffer);
+  }
+  return self;
+}
+// cell.rebind(value): replace the value, and count that.
+PyObject* rebind(PyObject* self, PyObject* value) {
+  auto* cell = reinterpret_cast<Cell*>(self);
+  replace(cell->value, value);
+  ++cell->version;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef value_methods[] = {{"of", value_of, METH_O | METH_STATIC, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef cell_methods[] = {{"rebind", rebind, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef value_members[] = {
+    {"buffer", T_OBJECT, offsetof(Value, buffer), 0, nullptr},
+    {"epoch", T_PYSSIZET, offsetof(Value, epoch), 0, nullptr},
+    {"index", T_PYSSIZET, offsetof(Value, index), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+PyMemberDef cell_members[] = {
+    {"trace", T_OBJECT_EX, offsetof(Cell, trace), 0, nullptr},
+    {"value", T_OBJECT_EX, offsetof(Cell, value), 0, nullptr},
+    {"meta", T_OBJECT_EX, offsetof(Cell, meta), 0, nullptr},
+    {"version", T_PYSSIZET, offsetof(Cell, version), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+PyMemberDef view_members[] = {
+    {"base", T_OBJECT_EX, offsetof(View, base), 0, nullptr},
+    {"lens", T_OBJECT_EX, offsetof(View, lens), 0, nullptr},
+    {"meta", T_OBJECT_EX, offsetof(View, meta), 0, nullptr},
+    {"trace", T_OBJECT_EX, offsetof(View, trace), 0, nullptr},
+    {"value", T_OBJECT_EX, offsetof(View, value), 0, nullptr},
+    {"version", T_PYSSIZET, offsetof(View, version), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+// ---- the lock of a trace -------------------------------------------------------------------------------------------
+
+// A lock that its owner may take again, as threading.RLock. All fields but `gate` change under the GIL only, so that
+// taking a free lock is two assignments.
+struct Lock {
+  PyObject_HEAD
+  unsigned long owner; // of `count` > 0
+  Py_ssize_t count; // how often the owner has taken it
+  Py_ssize_t num_waiting;
+  PyThread_type_lock gate; // those who wait take it; whoever frees the lock opens it
+  bool is_open;
+};
+PyTypeObject lock_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ltc_core.record.trace.Lock", sizeof(Lock)};
+
+bool take_now(Lock* lock) {
+  const unsigned long me = PyThread_get_thread_ident();
+  if (lock->count > 0 && lock->owner != me)
+    return false;
+  lock->owner = me;
+  ++lock->count;
+  return true;
+}
+// Takes the lock, waiting for it so long at most (microseconds; -1: without a limit). Returns 1, 0 if it waited in vain,
+// -1 with an error set if a signal handler raised.
+int take_within(Lock* lock, PY_TIMEOUT_T limit_us) {
+  if (take_now(lock))
+    return 1;
+  if (limit_us == 0)
+    return 0;
+  const auto begin = std::chrono::steady_clock::now();
+  while (!take_now(lock)) {
+    PY_TIMEOUT_T left_us = -1;
+    if (limit_us > 0) {
+      const auto waited = std::chrono::steady_clock::now() - begin;
+      left_us = limit_us - std::chrono::duration_cast<std::chrono::microseconds>(waited).count();
+      if (left_us <= 0)
+        return 0;
+    }
+    ++lock->num_waiting;
+    PyLockStatus status;
+    Py_BEGIN_ALLOW_THREADS
+    status = PyThread_acquire_lock_timed(lock->gate, left_us, 1);
+    Py_END_ALLOW_THREADS
+    --lock->num_waiting;
+    if (status == PY_LOCK_ACQUIRED)
+      lock->is_open = false;
+    if (status == PY_LOCK_INTR && PyErr_CheckSignals() < 0)
+      return -1;
+  }
+  return 1;
+}
+// For C++: takes the lock, however long that takes. Returns false, with an error set, if a signal handler raised.
+bool take(PyObject* self) {
+  return take_within(reinterpret_cast<Lock*>(self), -1) > 0;
+}
+void give(PyObject* self) {
+  auto* lock = reinterpret_cast<Lock*>(self);
+  if (--lock->count == 0 && lock->num_waiting > 0 && !lock->is_open) {
+    lock->is_open = true;
+    PyThread_release_lock(lock->gate);
+  }
+}
+const struct {
+  bool (*take)(PyObject*);
+  void (*give)(PyObject*);
+} lock_functions = {take, give};
+
+int init_lock(PyObject* self, PyObject* given, PyObject* named) {
+  auto* lock = reinterpret_cast<Lock*>(self);
+  static const char* names[] = {nullptr};
+  if (!PyArg_ParseTupleAndKeywords(given, named, "", const_cast<char**>(names)))
+    return -1;
+  if (!lock->gate) {
+    lock->gate = PyThread_allocate_lock();
+    if (!lock->gate) {
+      PyErr_NoMemory();
+      return -1;
+    }
+    PyThread_acquire_lock(lock->gate, NOWAIT_LOCK);
+  }
+  return 0;
+}
+void free_lock(PyObject* self) {
+  auto* lock = reinterpret_cast<Lock*>(self);
+  if (lock->gate) {
+    PyThread_release_lock(lock->gate);
+    PyThread_free_lock(lock->gate);
+  }
+  Py_TYPE(self)->tp_free(self);
+}
+// acquire(blocking=True, timeout=-1): as threading.RLock's.
+PyObject* acquire(PyObject* self, PyObject* given, PyObject* named) {
+  static const char* names[] = {"blocking", "timeout", nullptr};
+  int blocks = 1;
+  double timeout_s = -1;
+  if (!PyArg_ParseTupleAndKeywords(given, named, "|pd", const_cast<char**>(names), &blocks, &timeout_s))
+    return nullptr;
+  const PY_TIMEOUT_T limit_us = !blocks ? 0 : timeout_s < 0 ? -1 : static_cast<PY_TIMEOUT_T>(timeout_s * 1e6);
+  const int taken = take_within(reinterpret_cast<Lock*>(self), limit_us);
+  return taken < 0 ? nullptr : PyBool_FromLong(taken);
+}
+PyObject* release(PyObject* self, PyObject*) {
+  const auto* lock = reinterpret_cast<Lock*>(self);
+  if (lock->count == 0 || lock->owner != PyThread_get_thread_ident()) {
+    PyErr_SetString(PyExc_RuntimeError, "cannot release un-acquired lock");
+    return nullptr;
+  }
+  give(self);
+  Py_RETURN_NONE;
+}
+PyObject* enter(PyObject* self, PyObject*) {
+  return take(self) ? Py_NewRef(self) : nullptr;
+}
+PyObject* leave(PyObject* self, PyObject* const*, Py_ssize_t) {
+  return release(self, nullptr);
+}
+
+template <class Function>
+PyCFunction method(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+PyMethodDef lock_methods[] = {
+    {"acquire", method(acquire), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"release", release, METH_NOARGS, nullptr},
+    {"__enter__", enter, METH_NOARGS, nullptr},
+    {"__exit__", method(leave), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+// ---- the module ----------------------------------------------------------------------------------------------------
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_objects", nullptr, -1, nullptr};
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__ltc_objects() {
+  const auto describe = [](PyTypeObject& type, destructor free, initproc init, PyMemberDef* members, PyMethodDef* methods) {
+    type.tp_flags = Py_TPFLAGS_DEFAULT;
+    type.tp_dealloc = free;
+    type.tp_init = init;
+    type.tp_new = PyType_GenericNew;
+    type.tp_members = members;
+    type.tp_methods = methods;
+  };
+  describe(value_type, free_value, init_value, value_members, value_methods);
+  describe(cell_type, free_cell, init_cell, cell_members, cell_methods);
+  describe(view_type, free_view, init_view, view_members, nullptr);
+  describe(lock_type, free_lock, init_lock, nullptr, lock_methods);
+  value_type.tp_weaklistoffset = offsetof(Value, weak_references);
+  PyObject* module = PyModule_Create(&definition);
+  for (PyTypeObject* type : {&value_type, &cell_type, &view_type, &lock_type}) {
+    if (!module || PyModule_AddType(module, type) < 0) {
+      Py_XDECREF(module);
+      return nullptr;
+    }
+  }
+  // What record/csrc/ltc_record.cpp takes the lock by.
+  PyObject* functions = PyCapsule_New(const_cast<void*>(static_cast<const void*>(&lock_functions)), "lock_functions", nullptr);
+  if (!functions || PyModule_AddObject(module, "lock_functions", functions) < 0) {
+    Py_XDECREF(functions);
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+}
