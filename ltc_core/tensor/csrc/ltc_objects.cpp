@@ -149,17 +149,34 @@ PyMemberDef view_members[] = {
 
 // ---- the lock of a trace -------------------------------------------------------------------------------------------
 
-// A lock that its owner may take again, as threading.RLock. All fields but `gate` change under the GIL only, so that
-// taking a free lock is two assignments.
+using Clock = std::chrono::steady_clock;
+
+// A thread that waits for a lock.
+struct Waiter {
+  const unsigned long thread = PyThread_get_thread_ident();
+  const Clock::time_point since = Clock::now();
+  const PyThread_type_lock gate = PyThread_allocate_lock(); // it waits for this one
+  bool is_called = false; // the gate is open: the lock was free
+  bool is_owner = false; // the lock was handed to it
+  Waiter* next = nullptr;
+
+  ~Waiter() {
+    if (gate)
+      PyThread_free_lock(gate);
+  }
+};
+
+// A lock that its owner may take again, as threading.RLock. Its fields change under the GIL only, so that taking a free
+// lock is two assignments. Whoever comes first takes it, but from the thread that gives it back it goes to one that has
+// waited for `kPatience`: else that thread could take it again for ever, before another one has the GIL.
 struct Lock {
   PyObject_HEAD
   unsigned long owner; // of `count` > 0
   Py_ssize_t count; // how often the owner has taken it
-  Py_ssize_t num_waiting;
-  PyThread_type_lock gate; // those who wait take it; whoever frees the lock opens it
-  bool is_open;
+  Waiter* first; // of those that wait, in the order they came
 };
 PyTypeObject lock_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ltc_core.record.trace.Lock", sizeof(Lock)};
+constexpr std::chrono::milliseconds kPatience{2};
 
 bool take_now(Lock* lock) {
   const unsigned long me = PyThread_get_thread_ident();
@@ -169,6 +186,29 @@ bool take_now(Lock* lock) {
   ++lock->count;
   return true;
 }
+void remove(Lock* lock, const Waiter* waiter) {
+  Waiter** place = &lock->first;
+  while (*place != waiter)
+    place = &(*place)->next;
+  *place = waiter->next;
+}
+void give(PyObject* self) {
+  auto* lock = reinterpret_cast<Lock*>(self);
+  Waiter* waiter = lock->first;
+  if (--lock->count > 0 || !waiter)
+    return;
+  if (Clock::now() - waiter->since > kPatience) {
+    lock->first = waiter->next;
+    lock->owner = waiter->thread;
+    lock->count = 1;
+    waiter->is_owner = true;
+  } else if (waiter->is_called) {
+    return;
+  }
+  if (!waiter->is_called)
+    PyThread_release_lock(waiter->gate);
+  waiter->is_called = true;
+}
 // Takes the lock, waiting for it so long at most (microseconds; -1: without a limit). Returns 1, 0 if it waited in vain,
 // -1 with an error set if a signal handler raised.
 int take_within(Lock* lock, PY_TIMEOUT_T limit_us) {
@@ -176,65 +216,56 @@ int take_within(Lock* lock, PY_TIMEOUT_T limit_us) {
     return 1;
   if (limit_us == 0)
     return 0;
-  const auto begin = std::chrono::steady_clock::now();
-  while (!take_now(lock)) {
-    PY_TIMEOUT_T left_us = -1;
-    if (limit_us > 0) {
-      const auto waited = std::chrono::steady_clock::now() - begin;
-      left_us = limit_us - std::chrono::duration_cast<std::chrono::microseconds>(waited).count();
-      if (left_us <= 0)
-        return 0;
-    }
-    ++lock->num_waiting;
+  Waiter self;
+  if (!self.gate) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  PyThread_acquire_lock(self.gate, NOWAIT_LOCK);
+  Waiter** last = &lock->first;
+  while (*last)
+    last = &(*last)->next;
+  *last = &self;
+  PY_TIMEOUT_T left_us = limit_us;
+  for (;;) {
     PyLockStatus status;
     Py_BEGIN_ALLOW_THREADS
-    status = PyThread_acquire_lock_timed(lock->gate, left_us, 1);
+    status = PyThread_acquire_lock_timed(self.gate, left_us, 1);
     Py_END_ALLOW_THREADS
-    --lock->num_waiting;
+    if (self.is_owner)
+      return 1;
     if (status == PY_LOCK_ACQUIRED)
-      lock->is_open = false;
-    if (status == PY_LOCK_INTR && PyErr_CheckSignals() < 0)
-      return -1;
+      self.is_called = false;
+    int result = take_now(lock);
+    if (!result && status == PY_LOCK_INTR && PyErr_CheckSignals() < 0)
+      result = -1;
+    if (self.is_owner) { // a signal handler ran meanwhile, and others
+      if (result < 0)
+        give(reinterpret_cast<PyObject*>(lock));
+      return result < 0 ? -1 : 1;
+    }
+    bool is_over = result != 0;
+    if (!is_over && limit_us > 0) {
+      const auto waited = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - self.since);
+      left_us = limit_us - waited.count();
+      is_over = left_us <= 0;
+    }
+    if (is_over) {
+      remove(lock, &self);
+      return result;
+    }
   }
-  return 1;
 }
 // For C++: takes the lock, however long that takes. Returns false, with an error set, if a signal handler raised.
 bool take(PyObject* self) {
   return take_within(reinterpret_cast<Lock*>(self), -1) > 0;
-}
-void give(PyObject* self) {
-  auto* lock = reinterpret_cast<Lock*>(self);
-  if (--lock->count == 0 && lock->num_waiting > 0 && !lock->is_open) {
-    lock->is_open = true;
-    PyThread_release_lock(lock->gate);
-  }
 }
 const struct {
   bool (*take)(PyObject*);
   void (*give)(PyObject*);
 } lock_functions = {take, give};
 
-int init_lock(PyObject* self, PyObject* given, PyObject* named) {
-  auto* lock = reinterpret_cast<Lock*>(self);
-  static const char* names[] = {nullptr};
-  if (!PyArg_ParseTupleAndKeywords(given, named, "", const_cast<char**>(names)))
-    return -1;
-  if (!lock->gate) {
-    lock->gate = PyThread_allocate_lock();
-    if (!lock->gate) {
-      PyErr_NoMemory();
-      return -1;
-    }
-    PyThread_acquire_lock(lock->gate, NOWAIT_LOCK);
-  }
-  return 0;
-}
 void free_lock(PyObject* self) {
-  auto* lock = reinterpret_cast<Lock*>(self);
-  if (lock->gate) {
-    PyThread_release_lock(lock->gate);
-    PyThread_free_lock(lock->gate);
-  }
   Py_TYPE(self)->tp_free(self);
 }
 // acquire(blocking=True, timeout=-1): as threading.RLock's.
@@ -293,7 +324,7 @@ PyMODINIT_FUNC PyInit__ltc_objects() {
   describe(value_type, free_value, init_value, value_members, value_methods);
   describe(cell_type, free_cell, init_cell, cell_members, cell_methods);
   describe(view_type, free_view, init_view, view_members, nullptr);
-  describe(lock_type, free_lock, init_lock, nullptr, lock_methods);
+  describe(lock_type, free_lock, nullptr, nullptr, lock_methods);
   value_type.tp_weaklistoffset = offsetof(Value, weak_references);
   PyObject* module = PyModule_Create(&definition);
   for (PyTypeObject* type : {&value_type, &cell_type, &view_type, &lock_type}) {

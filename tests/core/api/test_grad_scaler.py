@@ -14,6 +14,8 @@ from tests.core.api.test_syncfree import contents, net
 from tests.core.beside_eager import assert_same
 from tests.core.counting import Counting
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 optim: Any = torch.optim
 CPU, LAZY = torch.device("cpu"), ltc.lazy_device()
 SCALING = {"init_scale": 16.0, "growth_interval": 3}

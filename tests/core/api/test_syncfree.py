@@ -13,6 +13,8 @@ from ltc_core.api import syncfree
 from tests.core.beside_eager import assert_same
 from tests.core.counting import Counting
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 optim: Any = torch.optim
 CPU, LAZY = torch.device("cpu"), ltc.lazy_device()
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -20,6 +20,8 @@ from ltc_core.runtime.unbounded_loop import LoopWatch
 from ltc_core.settings import settings
 from tests.core.counting import Counting
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 MIB = 1 << 20
 
 

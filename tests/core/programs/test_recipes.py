@@ -16,6 +16,8 @@ import ltc_core as ltc
 from tests.core.beside_eager import beside_eager
 from tests.core.counting import Counting
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 D = torch.distributions
 
 
