@@ -35,6 +35,7 @@ class MemoryPlan:
         origins: output -> its earlier versions, newest first: the old value of the write that made it, and so on. After
             a failed run an output has the newest version that was computed, as in eager.
         peak_bytes: peak memory of the values of the graph, inputs and outputs not counted.
+        roots: value -> the value that its memory was made for; equal for values that share memory.
     """
 
     in_place: list[tuple[bool, ...]]
@@ -43,6 +44,7 @@ class MemoryPlan:
     reuses: dict[int, int]
     origins: dict[int, tuple[int, ...]]
     peak_bytes: int
+    roots: dict[int, int]
 
 
 class _Memory:
@@ -90,6 +92,7 @@ def plan(graph: Graph) -> MemoryPlan:
         reuses,
         origins(graph.nodes, graph.outputs),
         _peak(graph, memory, frees),
+        memory.root,
     )
 
 

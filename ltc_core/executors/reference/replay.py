@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.executors.reference import element_groups
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, Scalar, Write, references
 from ltc_core.graph.lens import ViewStep, real_view
@@ -113,10 +114,10 @@ def build(
         generator,
     )
     hardware = generator.device
-    num_native = 0
+    is_native = []
     for node, in_place, frees in zip(nodes, memory.in_place, memory.frees, strict=True):
         call = _call(program, node, hardware)
-        num_native += call >= 0
+        is_native.append(call >= 0)
         writes = [
             part
             for k, (old, reuse) in enumerate(zip(node.writes, in_place, strict=True))
@@ -133,7 +134,11 @@ def build(
             _state(node),
             *_dtypes(node),
         )
-    return Replay(program, num_native)
+    if hardware.type == "cpu":  # on a GPU one kernel goes through all tensors
+        for group in element_groups.find(nodes, memory, is_native):
+            dying = [[part for pair in each for part in pair] for each in group.frees]
+            program.group(group.first, group.last, group.ends, dying)
+    return Replay(program, sum(is_native))
 
 
 def _call(program: Any, node: Node, hardware: torch.device) -> int:

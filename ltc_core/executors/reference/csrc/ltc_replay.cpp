@@ -93,6 +93,26 @@ PyObject* py_add(PyObject* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* py_group(PyObject* self, PyObject* args) {
+  int first;
+  Group group;
+  PyObject *ends, *frees;
+  if (!PyArg_ParseTuple(args, "iiOO!:group", &first, &group.last, &ends, &PyList_Type, &frees))
+    return nullptr;
+  if (!ints_of(ends, group.ends))
+    return nullptr;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(frees); ++i) {
+    std::vector<int32_t> flat;
+    if (!ints_of(PyList_GET_ITEM(frees, i), flat))
+      return nullptr;
+    auto& pairs = group.frees.emplace_back();
+    for (size_t k = 0; k + 1 < flat.size(); k += 2)
+      pairs.emplace_back(flat[k], flat[k + 1]);
+  }
+  program_of(self).groups.emplace(first, std::move(group));
+  Py_RETURN_NONE;
+}
+
 PyObject* wrap(std::vector<at::Tensor>& outputs) {
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(outputs.size()));
   for (size_t i = 0; list && i < outputs.size(); ++i) {
@@ -182,6 +202,8 @@ PyMethodDef program_methods[] = {
     {"call", py_call, METH_VARARGS, "call(name, overload, how, rows, which, with_grad): the number of a call of an op."},
     {"add", py_add, METH_VARARGS,
      "add(call, writes, results, frees, needs, makes, draws, default_dtype, dtype): append an instruction."},
+    {"group", py_group, METH_VARARGS,
+     "group(first, last, ends, frees): run instructions of the code together, chunk by chunk of their lists."},
     {"run", py_run, METH_VARARGS,
      "run(inputs, scalars): outputs; (position, exception, values) if an op failed; None for scalars of other types."},
     {nullptr, nullptr, 0, nullptr},

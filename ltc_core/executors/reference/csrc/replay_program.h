@@ -9,6 +9,7 @@
 
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -57,6 +58,13 @@ struct Instruction {
   std::optional<c10::ScalarType> dtype;         // of the result then
 };
 
+// Instructions that run together, on a few positions of their lists at a time (`element_groups.py`).
+struct Group {
+  int32_t last = 0;                 // one more than its last instruction
+  std::vector<int32_t> ends;        // of its chunks: one more than the last position
+  std::vector<std::vector<std::pair<int32_t, int32_t>>> frees; // of each instruction: (position, slot), in order
+};
+
 struct Output {
   int32_t slot;
   bool copied;
@@ -66,6 +74,7 @@ struct Output {
 struct Program {
   std::vector<Call> calls;
   std::vector<Instruction> code;
+  std::unordered_map<int32_t, Group> groups; // by their first instruction
   std::vector<int32_t> inputs;
   std::vector<bool> donated;
   std::vector<Output> outputs;

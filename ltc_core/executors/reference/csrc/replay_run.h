@@ -39,7 +39,8 @@ struct Run {
   Values values;
   Stack stack;
 
-  IValue fill(const Argument& argument) {
+  // An argument; of a list only the items from `begin` to `end`, the latter not included.
+  IValue fill(const Argument& argument, size_t begin = 0, size_t end = SIZE_MAX) {
     switch (argument.from) {
       case From::constant:
         return argument.constant;
@@ -54,10 +55,11 @@ struct Run {
         return std::move(*number);
       }
       case From::list: {
+        end = std::min(end, argument.items.size());
         std::vector<IValue> items;
-        items.reserve(argument.items.size());
-        for (const auto& item : argument.items)
-          items.push_back(fill(item));
+        items.reserve(end - begin);
+        for (size_t i = begin; i < end; ++i)
+          items.push_back(fill(argument.items[i]));
         auto list = list_of(items, *argument.type);
         if (!list)
           throw InPython();
@@ -128,8 +130,8 @@ struct Run {
     if (instruction.call < 0 || (instruction.default_dtype && *instruction.default_dtype != default_dtype()))
       throw InPython();
     const Call& call = program.calls[instruction.call];
-    for (const auto& write : instruction.writes)
-      values[write.after] = write.in_place ? values[write.before] : IValue(values[write.before].toTensor().clone());
+    for (const auto& each : instruction.writes)
+      write(each);
     stack.clear();
     for (const auto& argument : call.arguments)
       stack.push_back(fill(argument));
@@ -150,6 +152,55 @@ struct Run {
         values[result.slot] = stack[result.position].toTensorList().get(result.item);
     }
     stack.clear();
+  }
+
+  // Runs the instructions of a group, chunk by chunk. `at`: of the instruction that runs, for an error.
+  void grouped(const Group& group, int32_t first, int32_t& at) {
+    for (at = first; at < group.last; ++at) // each number has the type that its parameter takes, or none of them runs
+      for (const auto& argument : program.calls[program.code[at].call].arguments)
+        check_numbers(argument);
+    int32_t begin = 0;
+    for (const int32_t end : group.ends) {
+      for (at = first; at < group.last; ++at) {
+        const auto& instruction = program.code[at];
+        const Call& call = program.calls[instruction.call];
+        if (!instruction.writes.empty())
+          for (int32_t k = begin; k < end; ++k)
+            write(instruction.writes[k]);
+        stack.clear();
+        for (const auto& argument : call.arguments)
+          stack.push_back(fill(argument, begin, end));
+        invoke(call, stack);
+        for (const auto& result : instruction.results)
+          if (result.item >= begin && result.item < end)
+            values[result.slot] = stack[result.position].toTensorList().get(result.item - begin);
+        stack.clear();
+        const auto& frees = group.frees[at - first];
+        for (auto free = std::lower_bound(frees.begin(), frees.end(), std::pair(begin, INT32_MIN));
+             free != frees.end() && free->first < end; ++free)
+          values[free->second] = IValue();
+      }
+      begin = end;
+    }
+  }
+
+  // After a failure: positions that have run the failed instruction have freed the version before it. What it made is
+  // not among the values that are left, so theirs stands for that version, as a list that is half written does in eager.
+  void keep_versions(const Instruction& failed) {
+    for (const auto& each : failed.writes)
+      if (values[each.before].isNone())
+        values[each.before] = values[each.after];
+  }
+
+  void check_numbers(const Argument& argument) const {
+    if (argument.from == From::scalar && !as_type(scalars[argument.slot], *argument.type))
+      throw InPython();
+    for (const auto& item : argument.items)
+      check_numbers(item);
+  }
+
+  void write(const Write& each) {
+    values[each.after] = each.in_place ? values[each.before] : IValue(values[each.before].toTensor().clone());
   }
 
   static c10::ScalarType default_dtype() {
@@ -206,7 +257,24 @@ struct Run {
     {
       const at::AutoDispatchBelowADInplaceOrView below;
       const auto count = static_cast<int32_t>(program.code.size());
+      int32_t ungrouped = 0; // instructions before this one run one by one
       for (; at < count; ++at) {
+        const auto group = at < ungrouped ? program.groups.end() : program.groups.find(at);
+        if (group != program.groups.end()) {
+          const int32_t first = at;
+          try {
+            grouped(group->second, first, at);
+            --at;
+            continue;
+          } catch (const InPython&) {
+            ungrouped = group->second.last;
+            at = first;
+          } catch (...) {
+            problem = std::current_exception();
+            keep_versions(program.code[at]);
+            break;
+          }
+        }
         const auto& instruction = program.code[at];
         bool is_native = true;
         try {
