@@ -197,17 +197,20 @@ void give(PyObject* self) {
   Waiter* waiter = lock->first;
   if (--lock->count > 0 || !waiter)
     return;
+  const unsigned long thread = waiter->thread;
   if (Clock::now() - waiter->since > kPatience) {
     lock->first = waiter->next;
-    lock->owner = waiter->thread;
+    lock->owner = thread;
     lock->count = 1;
     waiter->is_owner = true;
-  } else if (waiter->is_called) {
-    return;
   }
-  if (!waiter->is_called)
-    PyThread_release_lock(waiter->gate);
-  waiter->is_called = true;
+  // A thread that a signal handler interrupted may wait here a second time, in the handler: wherever it waits, it wakes.
+  for (; waiter; waiter = waiter->next) {
+    if (waiter->thread == thread && !waiter->is_called) {
+      waiter->is_called = true;
+      PyThread_release_lock(waiter->gate);
+    }
+  }
 }
 // Takes the lock, waiting for it so long at most (microseconds; -1: without a limit). Returns 1, 0 if it waited in vain,
 // -1 with an error set if a signal handler raised.

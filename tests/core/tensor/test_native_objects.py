@@ -204,3 +204,33 @@ class TestLock:
             done.set()
             thread.join()
         assert lock.acquire(blocking=False)
+
+    def test_signal_handler_may_wait_for_it_too(self):
+        lock, begun, in_handler = _make_lock(), threading.Event(), threading.Event()
+        taken = []
+
+        def hold():
+            with lock:
+                begun.set()
+                in_handler.wait(60)
+                time.sleep(0.05)  # the handler waits by now
+
+        def handler(number, frame):
+            in_handler.set()
+            with lock:
+                taken.append("in the handler")
+
+        thread = threading.Thread(target=hold)
+        before = signal.signal(signal.SIGUSR2, handler)
+        try:
+            thread.start()
+            begun.wait(60)
+            main = threading.main_thread().ident
+            threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGUSR2)).start()
+            with lock:
+                taken.append("after it")
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+            thread.join()
+        assert taken == ["in the handler", "after it"]
+        assert lock.acquire(blocking=False)
