@@ -92,15 +92,15 @@ def run(spec: Spec, fork: Early | None = None) -> int:
         log_dir = os.path.abspath(spec.log_dir) if spec.log_dir else own
         os.makedirs(log_dir, mode=0o700, exist_ok=True)
         # Not in --log-dir, which hosts may share: a beat is a time on the clock of one host.
-        wants_beats = is_counted or is_viewed or spec.hang_timeout_s
+        wants_beats = is_counted or spec.watch or spec.hang_timeout_s
         beats = os.path.join(own, "beats") if wants_beats else ""
         if beats:
             os.mkdir(beats, mode=0o700)
         line: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if is_viewed or (spec.watch and "LTC_WATCH" not in os.environ):
+            # Of the processes: they publish their states beside the beats, where ltc_core.top looks, too.
+            os.environ["LTC_WATCH"] = beats
         if is_viewed:
-            os.environ["LTC_WATCH"] = (
-                beats  # of the processes: they publish their states beside the beats
-            )
             line = status.shown(status.live_view(beats))
         elif is_counted:
             line = status.shown(status.line_of_steps(partial(heartbeat.steps, beats)))

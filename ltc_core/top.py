@@ -1,7 +1,7 @@
 """`python -m ltc_core.top`: the live view of the watched processes of this host, as `ltc-launch --watch` has it.
 
-Processes are watched that run with LTC_WATCH. It reads their files (`live.board`) and nothing else:
-the processes do not notice it.
+Processes are watched that run with LTC_WATCH, or below `ltc-launch --watch`. It reads their files (`live.board`) and
+nothing else: the processes do not notice it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ltc_core.live import table
-from ltc_core.live.board import Seen, directory_of, read_states
+from ltc_core.live.board import Seen, directories, read_states
 from ltc_core.live.screen import Screen, fitted
 from ltc_core.settings import settings
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m ltc_core.top",
-        description="What processes with LTC_WATCH=1 do now.",
+        description="What processes with LTC_WATCH=1 and those of ltc-launch --watch do now.",
     )
     parser.add_argument(
         "pids", nargs="*", type=int, metavar="PID", help="processes; all by default"
@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--directory", default=None, metavar="DIR", help="where they publish; that of LTC_WATCH"
     )
     given = parser.parse_args(argv)
-    directory = directory_of(given.directory or settings.watch)
+    places = directories(given.directory or settings.watch)
     if given.once or not sys.stdout.isatty():
-        return _print_once(directory, given.pids)
-    none = _none(directory, given.pids)
+        return _print_once(places, given.pids)
+    none = _none(places, given.pids)
 
     def text(size: os.terminal_size) -> list[str]:
-        return table.lines(_chosen(directory, given.pids), size) or [none]
+        return table.lines(_chosen(places, given.pids), size) or [none]
 
     screen = Screen(sys.stdout, text)
     try:
@@ -66,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         screen.end()
 
 
-def _print_once(directory: Path, pids: Sequence[int]) -> int:
-    found = _chosen(directory, pids)
+def _print_once(places: Sequence[Path], pids: Sequence[int]) -> int:
+    found = _chosen(places, pids)
     if not found:
-        print(_none(directory, pids), file=sys.stderr)
+        print(_none(places, pids), file=sys.stderr)
         return 1
     is_terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size().columns if is_terminal else _WIDEST
@@ -78,13 +78,14 @@ def _print_once(directory: Path, pids: Sequence[int]) -> int:
     return 0
 
 
-def _chosen(directory: Path, pids: Sequence[int]) -> list[Seen]:
-    return [seen for seen in read_states(directory) if not pids or seen.state.pid in pids]
+def _chosen(places: Sequence[Path], pids: Sequence[int]) -> list[Seen]:
+    found = (seen for place in places for seen in read_states(place))
+    return [seen for seen in found if not pids or seen.state.pid in pids]
 
 
-def _none(directory: Path, pids: Sequence[int]) -> str:
+def _none(places: Sequence[Path], pids: Sequence[int]) -> str:
     which = f"none of the processes {', '.join(map(str, pids))}" if pids else "no process"
-    return f"ltc: {which} publishes its state in {directory}. Next: start it with LTC_WATCH=1"
+    return f"ltc: {which} publishes its state in {places[0]}. Next: start it with LTC_WATCH=1"
 
 
 if __name__ == "__main__":

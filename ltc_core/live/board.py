@@ -21,11 +21,12 @@ from ltc_core.live.sampler import where
 from ltc_core.live.state import MAX_BYTES, State, decoded, encoded
 from ltc_core.private_directory import refuse_shared
 
-__all__ = ["Seen", "StateFile", "directory_of", "is_off", "read_states"]
+__all__ = ["Seen", "StateFile", "directories", "directory_of", "is_off", "read_states"]
 
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
 _NAME = re.compile(r"state-(\d+)")
+_OF_LAUNCHERS = "ltc-launch-*/beats"  # in TMPDIR, with --watch
 _NEAR_S = 2.0  # the clock of a host may be set between two looks at when a process began
 _READS = 3  # of a file that is being written
 
@@ -54,6 +55,22 @@ def directory_of(setting: str | None) -> Path:
     if setting is None or is_off(setting) or setting.lower() in _ON:
         return Path(tempfile.gettempdir()) / f"ltc-watch-{os.geteuid()}"
     return Path(setting)
+
+
+def directories(setting: str | None) -> list[Path]:
+    """Where processes of this user publish: where LTC_WATCH says, else in TMPDIR, also below `ltc-launch --watch`."""
+    own = directory_of(setting)
+    if not is_off(setting) and setting is not None and setting.lower() not in _ON:
+        return [own]
+    found = sorted(Path(tempfile.gettempdir()).glob(_OF_LAUNCHERS))
+    return [own, *(each for each in found if _is_ours(each))]
+
+
+def _is_ours(directory: Path) -> bool:
+    try:
+        return directory.stat().st_uid == os.geteuid()
+    except OSError:  # its job has ended meanwhile
+        return False
 
 
 class StateFile:

@@ -24,6 +24,7 @@ __all__ = ["Job", "Worker", "is_worker"]
 
 # A wait looks this often whether its job is done: the waiter that was to pass the lock on may have been interrupted.
 _LOOK_S = 1.0
+_TO_THE_NEXT_WAIT_S = 0.02
 _CANNOT_START = (RuntimeError, MemoryError)  # what `Thread.start` raises if there is no new thread
 
 
@@ -212,8 +213,14 @@ class Worker:
 
         CPython unwinds a daemon thread that takes the GIL at exit, and PyTorch then aborts the process. A signal
         handler that never returns keeps the thread from taking it. Call this only at exit.
+
+        A thread that waits for the GIL must not be stopped there: those that take it afterwards would wait for ever. So
+        it gets the GIL first, and goes on to its next wait or into an op.
         """
         if self._stopping is None or self._stopping.ident is None:
+            return
+        self._stopping.join(_TO_THE_NEXT_WAIT_S)
+        if not self._stopping.is_alive():
             return
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -232,12 +239,15 @@ class Worker:
         return last is None or last.wait(timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish what is queued and end the thread; False if that took longer than the time given."""
+        """Finish what is queued and end the thread; False if that took longer than the time given.
+
+        A thread that has nothing to do ends at once, and is waited for also without any time.
+        """
         with self._lock:
             thread, self._thread = self._thread, None
             self._stopping = thread
         if thread is None:
             return True
         self._queue.put(None)
-        thread.join(timeout_s)
+        thread.join(timeout_s if self._unfinished else max(timeout_s, _LOOK_S))
         return not thread.is_alive()

@@ -16,7 +16,7 @@ from ltc_core.serialization.index import INDEX_FILE, is_checkpoint_file, starts_
 from ltc_core.serialization.legacy import load_legacy, tensors_folder
 
 _log = logging.getLogger(__name__)
-_ATTEMPTS = 5
+_ATTEMPTS = 50  # to read a checkpoint that writers replace meanwhile, again and again
 
 
 def save(

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,33 @@ def test_without_a_terminal_a_sentence_says_that_nothing_is_shown(tmp_path: Path
         "ltc-launch: --watch shows nothing: the output goes to no terminal."
     )
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.dist
+def test_top_shows_the_job_too(tmp_path: Path) -> None:
+    """Also one whose output goes to no terminal, as the launcher says."""
+    (tmp_path / "train.py").write_text(TRAIN + "while True:\n    step()\n    time.sleep(0.1)\n")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "LTC_COMPILE": "off"}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "ltc_launch", "--watch", "--nprocs", "2", "train.py"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environ,
+    )
+    try:
+        for _ in range(60):
+            top = subprocess.run(
+                [sys.executable, "-m", "ltc_core.top", "--once"],
+                capture_output=True,
+                text=True,
+                env=environ,
+            )
+            ranks = [line.split()[0] for line in top.stdout.splitlines()[1:3] if line.split()]
+            if top.returncode == 0 and ranks == ["0", "1"]:
+                break
+            time.sleep(0.5)
+        assert ranks == ["0", "1"], top.stdout + top.stderr
+    finally:
+        job.send_signal(signal.SIGINT)
+        assert job.wait(timeout=60) == 130

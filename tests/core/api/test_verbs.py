@@ -3,6 +3,7 @@
 Closures are in test_closures.py, several devices in test_devices_many.py, saving in test_plain.py.
 """
 
+import gc
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -285,6 +286,7 @@ class TestRandomState:
 class TestMemoryInfo:
     def test_figures_under_both_generations_of_names(self, device: torch.device) -> None:
         ltm.wait_device_ops()
+        gc.collect()  # what other tests left in cycles
         before = ltm.get_memory_info(device)
         kept = torch.ones(1000, device=device) + 1
         ltm.mark_step(wait=True)

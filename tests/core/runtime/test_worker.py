@@ -296,3 +296,11 @@ def test_a_step_that_no_thread_can_run_is_lost_and_says_so(
         w.cpu()
     ltc.mark_step(wait=True)
     assert torch.equal((other + 1).cpu(), torch.full((41, 3), 2.0))
+
+
+def test_an_idle_worker_ends_also_without_time() -> None:
+    """A thread that is about to end must not be parked: it waits for the GIL, which others need at exit."""
+    for number in range(50):
+        worker = Worker(f"ltc-test-{number}", limit=4)
+        worker.submit(Job(lambda: None))
+        assert worker.drain(60) and worker.stop(0.0)
