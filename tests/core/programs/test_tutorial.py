@@ -18,6 +18,8 @@ from ltc_core import metrics
 from tests.core.counting import Counting
 from tests.core.models import CNN, digits
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 
 @pytest.fixture
 def device() -> torch.device:
