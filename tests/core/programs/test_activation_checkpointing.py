@@ -18,6 +18,8 @@ from tests.core.counting import Counting
 
 VARIANTS = {"reentrant": True, "not_reentrant": False}
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 
 class Net(nn.Module):
     """Three blocks with dropout, checkpointed as `wrap` says."""

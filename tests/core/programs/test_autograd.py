@@ -18,6 +18,8 @@ import ltc_core as ltc
 from tests.core.beside_eager import assert_same, beside_eager
 from tests.core.counting import Counting
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 
 def leaf(device: torch.device, *shape: int) -> Tensor:
     count = torch.Size(shape).numel()

@@ -39,6 +39,8 @@ SCHEDULES: dict[str, Any] = {
     "lambda": lambda o: optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
 }
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 
 def net(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
