@@ -50,20 +50,24 @@ def is_off(setting: str | None) -> bool:
     return setting is None or setting.lower() in _OFF
 
 
+def _named(setting: str | None) -> Path | None:
+    """The directory that a value of LTC_WATCH names; None if it names none."""
+    if setting is None or is_off(setting) or setting.lower() in _ON:
+        return None
+    return Path(setting)
+
+
 def directory_of(setting: str | None) -> Path:
     """The directory that a value of LTC_WATCH names; without one, that of this user in TMPDIR."""
-    if setting is None or is_off(setting) or setting.lower() in _ON:
-        return Path(tempfile.gettempdir()) / f"ltc-watch-{os.geteuid()}"
-    return Path(setting)
+    return _named(setting) or Path(tempfile.gettempdir()) / f"ltc-watch-{os.geteuid()}"
 
 
 def directories(setting: str | None) -> list[Path]:
     """Where processes of this user publish: where LTC_WATCH says, else in TMPDIR, also below `ltc-launch --watch`."""
-    own = directory_of(setting)
-    if not is_off(setting) and setting is not None and setting.lower() not in _ON:
-        return [own]
-    found = sorted(Path(tempfile.gettempdir()).glob(_OF_LAUNCHERS))
-    return [own, *(each for each in found if _is_ours(each))]
+    if _named(setting) is not None:
+        return [directory_of(setting)]
+    of_launchers = sorted(Path(tempfile.gettempdir()).glob(_OF_LAUNCHERS))
+    return [directory_of(setting), *filter(_is_ours, of_launchers)]
 
 
 def _is_ours(directory: Path) -> bool:

@@ -268,9 +268,6 @@ const struct {
   void (*give)(PyObject*);
 } lock_functions = {take, give};
 
-void free_lock(PyObject* self) {
-  Py_TYPE(self)->tp_free(self);
-}
 // acquire(blocking=True, timeout=-1): as threading.RLock's.
 PyObject* acquire(PyObject* self, PyObject* given, PyObject* named) {
   static const char* names[] = {"blocking", "timeout", nullptr};
@@ -327,7 +324,7 @@ PyMODINIT_FUNC PyInit__ltc_objects() {
   describe(value_type, free_value, init_value, value_members, value_methods);
   describe(cell_type, free_cell, init_cell, cell_members, cell_methods);
   describe(view_type, free_view, init_view, view_members, nullptr);
-  describe(lock_type, free_lock, nullptr, nullptr, lock_methods);
+  describe(lock_type, nullptr, nullptr, nullptr, lock_methods);
   value_type.tp_weaklistoffset = offsetof(Value, weak_references);
   PyObject* module = PyModule_Create(&definition);
   for (PyTypeObject* type : {&value_type, &cell_type, &view_type, &lock_type}) {
