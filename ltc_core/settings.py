@@ -274,6 +274,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("steps", "LTC_STEPS", (), str, "auto",
             "Where steps end that the script does not mark: at optimizer.step() and uploads, or at mark_step alone.",
             choices=("auto", "marked")),
+    Setting("dynamic_shapes", "LTC_DYNAMIC_SHAPES", (), str, "auto",
+            "Whether graphs that differ in sizes only become one, from the third size on: it is not compiled.",
+            choices=("auto", "never")),
     Setting("trim_graph_size", "LTC_TRIM_GRAPH_SIZE", ("XLA_TRIM_GRAPH_SIZE",), int, 20000,
             "Ops recorded without a cut, after which the loop is cut at its head.", at_least=1),
     Setting("max_graph_size", "LTC_MAX_GRAPH_SIZE", (), int, 200000,
@@ -355,6 +358,7 @@ class Settings:
     max_async_queue: int
     max_pending_steps: int
     steps: str
+    dynamic_shapes: str
     trim_graph_size: int
     max_graph_size: int
     compilation_cache_size: int

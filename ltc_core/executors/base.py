@@ -59,6 +59,11 @@ class Executor(abc.ABC):
         """Data of the device as a CPU tensor of this meta; not copied if that is possible."""
 
     @property
+    def takes_dynamic_shapes(self) -> bool:
+        """Whether one program may serve inputs of many sizes (`Graph.dynamic`)."""
+        return False
+
+    @property
     def num_mesh_devices(self) -> int:
         """Devices over which tensors of this device can be divided."""
         return 1

@@ -23,8 +23,9 @@ def check(graph: Graph) -> None:
     1. A value is defined once: as an input, or by a node. The numbers of the values increase in the order of the nodes.
     2. A node reads only values that are defined before it. Positions of scalars are not negative.
     3. The arguments of a node name each of its writes. Two writes may have the same old value: its memory is copied.
-    4. The new value of a write has the meta of the old value: size, strides, offset and dtype.
-    5. The lens of a write can be applied to the meta of the old value.
+    4. The new value of a write has the meta of the old value: size, strides, offset and dtype. In a graph of dynamic
+       shapes, where each meta is that of some call, only the dtype.
+    5. The lens of a write can be applied to the meta of the old value, unless shapes are dynamic.
     6. Outputs are defined, and each is listed once; donated values are inputs.
     7. Metas are interned, and `Node.result` names each result of the node once.
     8. The first argument of a view is a value, and a view writes nothing.
@@ -68,12 +69,12 @@ def _faults(graph: Graph, node: Node, metas: dict[int, TensorMeta], last: int) -
         return
     if any(type(i) is Scalar and i < 0 for i in items):
         yield "it reads a scalar at a negative position"
-    yield from _faults_of_writes(node, metas, [i for i in items if type(i) is Write])
+    yield from _faults_of_writes(graph, node, metas, [i for i in items if type(i) is Write])
     yield from _faults_of_results(node)
 
 
 def _faults_of_writes(
-    node: Node, metas: dict[int, TensorMeta], written: list[Write]
+    graph: Graph, node: Node, metas: dict[int, TensorMeta], written: list[Write]
 ) -> Iterator[str]:
     if {w.base for w in written} != set(range(len(node.writes))):
         yield f"it has {len(node.writes)} writes, and operands {written} for them"
@@ -82,9 +83,12 @@ def _faults_of_writes(
         yield "it has fewer values than writes"
         return
     for old, new in zip(node.writes, node.outs[len(node.outs) - len(node.writes) :], strict=True):
-        if new is not metas[old]:
+        is_same = new is metas[old]
+        if graph.dynamic:
+            is_same = new is not None and new.dtype is metas[old].dtype
+        if not is_same:
             yield f"it writes %{old}: {metas[old]!r}, which becomes {new!r}"
-    for w in written:
+    for w in () if graph.dynamic else written:
         if why := _fault_of_lens(metas[node.writes[w.base]], w.lens):
             yield f"operand {w!r} is no part of {metas[node.writes[w.base]]}: {why}"
 

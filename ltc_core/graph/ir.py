@@ -247,13 +247,15 @@ def references(node: Node) -> tuple[int, ...]:
 class Graph:
     """Nodes in order, the inputs they read (number -> meta) and the outputs (numbers).
 
-    `donated` are the inputs that nothing reads after this graph: their memory may be reused.
+    `donated` are the inputs that nothing reads after this graph: their memory may be reused. With `dynamic`, it serves
+    calls of many sizes: sizes among the arguments are scalars, and each meta is that of one call.
     """
 
     nodes: tuple[Node, ...]
     inputs: dict[int, TensorMeta]
     outputs: tuple[int, ...]
     donated: frozenset[int] = frozenset()
+    dynamic: bool = False
 
     def metas(self) -> dict[int, TensorMeta]:
         """Map each value's number to its meta."""

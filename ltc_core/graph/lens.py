@@ -44,6 +44,13 @@ class ViewStep(NamedTuple):
 Lens = tuple[ViewStep, ...]
 
 
+def lenses_of(
+    op: torch._ops.OpOverload, static: tuple[Any, ...], count: int, many: bool
+) -> tuple[tuple[ViewStep], ...]:
+    """The lens of each result of a view op; `many` if it returns a list."""
+    return tuple((ViewStep(op, static, i if many else None),) for i in range(count))
+
+
 class Pending(NamedTuple):
     """A step of a lens that made a copy: `part` must be written back into `whole`."""
 

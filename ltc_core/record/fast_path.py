@@ -20,6 +20,7 @@ from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
 from ltc_core.record import random_state
+from ltc_core.record.dynamic_shapes import Dynamic, Entry
 from ltc_core.record.trace import Step, Trace
 from ltc_core.settings import settings
 from ltc_core.tensor import native_objects
@@ -52,7 +53,9 @@ def install() -> bool:
     native = extension.loaded
     if _native is not None or native is None:
         return _native is not None
-    types = (LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta)
+    types = (
+        LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry,
+    )  # fmt: skip
     aten = torch.ops.aten
     detach, empty = aten.detach.default, aten.empty_strided.default
     with _lock:

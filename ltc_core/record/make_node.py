@@ -24,7 +24,9 @@ from ltc_core.shapes.shape_inference import Unknown, infer
 from ltc_core.tensor.handles import Cell, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
-__all__ = ["OrderMatters", "OutResized", "grow", "grow_view"]
+__all__ = [
+    "NotRecordable", "OrderMatters", "OutResized", "grow", "grow_view", "new_results", "views",
+]  # fmt: skip
 
 _NONE: dict[str, Any] = {}  # shared by all nodes without keyword arguments
 
@@ -44,17 +46,24 @@ class OrderMatters(NotRecordable):
 def grow_view(
     schema: OpSchema, trace: Trace, operand: Ref, meta: TensorMeta, static: tuple[Any, ...]
 ) -> Node:
-    try:
-        result = infer(schema, (meta, *static), {})
-    except Unknown:
-        result = _view_of_any_strides(schema, meta, static)
-    many = isinstance(result, list | tuple)
-    outs = tuple(result) if many else (result,)
+    many, outs = views(schema, meta, static)
     return Node(
         schema.op, (operand, *static), _NONE, trace.count, outs, view=True,
         result=list(range(len(outs))) if many else 0, line=source.user_line(),
         module=modules.module_path(),
     )  # fmt: skip
+
+
+def views(
+    schema: OpSchema, meta: TensorMeta, static: tuple[Any, ...]
+) -> tuple[bool, tuple[TensorMeta, ...]]:
+    """Whether a view op returns a list, and the metas of its results."""
+    try:
+        result = infer(schema, (meta, *static), {})
+    except Unknown:
+        result = _view_of_any_strides(schema, meta, static)
+    many = isinstance(result, list | tuple)
+    return many, tuple(result) if many else (result,)
 
 
 def _view_of_any_strides(schema: OpSchema, meta: TensorMeta, static: tuple[Any, ...]) -> TensorMeta:
@@ -117,6 +126,13 @@ def grow(
         tuple(cell.value.index for cell in bases), result=spec, line=source.user_line(),
         uses_default_dtype=_uses_default_dtype(outs, args, kwargs), module=modules.module_path(),
     )  # fmt: skip
+
+
+def new_results(
+    schema: OpSchema, args: Any, kwargs: dict[str, Any]
+) -> tuple[TensorMeta | None, ...]:
+    """Metas of the results of an op that writes nothing."""
+    return tuple(_flatten_result(schema, _infer(schema, args, kwargs))[0])
 
 
 def _refuse_order(

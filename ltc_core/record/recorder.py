@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from ltc_core import errors, source
 from ltc_core.graph.op_schema import Arg, OpSchema
 from ltc_core.record import random_state
+from ltc_core.record.dynamic_results import op_call
 from ltc_core.record.make_node import OrderMatters, grow
 from ltc_core.record.signature import (
     DROPPED,
@@ -105,7 +106,11 @@ def _record_step(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, An
         key = _signature(schema, trace, args, kwargs, scalars, bases)
         cells = list(bases.values())
         step = trace.advance(
-            key, lambda: grow(schema, trace, args, kwargs, cells), before, len(scalars)
+            key,
+            lambda: grow(schema, trace, args, kwargs, cells),
+            before,
+            scalars,
+            lambda: op_call(schema, args, kwargs, DROPPED),
         )
         trace.scalars += scalars
         return _results(trace, step, cells, schema, args, kwargs)
@@ -176,13 +181,19 @@ def _results(
     node = step.node
     assert node is not None
     made: list[LazyTensor | None] = []
-    for meta in node.outs[: len(node.outs) - len(node.writes)]:
+    outs = step.outs
+    for k in range(len(outs) - len(node.writes)):
+        meta = outs[k]
         if meta is None:
             trace.skip()
             made.append(None)
             continue
+        if meta is not node.outs[k]:
+            trace.sized[trace.count] = meta
         made.append(wrap(Cell(trace, trace.define(), meta)))
-    for cell in bases:
+    for k, cell in enumerate(bases):
+        if cell.meta is not node.outs[len(outs) - len(bases) + k]:
+            trace.sized[trace.count] = cell.meta
         cell.rebind(trace.define())
     return _arrange(node.result, made, schema, args, kwargs)
 

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 
 from ltc_core.graph.ir import Node, TensorMeta
+from ltc_core.record import dynamic_steps
+from ltc_core.record.dynamic_shapes import Call, num_any
+from ltc_core.record.step import Step
 from ltc_core.tensor.buffer import MemoryCounter
 from ltc_core.tensor.handles import Cell, Value, View
 from ltc_core.tensor.native_objects import native
@@ -33,51 +36,6 @@ _HELD_BY_LIST = next(map(getrefcount, [object()]))
 _HELD_BY_ROW = _HELD_BY_LIST + 1  # by a list that is made for the count, and by the row
 
 
-class Step:
-    """One recorded op in the trie.
-
-    `inputs` are the values first read here: (number, meta). `programs` caches the programs of cuts that end here.
-    """
-
-    __slots__ = (
-        "children", "end", "expected", "inputs", "lenses", "next", "next_key", "node", "num_scalars", "parent",
-        "programs",
-    )  # fmt: skip
-
-    def __init__(
-        self, parent: Step | None, node: Node | None, inputs: tuple[tuple[int, TensorMeta], ...]
-    ) -> None:
-        self.parent = parent
-        self.node = node
-        self.inputs = inputs
-        self.children: dict[tuple[Any, ...], Step] | None = (
-            None  # the other ones than `next`; most steps have none
-        )
-        self.next_key: tuple[Any, ...] | None = None
-        self.next: Step | None = None
-        self.programs: dict[Any, Any] | None = None
-        self.lenses: tuple[Any, ...] | None = None
-        self.expected: Any = None  # `Expected` of `csrc/expected.h`
-        self.end = 0  # count of the trace's values after this step
-        self.num_scalars = 0  # count of its scalars after this step
-
-    def child(self, key: tuple[Any, ...]) -> Step | None:
-        """The known next step with this signature, or None."""
-        if self.next_key == key:
-            return self.next
-        return self.children.get(key) if self.children is not None else None
-
-    def prefer(self, key: tuple[Any, ...], step: Step) -> None:
-        """Make `step` the next step that is tried first."""
-        if self.next is not None and self.next is not step and self.next_key is not None:
-            if self.children is None:
-                self.children = {}
-            self.children[self.next_key] = self.next
-        self.next_key = None  # an interrupt here must not leave a key beside the wrong step
-        self.next = step
-        self.next_key = key
-
-
 class Cut:
     """What a cut takes out of a trace.
 
@@ -86,9 +44,10 @@ class Cut:
         inputs: (number, value, buffer); the value is None if nobody else holds it.
         scalars: the Python numbers.
         alive: (number, value) of the results that somebody holds.
+        sized: number -> meta, where it is another one than in the path's steps, which are dynamic.
     """
 
-    __slots__ = ("alive", "inputs", "path", "scalars")
+    __slots__ = ("alive", "inputs", "path", "scalars", "sized")
 
     def __init__(
         self,
@@ -96,11 +55,13 @@ class Cut:
         inputs: list[tuple[int, Value | None, Any]],
         scalars: list[Any],
         alive: list[tuple[int, Value]],
+        sized: dict[int, TensorMeta],
     ) -> None:
         self.path = path
         self.inputs = inputs
         self.scalars = scalars
         self.alive = alive
+        self.sized = sized
 
 
 class Trace:
@@ -110,17 +71,19 @@ class Trace:
         device: the device whose ops are recorded.
         memory: counts the bytes of its buffers.
 
-    `on_limit` is called before an op is recorded into a trace of `limit` values or more.
+    `on_limit` is called before an op is recorded into a trace of `limit` values or more. With `may_be_dynamic`, steps
+    that differ in sizes only become one.
     """
 
     __slots__ = (
-        "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "memory", "on_limit", "root",
-        "scalars", "steps", "values",
+        "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "may_be_dynamic", "memory",
+        "on_limit", "root", "scalars", "sized", "steps", "values",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
         self.device = device
         self.memory = memory
+        self.may_be_dynamic = False
         self.lock = _new_lock()
         self.on_limit: Callable[[], None] | None = None
         self.first_limit = 1 << 62
@@ -135,6 +98,7 @@ class Trace:
     values: list[Value | None]
     inputs: list[tuple[int, Value, Any, TensorMeta]]
     scalars: list[Any]
+    sized: dict[int, TensorMeta]
 
     def _restart(self) -> None:
         # A cut defers interrupts meanwhile: the inputs of one trace do not belong to the cursor of another.
@@ -145,6 +109,7 @@ class Trace:
         self.values = []
         self.inputs = []
         self.scalars = []
+        self.sized = {}
 
     def after_fork(self) -> None:
         """Renew the lock: its owner may be a thread that the forked child does not have."""
@@ -186,6 +151,8 @@ class Trace:
         self.values[end:] = []
         self.values += [None] * (end - len(self.values))
         self.count = end
+        for index in [index for index in self.sized if index >= end]:
+            del self.sized[index]
         missing = self.cursor.num_scalars - len(self.scalars)
         self.scalars[self.cursor.num_scalars :] = []
         self.scalars += [0] * missing
@@ -193,12 +160,18 @@ class Trace:
     # -- the trie ------------------------------------------------------------------------------
 
     def advance(
-        self, key: tuple[Any, ...], grow: Callable[[], Node], before: int, numbers: int = 0
+        self,
+        key: tuple[Any, ...],
+        grow: Callable[[], Node],
+        before: int,
+        scalars: list[Any],
+        describe: Callable[[], Call],
     ) -> Step:
         """Move the cursor along `key`; `grow` makes the node of a new step.
 
-        `before` is the count of values before this op's inputs were bound. `numbers` is the count of its scalars, which
-        are not yet in `self.scalars`.
+        `before` is the count of values before this op's inputs were bound. `scalars` are those of the op, which are not
+        yet in `self.scalars`; the sizes of a dynamic step are added to them. `describe` says what decides the metas of
+        the results.
         """
         cursor = self.cursor
         step = cursor.child(key)
@@ -207,18 +180,42 @@ class Trace:
             step = cursor.child((*key, default))
             if step is not None:
                 key = (*key, default)
+        if self.may_be_dynamic and dynamic_steps.may_follow(cursor, step):
+            key, step = dynamic_steps.find(cursor, key, step, grow, scalars, describe())
         if step is None:
-            node = grow()
-            inputs = tuple((index, meta) for index, _, _, meta in self._inputs_since(before))
-            step = Step(cursor, node, inputs)
-            step.end = node.first + len(node.outs)
-            step.num_scalars = cursor.num_scalars + numbers
-            self.steps += 1
-            if node.uses_default_dtype:
-                key = (*key, default)
+            key, step = self._new_step(key, grow(), before, scalars, describe)
         cursor.prefer(key, step)
         self.cursor = step
         return step
+
+    def _new_step(
+        self,
+        key: tuple[Any, ...],
+        node: Node,
+        before: int,
+        scalars: list[Any],
+        describe: Callable[[], Call],
+    ) -> tuple[tuple[Any, ...], Step]:
+        """A new step after the cursor, and its key."""
+        cursor = self.cursor
+        if node.uses_default_dtype:
+            key = (*key, torch.get_default_dtype())
+        dynamic = None
+        if self.may_be_dynamic:
+            first = len(self.scalars) + len(scalars)
+            key, node, dynamic, sizes = dynamic_steps.make(
+                cursor, key, node, first, describe(), self
+            )
+            scalars += sizes
+        inputs = tuple((index, meta) for index, _, _, meta in self._inputs_since(before))
+        step = Step(cursor, node, inputs)
+        step.end = node.first + len(node.outs)
+        step.num_scalars = cursor.num_scalars + len(scalars)
+        step.dynamic = dynamic
+        self.steps += 1
+        if num_any(key):
+            cursor.patterns = [*(cursor.patterns or ()), (key, step)]
+        return key, step
 
     def _inputs_since(self, before: int) -> list[tuple[int, Any, Any, TensorMeta]]:
         found = []
@@ -263,7 +260,7 @@ class Trace:
             (index, value if count > _HELD_BY_ROW else None, buffer)
             for (index, value, buffer, _), count in zip(self.inputs, counts, strict=True)
         ]
-        cut = Cut(self.cursor, inputs, self.scalars, alive)
+        cut = Cut(self.cursor, inputs, self.scalars, alive, self.sized)
         self._restart()
         return cut
 

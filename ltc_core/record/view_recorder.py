@@ -14,8 +14,11 @@ import torch
 from ltc_core import source
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Node, Ref, TensorMeta, ViewStep
-from ltc_core.graph.op_schema import OpSchema
+from ltc_core.graph.lens import lenses_of
+from ltc_core.graph.op_schema import Arg, OpSchema
 from ltc_core.record import modules
+from ltc_core.record.dynamic_results import view_call
+from ltc_core.record.dynamic_shapes import Call
 from ltc_core.record.make_node import grow_view
 from ltc_core.record.signature import NotRecordable, Stale, operand
 from ltc_core.record.trace import Step, Trace, is_stale
@@ -64,38 +67,39 @@ def _record_step(trace: Trace, schema: OpSchema, handle: Handle, static: tuple[A
             make_operand(handle)
             before = trace.count
             key = (schema, operand(trace, handle), *static)
+        sizes: list[Any] = []
         step = trace.advance(
             key,
             lambda: grow_view(schema, trace, Ref(handle.value.index), handle.meta, static),
             before,
+            sizes,
+            lambda: view_call(handle.meta, len(static)),
         )
-        return _wrap_views(trace, step, base_of(handle), lens_of(handle))
+        trace.scalars += sizes
+        return _wrap_views(trace, step, base_of(handle), lens_of(handle), static)
     except BaseException:
         trace.rewind()
         raise
 
 
-def _wrap_views(trace: Trace, step: Step, base: Cell, lens: Any) -> Any:
+def _wrap_views(trace: Trace, step: Step, base: Cell, lens: Any, static: tuple[Any, ...]) -> Any:
     node = step.node
     assert node is not None
     tensors = []
-    for meta, view_lens in zip(node.outs, _lenses(step), strict=True):
+    for meta, view_lens in zip(step.outs, _lenses(step, static), strict=True):
         assert meta is not None
         tensors.append(wrap(View(base, lens + view_lens, meta, trace.define_view())))
     return tensors[0] if type(node.result) is int else tensors
 
 
-def _lenses(step: Step) -> tuple[tuple[ViewStep], ...]:
+def _lenses(step: Step, static: tuple[Any, ...]) -> tuple[tuple[ViewStep], ...]:
     """The lens of each result of a view op, which is one step."""
-    if step.lenses is None:
+    of: Any = step if step.dynamic is None else step.dynamic.now
+    if of.lenses is None:
         node = step.node
         assert node is not None
-        many = type(node.result) is not int
-        static = node.args[1:]
-        step.lenses = tuple(
-            (ViewStep(node.op, static, i if many else None),) for i in range(len(node.outs))
-        )
-    return step.lenses
+        of.lenses = lenses_of(node.op, static, len(node.outs), type(node.result) is not int)
+    return of.lenses  # type: ignore[no-any-return]
 
 
 def record_view_step(
@@ -105,12 +109,16 @@ def record_view_step(
     before = trace.count
     schema = OpSchema.of(view.op)
     number = value.index if value.epoch == trace.epoch else trace.bind(value, meta)
+    sizes: list[Any] = []
     step = trace.advance(
         (schema, number, *view.args),
         lambda: grow_view(schema, trace, Ref(value.index), meta, view.args),
         before,
+        sizes,
+        lambda: view_call(meta, len(view.args)),
     )
-    outs = step.node.outs  # type: ignore[union-attr]
+    trace.scalars += sizes
+    outs = step.outs
     values = [trace.define_view() for _ in outs]
     which = view.which or 0
     return values[which], outs[which]  # type: ignore[return-value]
@@ -153,7 +161,25 @@ def _record_empty(trace: Trace, cell: Cell) -> None:
             module=modules.module_path(),
         )
 
-    trace.advance(
-        (op, meta), grow, trace.count
-    )  # the op instead of its schema: no call of a user has this key
+    sizes: list[Any] = []
+    step = trace.advance(
+        (
+            op,
+            *node_args,
+            meta.dtype,
+        ),  # the op instead of its schema: no call of a user has this key
+        grow,
+        trace.count,
+        sizes,
+        lambda: _MEMORY,
+    )
+    trace.scalars += sizes
+    if step.outs[0] is not step.node.outs[0]:  # type: ignore[union-attr]
+        trace.sized[trace.count] = meta
     cell.rebind(trace.define())
+
+
+# A call for memory: the sizes and the strides decide.
+_MEMORY = Call(
+    ((-1, None), (0, Arg.STATIC), (1, Arg.STATIC), (-1, None)), (), lambda *_: ({}, None)
+)

@@ -66,6 +66,7 @@ class DeviceContext:
         self.executor = make(index)
         self.compiler = ProgramCache(self.executor)
         self.trace = Trace(self.device, self.memory)
+        self.trace.may_be_dynamic = self.executor.takes_dynamic_shapes
         self.steps = FoundSteps(self.trace, self.cut)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.trace.on_limit = self._on_limit
@@ -111,6 +112,7 @@ class DeviceContext:
             if not self.trace:
                 return None
             fast_path.install()
+            self.trace.may_be_dynamic = self.executor.takes_dynamic_shapes
             started = time.perf_counter_ns()
             with slices.watched("cut") as seen:
                 compiled, job = self._hand_over(reason, is_awaited, seen)
@@ -265,7 +267,9 @@ class DeviceContext:
         """Assign buffers to the live values; a program may reuse the memory of donated inputs."""
         outputs = []
         more_bytes = 0
-        for (_, value), (nbytes, taken) in zip(cut.alive, compiled.outputs, strict=True):
+        for (index, value), (nbytes, taken) in zip(cut.alive, compiled.outputs, strict=True):
+            if index in cut.sized:
+                nbytes = self.executor.nbytes(cut.sized[index])
             buffer = value.buffer = Buffer(self.memory, nbytes)
             more_bytes += nbytes if taken < 0 else nbytes - inputs[taken].mark_donated()
             outputs.append(buffer)

@@ -129,7 +129,8 @@ class ProgramCache:
         metas = {index: meta for step in path for index, meta in step.inputs}
         read = _inputs_read(kept, metas)
         inputs = {i: metas[i] for i in metas if i in read}
-        graph = Graph(kept, inputs, outputs, frozenset(donated) & read)
+        is_dynamic = cut.path.dynamic is not None
+        graph = Graph(kept, inputs, outputs, frozenset(donated) & read, is_dynamic)
         if settings.check_graphs or settings.debug:
             check(graph)
         slots = tuple(k for k, (index, _, _) in enumerate(cut.inputs) if index in read)

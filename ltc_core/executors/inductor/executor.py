@@ -15,6 +15,7 @@ from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph.ir import Graph
 from ltc_core.program.program import Program
+from ltc_core.settings import settings
 
 __all__ = ["InductorExecutor"]
 
@@ -28,6 +29,11 @@ class InductorExecutor(ReferenceExecutor):
         super().__init__(hardware)
         if hardware.type == "cpu":
             keep_memory()
+
+    @property
+    def takes_dynamic_shapes(self) -> bool:
+        # Who waits for the compiler at each new graph wants each of them compiled.
+        return settings.compile != "sync" and super().takes_dynamic_shapes
 
     def compile(self, graph: Graph) -> Program:
         program = self.interpret(graph)

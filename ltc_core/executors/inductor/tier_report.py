@@ -49,6 +49,7 @@ class State(enum.Enum):
     NEW = "op by op, to be compiled {after}"
     OFF = "op by op, because of LTC_COMPILE=off"
     NOTHING = "op by op, none of its ops can be compiled"
+    DYNAMIC = "op by op for inputs of all sizes, so it is not compiled"
     OTHER_VALUES = (
         "op by op, it is compiled for other values of its numbers or of PyTorch's numeric flags"
     )
@@ -70,6 +71,7 @@ _NEXT = {
     State.BUILDING: "go on training; LTC_COMPILE=sync waits for the compiler before the first run; a later run of the "
     "script starts with what is compiled by the end of this one",
     State.OFF: "LTC_COMPILE=async compiles graphs that come back",
+    State.DYNAMIC: "pad inputs to one or two sizes, or LTC_DYNAMIC_SHAPES=never has each size compiled for itself",
     State.DROPPED: "train for longer, or LTC_COMPILE=sync waits for the compiler before the first run",
 }
 

@@ -93,7 +93,7 @@ class TieredProgram(Program, Reported):
         self._programs: Specialized[NumericFlags] = Specialized(_MAX_PROGRAMS)
         self._build: _Build | None = None
         self._runs = 0
-        self._given_up = False
+        self._given_up = graph.dynamic
         self._is_dropped = False
         self._fits_none = False  # the last run had other scalars or flags than those compiled
         self._has_none = False  # there is no op that can be compiled
@@ -318,6 +318,8 @@ class TieredProgram(Program, Reported):
             return State.DROPPED
         if self._has_none:
             return State.NOTHING
+        if self.graph.dynamic:
+            return State.DYNAMIC
         return State.REFUSED if self._given_up else State.NEW
 
     @property

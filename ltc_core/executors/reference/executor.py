@@ -12,6 +12,7 @@ from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.program.plan import plan
 from ltc_core.program.program import Program
+from ltc_core.settings import settings
 
 __all__ = ["ReferenceExecutor"]
 
@@ -29,6 +30,10 @@ class ReferenceExecutor(Executor):
     def stores_narrow(self) -> bool:
         """Whether tensors are stored in another dtype than they report."""
         return self._types is not None
+
+    @property
+    def takes_dynamic_shapes(self) -> bool:
+        return settings.dynamic_shapes == "auto"
 
     def begin_thread(self) -> None:
         if (

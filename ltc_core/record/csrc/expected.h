@@ -18,6 +18,14 @@ struct Want {
   PyObject* lens = nullptr; // of a part of a written cell; null for a whole tensor
   Py_ssize_t cell = -1; // index of the written cell that the operand is, or is a part of; -1: none
   bool may_share = false; // it is read, and its number does not say whether it shares memory with a written cell
+  std::vector<bool> sizes; // kSame, of a dynamic step: which of its items, or whether the number itself, may be any
+};
+
+// The last call of a dynamic step: what it was recorded with, and what it returned (`Entry` of dynamic_shapes.py).
+struct LastCall {
+  std::vector<PyObject*> metas; // never freed
+  std::vector<int64_t> sizes;
+  Object entry;
 };
 
 struct Expected {
@@ -25,6 +33,7 @@ struct Expected {
   const Op* op;
   std::vector<Want>* wants;
   std::optional<at::ScalarType> default_dtype; // torch's default dtype then, if the result's dtype follows it
+  LastCall* last; // null if the step is not dynamic
 };
 
 inline void free_expected(PyObject* self) {
@@ -34,6 +43,7 @@ inline void free_expected(PyObject* self) {
       Py_XDECREF(want.lens);
     delete expected->wants;
   }
+  delete expected->last;
   Py_TYPE(self)->tp_free(self);
 }
 inline PyTypeObject expected_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.Expected", sizeof(Expected)};
@@ -45,6 +55,7 @@ struct Noted {
   Py_ssize_t epoch = 0, count = 0;
   size_t numbers = 0;
   std::vector<PyObject*> metas; // of its inputs
+  std::vector<size_t> want_of; // argument -> its want
 
   ~Noted() {
     if (!expected)
@@ -64,6 +75,9 @@ struct Noted {
     if (trace_of.epoch.number(trace.get()) != epoch || step_of.node.is_none(step) ||
         step_of.parent.of(step) != before.get() || step_of.next.of(before.get()) != step || !has_defined(returned))
       return;
+    const bool is_dynamic = !step_of.dynamic.is_none(step);
+    if (is_dynamic && !open(step_of.dynamic.of(step)))
+      return;
     const Py_ssize_t more = step_of.num_scalars.number(step) - step_of.num_scalars.number(before.get());
     PyObject* inputs = step_of.inputs.of(step); // (number, meta) of each
     if (more != static_cast<Py_ssize_t>(numbers) || PyTuple_GET_SIZE(inputs) != static_cast<Py_ssize_t>(metas.size()))
@@ -71,7 +85,7 @@ struct Noted {
     for (size_t i = 0; i < metas.size(); ++i) {
       PyObject* row = PyTuple_GET_ITEM(inputs, i);
       if (PyLong_AsSsize_t(PyTuple_GET_ITEM(row, 0)) != count + static_cast<Py_ssize_t>(i) ||
-          PyTuple_GET_ITEM(row, 1) != metas[i])
+          (!is_dynamic && PyTuple_GET_ITEM(row, 1) != metas[i]))
         return;
     }
     if (node_of.uses_default_dtype.of(step_of.node.of(step)) == Py_True)
@@ -80,6 +94,32 @@ struct Noted {
   }
 
  private:
+  // Marks the sizes that may be any; false if they are not where the recorder says.
+  bool open(PyObject* dynamic) {
+    PyObject* places = dynamic_of.places.of(dynamic); // (argument, item in the list or -1) of each
+    if (!PyTuple_CheckExact(places))
+      return false;
+    auto* to = reinterpret_cast<Expected*>(expected.get());
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
+      PyObject* place = PyTuple_GET_ITEM(places, i);
+      const auto argument = static_cast<size_t>(PyLong_AsSsize_t(PyTuple_GET_ITEM(place, 0)));
+      const Py_ssize_t item = PyLong_AsSsize_t(PyTuple_GET_ITEM(place, 1));
+      if (argument >= want_of.size())
+        return false;
+      Want& want = (*to->wants)[want_of[argument]];
+      const bool is_list = want.value.isIntList();
+      const size_t length = is_list ? want.value.toIntVector().size() : 1;
+      if (want.what != Want::kSame || (!is_list && !want.value.isInt()) || is_list != (item >= 0) ||
+          (is_list && static_cast<size_t>(item) >= length))
+        return false;
+      want.sizes.resize(length);
+      want.sizes[is_list ? item : 0] = true;
+    }
+    numbers += PyTuple_GET_SIZE(places);
+    to->last = new LastCall();
+    return true;
+  }
+
   // Whether the call defined a value. If it did not, the one step since was recorded by another thread.
   bool has_defined(c10::ArrayRef<IValue> returned) const {
     if (written)
@@ -114,7 +154,9 @@ class Noter : Operands {
     size_t given = args.size(); // the positional arguments after these have their defaults; Python does not get them
     while (given > 0 && (arguments[given - 1].kwarg_only() || is_default(arguments[given - 1], args[given - 1])))
       --given;
+    expected->last = nullptr;
     for (size_t i = 0; i < args.size(); ++i) {
+      noted.want_of.push_back(wants->size());
       const bool is_left_out = arguments[i].kwarg_only() ? is_default(arguments[i], args[i]) : i >= given;
       if (is_left_out)
         wants->push_back({Want::kSame, args[i]});

@@ -248,10 +248,10 @@ PyObject* add(PyObject*, PyObject* given) {
 }
 
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, LazyTensor,
-//       Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta)
+//       Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry)
 PyObject* setup(PyObject*, PyObject* given) {
-  PyObject *op, *python, *empty, *memory, *stream, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOO", &op, &python, &empty, &memory, &stream, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta))
+  PyObject *op, *python, *empty, *memory, *stream, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry;
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOO", &op, &python, &empty, &memory, &stream, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry))
     return nullptr;
   const auto find = [](PyObject* type, std::initializer_list<std::pair<Slot*, const char*>> slots) {
     for (const auto& [slot, name] : slots) {
@@ -263,11 +263,13 @@ PyObject* setup(PyObject*, PyObject* given) {
   const bool found =
       find(trace, {{&trace_of.lock, "lock"}, {&trace_of.epoch, "epoch"}, {&trace_of.cursor, "cursor"},
                    {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.values, "values"},
-                   {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.device, "device"}}) &&
+                   {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.sized, "sized"}, {&trace_of.device, "device"}}) &&
       find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
                   {&step_of.next_key, "next_key"}, {&step_of.node, "node"},
                   {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},
-                  {&step_of.expected, "expected"}}) &&
+                  {&step_of.expected, "expected"}, {&step_of.dynamic, "dynamic"}}) &&
+      find(dynamic, {{&dynamic_of.known, "known"}, {&dynamic_of.infer, "infer"}, {&dynamic_of.places, "places"}}) &&
+      find(entry, {{&entry_of.outs, "outs"}, {&entry_of.lenses, "lenses"}}) &&
       find(node, {{&node_of.outs, "outs"}, {&node_of.result, "result"},
                   {&node_of.uses_default_dtype, "uses_default_dtype"}}) &&
       find(cell, {{&cell_of.trace, "trace"}, {&cell_of.value, "value"}, {&cell_of.meta, "meta"},

@@ -15,7 +15,8 @@ class NextStep : Operands {
     if (!step || step == Py_None || step_of.expected.is_none(step) || count >= trace_of.limit.number(trace))
       return false;
     const auto* expected = reinterpret_cast<Expected*>(step_of.expected.of(step));
-    if (expected->op != &op || (op.kind == kView && step_of.lenses.is_none(step)))
+    is_dynamic = expected->last;
+    if (expected->op != &op || (op.kind == kView && !is_dynamic && step_of.lenses.is_none(step)))
       return false;
     if (expected->default_dtype && *expected->default_dtype != c10::get_default_dtype_as_scalartype())
       return false;
@@ -24,7 +25,8 @@ class NextStep : Operands {
       if (!is_as_expected(args[i], op.writes[i]))
         return false;
     }
-    const bool is_same = (!op.draws || stream_is_next()) && shares_as_expected();
+    const bool is_same =
+        (!op.draws || stream_is_next()) && shares_as_expected() && (!is_dynamic || find_entry(*expected->last));
     return is_same && trace_of.cursor.of(trace) == cursor; // a signal handler may have recorded ops meanwhile
   }
 
@@ -70,8 +72,64 @@ class NextStep : Operands {
     PyObject* handle; // its tensor holds it
   };
   std::vector<Read> reads; // operands that may share memory with written cells
+  bool is_dynamic = false;
+  c10::SmallVector<PyObject*, 8> metas; // of a dynamic step: of the operands
+  c10::SmallVector<int64_t, 8> sizes; // and those that may be any
+  Object entry; // what it returns for these
 
   // -- comparing
+
+  // Finds the results of a dynamic step for the metas and the sizes of this call; false if Python has to infer them.
+  bool find_entry(LastCall& last) {
+    const auto same = [](const auto& a, const auto& b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); };
+    if (!last.entry || !same(last.metas, metas) || !same(last.sizes, sizes)) {
+      const auto count = static_cast<Py_ssize_t>(metas.size());
+      const Object key(PyTuple_New(count + static_cast<Py_ssize_t>(sizes.size())));
+      for (Py_ssize_t i = 0; key && i < count; ++i)
+        PyTuple_SET_ITEM(key.get(), i, Py_NewRef(metas[i]));
+      for (size_t i = 0; key && i < sizes.size(); ++i)
+        PyTuple_SET_ITEM(key.get(), count + static_cast<Py_ssize_t>(i), PyLong_FromLongLong(sizes[i]));
+      Object found(key ? find_known(key.get()) : nullptr);
+      if (!found || found.get() == Py_None || (op.kind == kView && entry_of.lenses.is_none(found.get())))
+        return false;
+      last.metas.assign(metas.begin(), metas.end());
+      last.sizes.assign(sizes.begin(), sizes.end());
+      last.entry = std::move(found);
+    }
+    entry = Object(Py_NewRef(last.entry.get()));
+    return true;
+  }
+
+  // An entry of the step, or one that Python infers; None or null, with an error set, if there is none.
+  PyObject* find_known(PyObject* key) const {
+    PyObject* dynamic = step_of.dynamic.of(step);
+    if (PyObject* found = PyDict_GetItemWithError(dynamic_of.known.of(dynamic), key))
+      return Py_NewRef(found);
+    if (PyErr_Occurred())
+      return nullptr;
+    PyObject* infer = dynamic_of.infer.of(dynamic);
+    return infer == Py_None ? Py_NewRef(Py_None) : PyObject_CallOneArg(infer, key);
+  }
+
+  // Whether an argument is equal to the expected one except for sizes, which are taken.
+  bool is_sized_as(const IValue& a, const Want& want) {
+    if (!a.isIntList()) {
+      if (!a.isInt())
+        return false;
+      sizes.push_back(a.toInt());
+      return true;
+    }
+    const auto items = a.toIntList(), wanted = want.value.toIntList();
+    if (items.size() != want.sizes.size())
+      return false;
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (want.sizes[i])
+        sizes.push_back(items.get(i));
+      else if (items.get(i) != wanted.get(i))
+        return false;
+    }
+    return true;
+  }
 
   bool is_as_expected(const IValue& a, bool is_written) {
     const Want& want = (*wants)[at_want++];
@@ -79,6 +137,8 @@ class NextStep : Operands {
       case Want::kSame:
         if (a.isTensor())
           return want.value.isTensor() && !a.toTensor().defined();
+        if (!want.sizes.empty())
+          return is_sized_as(a, want);
         return same_value(a, want.value);
       case Want::kType:
         numbers.push_back(number_of(a));
@@ -101,6 +161,8 @@ class NextStep : Operands {
     if (!handle)
       return false;
     PyObject* whole = handle.get();
+    if (is_dynamic)
+      metas.push_back(is_type(whole, cell_type) ? cell_of.meta.of(whole) : view_of.meta.of(whole));
     if (want.may_share)
       reads.push_back({&want, whole});
     if (is_written) {
@@ -145,8 +207,9 @@ class NextStep : Operands {
         return value_of.index.number(value) == want.number;
       return input_number(value) == want.number;
     }
-    return !is_of_this_epoch(value) && !input_number(value) &&
-        cell_of.meta.of(whole) == want.meta && first_read(value, want.meta);
+    PyObject* meta = cell_of.meta.of(whole);
+    return !is_of_this_epoch(value) && !input_number(value) && (is_dynamic || meta == want.meta) &&
+        first_read(value, meta);
   }
 
   // -- making
@@ -160,9 +223,11 @@ class NextStep : Operands {
       return false;
     PyObject* cursor = trace_of.cursor.of(trace);
     PyObject* next_key = step_of.next_key.of(cursor);
-    PyObject* meta = cell_of.meta.of(handle.get());
-    if (!next_key || !PyTuple_CheckExact(next_key) || PyTuple_GET_SIZE(next_key) != 2 ||
-        PyTuple_GET_ITEM(next_key, 0) != empty_op || PyTuple_GET_ITEM(next_key, 1) != meta)
+    if (!next_key || !PyTuple_CheckExact(next_key) || PyTuple_GET_ITEM(next_key, 0) != empty_op)
+      return false;
+    PyObject* next = step_of.next.of(cursor);
+    PyObject* outs = node_of.outs.of(step_of.node.of(next));
+    if (!step_of.dynamic.is_none(next) || PyTuple_GET_ITEM(outs, 0) != cell_of.meta.of(handle.get()))
       return false;
     const Object made(define());
     if (!made || !trace_of.count.set_number(trace, count) ||
@@ -203,7 +268,20 @@ class NextStep : Operands {
       if (!made || PyList_Append(trace_of.scalars.of(trace), made.get()) < 0)
         return false;
     }
+    for (const int64_t size : sizes) {
+      const Object made(PyLong_FromLongLong(size));
+      if (!made || PyList_Append(trace_of.scalars.of(trace), made.get()) < 0)
+        return false;
+    }
     return true;
+  }
+
+  // Notes the meta of the trace's next value if it is not that of the step's node.
+  bool note_size(PyObject* meta, PyObject* of_node) {
+    if (meta == of_node)
+      return true;
+    const Object index(PyLong_FromSsize_t(count));
+    return index && PyDict_SetItem(trace_of.sized.of(trace), index.get(), meta) == 0;
   }
 
   // Counts one more value of the trace; `value` is None for an input, a view, an undefined one.
@@ -251,18 +329,24 @@ class NextStep : Operands {
 
   std::optional<IValue> results() {
     PyObject* node = step_of.node.of(step);
-    PyObject *outs = node_of.outs.of(node), *spec = node_of.result.of(node); // `make` holds the step
+    PyObject *of_node = node_of.outs.of(node), *spec = node_of.result.of(node); // `make` holds the step
+    PyObject* outs = is_dynamic ? entry_of.outs.of(entry.get()) : of_node;
     std::vector<at::Tensor> made;
     const Py_ssize_t n = PyTuple_GET_SIZE(outs) - static_cast<Py_ssize_t>(written.cells.size());
     made.reserve(n);
     for (Py_ssize_t i = 0; i < n; ++i) {
       PyObject* meta = PyTuple_GET_ITEM(outs, i);
       const bool is_undefined = meta == Py_None;
+      if (is_dynamic && !note_size(meta, PyTuple_GET_ITEM(of_node, i)))
+        return std::nullopt;
       made.push_back(is_undefined ? at::Tensor() : new_result(meta));
       if (is_undefined ? !take_number(Py_None) : !made.back().defined())
         return std::nullopt;
     }
+    Py_ssize_t at = n;
     for (PyObject* cell : written.cells) {
+      if (is_dynamic && !note_size(cell_of.meta.of(cell), PyTuple_GET_ITEM(of_node, at++)))
+        return std::nullopt;
       const Object value(define());
       if (!value || !cell_of.version.set_number(cell, cell_of.version.number(cell) + 1))
         return std::nullopt;
@@ -294,7 +378,9 @@ class NextStep : Operands {
 
   std::optional<IValue> views() {
     PyObject* node = step_of.node.of(step);
-    PyObject *outs = node_of.outs.of(node), *spec = node_of.result.of(node); // `make` holds the step
+    PyObject* spec = node_of.result.of(node); // `make` holds the step
+    PyObject* outs = is_dynamic ? entry_of.outs.of(entry.get()) : node_of.outs.of(node);
+    PyObject* lenses = is_dynamic ? entry_of.lenses.of(entry.get()) : step_of.lenses.of(step);
     const Object handle(handle_of(args[0].toTensor()));
     if (!handle)
       return std::nullopt;
@@ -302,7 +388,7 @@ class NextStep : Operands {
     PyObject* base = is_whole ? handle.get() : view_of.base.of(handle.get());
     std::vector<at::Tensor> made;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outs); ++i) {
-      PyObject* last = PyTuple_GET_ITEM(step_of.lenses.of(step), i);
+      PyObject* last = PyTuple_GET_ITEM(lenses, i);
       const Object lens(is_whole ? Py_NewRef(last) : PySequence_Concat(view_of.lens.of(handle.get()), last));
       made.push_back(lens ? new_view(base, lens.get(), PyTuple_GET_ITEM(outs, i)) : at::Tensor());
       if (!made.back().defined())

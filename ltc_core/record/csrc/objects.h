@@ -89,11 +89,17 @@ class Slot {
 };
 
 inline struct {
-  Slot lock, epoch, cursor, count, limit, values, inputs, scalars, device;
+  Slot lock, epoch, cursor, count, limit, values, inputs, scalars, sized, device;
 } trace_of;
 inline struct {
-  Slot parent, next, next_key, node, inputs, num_scalars, lenses, expected;
+  Slot parent, next, next_key, node, inputs, num_scalars, lenses, expected, dynamic;
 } step_of;
+inline struct {
+  Slot known, infer, places;
+} dynamic_of;
+inline struct {
+  Slot outs, lenses;
+} entry_of;
 inline struct {
   Slot outs, result, uses_default_dtype;
 } node_of;

@@ -26,6 +26,8 @@ from tests.core.debug.explain_scenarios import SCENARIOS, Training, device, line
 from tests.core.models import OPTIMIZERS, Run
 from tests.core.models import batch as model_batch
 
+pytestmark = pytest.mark.usefixtures("exact_shapes")
+
 
 @pytest.fixture(autouse=True)
 def causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cause]]:

@@ -14,6 +14,8 @@ from ltc_core.settings import settings
 from tests.core import child
 from tests.core.counting import Counting
 
+pytestmark = pytest.mark.usefixtures("exact_shapes")
+
 NAME = settings.device_name
 
 
@@ -140,7 +142,9 @@ for n in range(12):
     torch.linalg.lu(torch.eye(2, device=x.device))
     ltc.mark_step()
 """
-        _, err = child.run(code, LTC_DEBUG="1", LTC_FORCE_FALLBACK="linalg_lu")
+        _, err = child.run(
+            code, LTC_DEBUG="1", LTC_FORCE_FALLBACK="linalg_lu", LTC_DYNAMIC_SHAPES="never"
+        )
         found = dict(blocks(err))
         assert re.fullmatch(
             r"CompileTime too frequent: \d+ counts during 12 steps", found["ltc-profiler"][0]

@@ -10,6 +10,7 @@ import torch
 import ltc_core as ltc
 from ltc_core.errors import LtcError
 from ltc_core.graph.ir import Node, Ref, TensorMeta
+from ltc_core.record.dynamic_shapes import Call
 from ltc_core.record.trace import Step, Trace
 from ltc_core.runtime.devices import context
 from ltc_core.tensor.buffer import Buffer, MemoryCounter
@@ -20,6 +21,10 @@ from tests.core.counting import Counting
 aten = torch.ops.aten
 META = TensorMeta.packed((2, 3), torch.float32)
 OTHER = TensorMeta.packed((4,), torch.float32)
+
+
+def no_call() -> Call:
+    raise AssertionError("asked of dynamic steps alone")
 
 
 class Recording:
@@ -59,7 +64,7 @@ class Recording:
                 args = tuple(Ref(v.index) for v in operands)
                 return Node(aten.relu.default, args, {}, trace.count, (META,), result=0)
 
-            trace.advance(tuple(key), grow, before, len(numbers))
+            trace.advance(tuple(key), grow, before, list(numbers), no_call)
             if fails == "half":
                 raise KeyboardInterrupt
             trace.scalars += numbers

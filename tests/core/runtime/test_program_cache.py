@@ -24,6 +24,8 @@ from ltc_core.runtime.program_cache import ProgramCache
 from ltc_core.settings import Settings, settings
 from tests.core.counting import Counting
 
+pytestmark = pytest.mark.usefixtures("exact_shapes")
+
 aten = torch.ops.aten
 META = TensorMeta.packed((2, 3), torch.float32)
 

@@ -1,0 +1,264 @@
+"""Dynamic shapes: steps of the trace that serve calls of any size.
+
+Batches of other lengths take another way through the trie: the metas of inputs and the sizes among the arguments are in
+the keys. Where a third way differs from two known ones in sizes only, `Trace` makes it a dynamic one. The key of a
+dynamic step is a pattern: `ANY` stands for a size, `AnyMeta` for the meta of an input. The sizes are scalars of the
+graph, so one program serves all of them. What a call returns is inferred for each combination of operands' metas and
+sizes, and kept with the step (`Dynamic.known`).
+
+A dynamic step follows another one, or branches off known steps. Its `twins` are the steps of other ways at the same
+place: where the next call differs from theirs in sizes, these sizes are dynamic, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ltc_core.graph.ir import Node, Scalar, TensorMeta
+from ltc_core.graph.op_schema import Arg, OpSchema
+
+__all__ = [
+    "ANY", "AnyMeta", "Call", "Dynamic", "Entry", "Key", "Pattern", "Sizes", "are_alike", "are_outs_alike", "joined",
+    "keep", "num_any", "open_node", "sizes_in",
+]  # fmt: skip
+
+Key = tuple[Any, ...]
+Pattern = tuple[Any, ...]
+Sizes = tuple[int, ...]
+
+_KNOWN_LIMIT = 4096  # of calls that a step keeps the results of
+
+
+class _Any:
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+ANY = _Any()
+_OTHER = object()  # two keys differ in more than sizes
+
+
+class AnyMeta(NamedTuple):
+    """Stands in a pattern for the meta of an input that is read for the first time."""
+
+    dtype: Any
+    rank: int
+
+
+class Call(NamedTuple):
+    """What decides the metas of a call's results.
+
+    Attributes:
+        places: for each part of the key, (position among the op's arguments, `Arg`); (-1, None) for other parts.
+        metas: of its tensors, in the order of the op's arguments.
+        table: makes `Dynamic.known` and `Dynamic.infer` (`record.dynamic_results`).
+    """
+
+    places: tuple[tuple[int, Any], ...]
+    metas: tuple[TensorMeta, ...]
+    table: Callable[..., Any]
+
+
+class Entry:
+    """Results of a call of known sizes: their metas, and for a view their lenses. Read by `csrc/next_step.h`."""
+
+    __slots__ = ("lenses", "outs")
+
+    def __init__(self, outs: tuple[TensorMeta | None, ...]) -> None:
+        self.outs = outs
+        self.lenses: tuple[Any, ...] | None = None
+
+
+class Dynamic:
+    """What a dynamic step has beside a node.
+
+    Attributes:
+        known: metas of the operands and sizes of a call, one tuple -> its results. Steps that differ in the numbers of
+            their operands only share it: what the first layer infers, the others find. Read by `csrc/next_step.h`.
+        infer: finds the results of a call that is not known; None if that takes more than its metas and sizes.
+        places: where the sizes stand: (position among the op's arguments, position in the list there or -1), in the
+            order of the scalars. None: C++ cannot find them.
+        twins: steps of other ways at the same place.
+        now: results of the last call that Python recorded.
+    """
+
+    __slots__ = ("infer", "known", "now", "places", "twins")
+
+    def __init__(
+        self,
+        known: dict[Key, Entry],
+        infer: Callable[[Key], Entry | None] | None,
+        places: tuple[tuple[int, int], ...] | None,
+        twins: tuple[Any, ...],
+    ) -> None:
+        self.known = known
+        self.infer = infer
+        self.places = places
+        self.twins = twins
+        self.now = Entry(())
+
+    def find(self, key: Key) -> bool:
+        """Look for the results of a call; with them as `now`, True."""
+        entry = self.known.get(key)
+        if entry is None and self.infer is not None:
+            entry = self.infer(key)
+        if entry is None:
+            return False
+        self.now = entry
+        return True
+
+    def add(self, key: Key, outs: tuple[TensorMeta | None, ...]) -> None:
+        """Keep the results of a call; they are those of the call that is recorded now."""
+        self.now = keep(self.known, key, Entry(outs))
+
+
+def keep(known: dict[Key, Entry], key: Key, entry: Entry) -> Entry:
+    if len(known) >= _KNOWN_LIMIT:
+        known.clear()
+    known[key] = entry
+    return entry
+
+
+# -- patterns ------------------------------------------------------------------------------------------
+
+
+def joined(key: Key, other: Key | Pattern, places: Sequence[tuple[int, Any]]) -> Pattern | None:
+    """The pattern of two keys at one place; the key itself if they are equal, None if more than sizes differ."""
+    if len(key) != len(other):
+        return None
+    parts = []
+    for k, (part, was) in enumerate(zip(key, other, strict=True)):
+        both = _joined(part, was, places[k][1] if k < len(places) else None)
+        if both is _OTHER:
+            return None
+        parts.append(both)
+    return tuple(parts)
+
+
+def _joined(part: Any, was: Any, code: Any) -> Any:
+    if part is was:
+        return part
+    if part is ANY:
+        return ANY if type(was) is int else _OTHER
+    if type(part) is AnyMeta:
+        return part if was == part or _has_form(was, part) else _OTHER
+    if code is None:
+        return part if part == was else _OTHER
+    if type(part) is TensorMeta:
+        form = AnyMeta(part.dtype, len(part.size))
+        return form if was == form or _has_form(was, form) else _OTHER
+    if type(part) is int and (was is ANY or type(was) is int):
+        if part == was:
+            return part
+        return ANY if code in (Arg.STATIC, Arg.STATIC_SCALAR) else _OTHER
+    if type(part) is tuple and type(was) is tuple and len(part) == len(was):
+        parts = tuple([_joined(*pair, code) for pair in zip(part, was, strict=True)])
+        return _OTHER if _OTHER in parts else parts
+    return part if type(part) is type(was) and part == was else _OTHER
+
+
+def _has_form(part: Any, form: AnyMeta) -> bool:
+    return type(part) is TensorMeta and AnyMeta(part.dtype, len(part.size)) == form
+
+
+def sizes_in(pattern: Pattern, key: Key) -> Sizes | None:
+    """The sizes of a call where the pattern has `ANY`; None if the pattern does not fit."""
+    sizes: list[int] = []
+    fits = len(pattern) == len(key) and all(
+        _fits(want, part, sizes) for want, part in zip(pattern, key, strict=True)
+    )
+    return tuple(sizes) if fits else None
+
+
+def _fits(want: Any, part: Any, sizes: list[int]) -> bool:
+    if want is ANY:
+        sizes.append(part)
+        return type(part) is int
+    if type(want) is AnyMeta:
+        return _has_form(part, want)
+    if type(want) is tuple:
+        return (
+            type(part) is tuple
+            and len(part) == len(want)
+            and all(_fits(*pair, sizes) for pair in zip(want, part, strict=True))
+        )
+    return want is part or (type(want) is type(part) and want == part)
+
+
+def num_any(pattern: Any) -> int:
+    """How many sizes and metas a pattern leaves open."""
+    if pattern is ANY or type(pattern) is AnyMeta:
+        return 1
+    return sum(map(num_any, pattern)) if type(pattern) is tuple else 0
+
+
+# -- nodes ---------------------------------------------------------------------------------------------
+
+
+def open_node(
+    node: Node, schema: OpSchema | None, pattern: Pattern, call: Call, first: int
+) -> tuple[Node, tuple[tuple[int, int], ...] | None]:
+    """`node` with a `Scalar` for each `ANY` of the pattern, from number `first` on; and where these are."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    found: list[tuple[int, int]] = []
+    for part, (position, code) in zip(pattern, call.places, strict=False):
+        if position < 0 or not num_any(part):
+            continue
+        opened = _Opened(first + len(found), code)
+        if position < len(args):
+            args[position] = opened.of(part, args[position])
+        else:
+            assert schema is not None
+            name = schema.names[position]
+            kwargs[name] = opened.of(part, kwargs[name])
+        found += [(position, item) for item in opened.items]
+    is_in_order = found == sorted(found) and all(item >= -1 for _, item in found)
+    node = dataclasses.replace(node, args=tuple(args), kwargs=kwargs or node.kwargs)
+    return node, tuple(found) if is_in_order else None
+
+
+class _Opened:
+    """Replaces the sizes of one argument."""
+
+    def __init__(self, first: int, code: Any) -> None:
+        self._next = first
+        self._is_typed = code == Arg.STATIC_SCALAR  # the key has (type, value) for each number
+        self.items: list[
+            int
+        ] = []  # position in the list of each; -1: the argument itself, -2: deeper
+
+    def of(self, part: Any, argument: Any, item: int = -1) -> Any:
+        if self._is_typed and type(part) is tuple and len(part) == 2 and type(part[0]) is type:
+            part = part[1]
+        if part is ANY:
+            self.items.append(item)
+            self._next += 1
+            return Scalar(self._next - 1)
+        if type(part) is tuple and num_any(part) and isinstance(argument, tuple | list):
+            inner = [
+                self.of(p, a, k if item == -1 else -2)
+                for k, (p, a) in enumerate(zip(part, argument, strict=True))
+            ]
+            return inner if isinstance(argument, list) else tuple(inner)
+        return argument
+
+
+def are_alike(node: Node, other: Node) -> bool:
+    """Whether two nodes of one key differ in the sizes of their results only."""
+    return (
+        node.result == other.result
+        and node.writes == other.writes
+        and node.uses_default_dtype == other.uses_default_dtype
+        and are_outs_alike(node.outs, other.outs)
+    )
+
+
+def are_outs_alike(outs: Sequence[TensorMeta | None], others: Sequence[TensorMeta | None]) -> bool:
+    return len(outs) == len(others) and all(
+        a is b or (a is not None and b is not None and a.dtype is b.dtype)
+        for a, b in zip(outs, others, strict=True)
+    )

@@ -1,0 +1,145 @@
+"""Where calls of any size take one step: `find` looks for that step, `make` decides whether a new step is to be one.
+
+A new step is dynamic after a dynamic one, or where it is the third that differs from two others in sizes only. Called
+by `Trace.advance`. A collective or an op of the script has a step for each size: other processes, or code that is not
+PyTorch's, depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ltc_core.graph.ir import Node, TensorMeta
+from ltc_core.graph.op_schema import OpSchema
+from ltc_core.record.dynamic_shapes import (
+    Call,
+    Dynamic,
+    Key,
+    Pattern,
+    Sizes,
+    are_alike,
+    joined,
+    num_any,
+    open_node,
+    sizes_in,
+)
+from ltc_core.record.step import Step
+
+__all__ = ["find", "make", "may_follow"]
+
+_ALIKE = 2  # known steps that differ in sizes, before calls of any size get a step
+
+
+def may_follow(cursor: Step, step: Step | None) -> bool:
+    """Whether `find` is to be asked for a call whose key leads from the cursor to `step`."""
+    if step is not None:
+        return step.dynamic is not None
+    return cursor.patterns is not None or cursor.dynamic is not None
+
+
+def find(
+    cursor: Step,
+    key: Key,
+    step: Step | None,
+    grow: Callable[[], Node],
+    scalars: list[Any],
+    call: Call,
+) -> tuple[Key, Step | None]:
+    """The key of a call and its step, whose `outs` are then those of the call; None if a step has to be made.
+
+    Args:
+        step: the one with this key; it is dynamic.
+        scalars: those of the call; sizes are added.
+    """
+    if step is None:
+        for pattern, other in cursor.patterns or ():
+            for full in (key, (*key, torch.get_default_dtype())):
+                sizes = sizes_in(pattern, full)
+                if sizes is not None and _serves(other, call.metas, sizes, grow):
+                    scalars += sizes
+                    return pattern, other
+    elif _may_vary(key) and _serves(step, call.metas, (), grow):
+        return key, step
+    if cursor.dynamic is None or (step is None and _may_vary(key)):
+        return key, None
+    key = (*key, call.metas)  # of a step for operands of these sizes alone
+    step = cursor.child(key)
+    if step is not None:
+        _serves(step, call.metas, (), grow)
+    return key, step
+
+
+def _serves(
+    step: Step, metas: tuple[TensorMeta, ...], sizes: Sizes, grow: Callable[[], Node]
+) -> bool:
+    """Whether a dynamic step serves a call."""
+    assert step.dynamic is not None and step.node is not None
+    key = (*metas, *sizes)
+    if step.dynamic.find(key):
+        return True
+    node = grow()
+    if not are_alike(node, step.node):
+        return False
+    step.dynamic.add(key, node.outs)
+    return True
+
+
+def make(
+    cursor: Step, key: Key, node: Node, first_size: int, call: Call, trace: Any
+) -> tuple[Key | Pattern, Node, Dynamic | None, Sizes]:
+    """Key, node, what is dynamic and sizes of a new step after the cursor.
+
+    Args:
+        node: the node of the call.
+        first_size: the number that the first size has among the scalars of the trace.
+    """
+    pattern, twins = _pattern(cursor, key, call)
+    if pattern is None and cursor.dynamic is None:
+        return key, node, None, ()
+    sizes: Sizes = ()
+    places: tuple[tuple[int, int], ...] | None = ()
+    if pattern is not None:
+        sizes = sizes_in(pattern, key) or ()
+        schema = key[0] if isinstance(key[0], OpSchema) else None
+        node, places = open_node(node, schema, pattern, call, first_size)
+        key = pattern
+    known, infer = call.table(key, call, trace, node.outs)
+    dynamic = Dynamic(known, infer, places, twins)
+    dynamic.add((*call.metas, *sizes), node.outs)
+    return key, node, dynamic, sizes
+
+
+def _pattern(cursor: Step, key: Key, call: Call) -> tuple[Pattern | None, tuple[Step, ...]]:
+    """The pattern of a new step, None if it has this key alone, and the steps at its place on other ways."""
+    if not _may_vary(key):
+        return None, ()
+    ways = [cursor]
+    fewest = _ALIKE
+    if cursor.dynamic is not None:
+        ways += cursor.dynamic.twins
+        fewest = 1
+    rows = [
+        (joined(key, other, call.places), step)
+        for way in ways
+        for other, step in way.all_children()
+        if other[0] is key[0]
+    ]
+    alike = [(pattern, step) for pattern, step in rows if pattern is not None]
+    nearest = sorted(alike, key=lambda row: num_any(row[0]))[:fewest]
+    if len(nearest) < fewest:
+        return None, ()
+    pattern: Pattern | None = key
+    for other, _ in nearest:
+        pattern = None if pattern is None else joined(pattern, other, call.places)
+    if pattern is None:
+        return None, ()
+    return pattern if num_any(pattern) else None, tuple(step for _, step in nearest)
+
+
+def _may_vary(key: Key) -> bool:
+    """Whether a call may be one of many sizes."""
+    schema = key[0]
+    return not isinstance(schema, OpSchema) or schema.op.namespace == "aten"

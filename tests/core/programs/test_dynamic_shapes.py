@@ -1,0 +1,242 @@
+"""Batches of many sizes: the numbers of eager PyTorch, from a few programs."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ltc_core as ltc
+from ltc_core import metrics
+from ltc_core.runtime.devices import context
+from ltc_core.settings import settings
+
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
+Step = Callable[[nn.Module, int, torch.device], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def new_trace() -> Iterator[None]:
+    """No step of another test is there."""
+    device = context(0)
+    device.wait()
+    device.trace.forget()
+    device.compiler.forget()
+    yield
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return ltc.lazy_device()
+
+
+def num_programs() -> int:
+    return metrics.counter_value("UncachedCompile") or 0
+
+
+class Sequences(nn.Module):
+    """Attention over a sequence of any length, with views, masks and sizes in its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 16)
+        self.places = nn.Embedding(64, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.norm = nn.LayerNorm(16)
+        self.out = nn.Linear(16, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length = x.shape
+        h = self.tokens(x) + self.places(torch.arange(length, device=x.device))
+        q, k, v = self.qkv(self.norm(h)).view(n, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        scores = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(later, float("-inf"))
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(n, length, 16)
+        logits: Tensor = self.out(F.gelu(h + mixed))
+        return logits
+
+
+class Images(nn.Module):
+    """Convolutions over images of any size, with a norm that keeps statistics and writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, stride=2)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm(self.first(x)), inplace=True)
+        h = F.interpolate(F.max_pool2d(h, 2), scale_factor=2.0)
+        h = self.second(F.pad(h, (1, 1, 1, 1))).mean((2, 3))
+        logits: Tensor = self.out(h)
+        return logits
+
+
+class Graphs(nn.Module):
+    """Messages along edges, any number of them, gathered and added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        sums = torch.zeros(len(x), 16, device=x.device).index_add(0, edges[1], h[edges[0]])
+        scores: Tensor = self.second(sums.div_(edges.shape[1]) + h)
+        return scores
+
+
+def sequences(model: nn.Module, n: int, device: torch.device) -> Tensor:
+    x = torch.randint(0, 50, (2, 3 + n)).to(device)
+    return F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].reshape(-1))
+
+
+def images(model: nn.Module, n: int, device: torch.device) -> Tensor:
+    x, y = torch.randn(2, 3, 8 + 2 * n, 8 + n).to(device), torch.tensor([1, 3]).to(device)
+    return F.cross_entropy(model(x), y)
+
+
+def graphs(model: nn.Module, n: int, device: torch.device) -> Tensor:
+    x, edges = torch.randn(5 + n, 6).to(device), torch.randint(0, 5 + n, (2, 3 * n + 1)).to(device)
+    return model(x, edges).square().mean()
+
+
+def losses(make: Callable[[], nn.Module], step: Step, device: str, sizes: list[int]) -> list[float]:
+    torch.manual_seed(0)
+    where = torch.device(device)
+    model = make().to(where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for n in sizes:
+        loss = step(model, n, where)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ltc.mark_step()
+        found.append(loss)
+    return [float(loss.detach()) for loss in found]
+
+
+MODELS = {
+    "sequences": (Sequences, sequences),
+    "images": (Images, images),
+    "graphs": (Graphs, graphs),
+}
+
+
+@pytest.mark.parametrize("replay", ["auto", "always", "never"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_are_those_of_eager_and_programs_few(name: str, replay: str) -> None:
+    make, step = MODELS[name]
+    draw = random.Random(1)
+    sizes = [draw.randrange(20) for _ in range(40)]
+    with settings.override(replay=replay):
+        before = num_programs()
+        found = losses(make, step, "ltc", sizes)
+        assert num_programs() - before <= 12, "a program for each size"
+    assert found == losses(make, step, "cpu", sizes)
+
+
+def test_a_size_that_was_known_before_keeps_its_program(device: torch.device) -> None:
+    def run(n: int) -> list[float]:
+        x = torch.arange(float(n)).to(device)
+        return (x * 2 + 1).tolist()  # type: ignore[no-any-return]
+
+    for n in (3, 4, 5, 6):
+        assert run(n) == [2.0 * i + 1 for i in range(n)]
+    before = num_programs()
+    for n in (4, 3, 9, 5, 12, 0, 1, 7):
+        assert run(n) == [2.0 * i + 1 for i in range(n)]
+    assert num_programs() == before
+
+
+def test_another_rank_or_dtype_is_another_program(device: torch.device) -> None:
+    for n in (3, 4, 5, 6):
+        assert (torch.ones(n).to(device) * 2).tolist() == [2.0] * n
+    assert (torch.ones(2, 2).to(device) * 2).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert (torch.ones(3, dtype=torch.long).to(device) * 2).tolist() == [2, 2, 2]
+
+
+def test_sizes_among_the_arguments(device: torch.device) -> None:
+    x = torch.arange(24.0)
+    ours = x.to(device)
+    for rows in (2, 3, 4, 6, 8, 12, 24, 1):
+        assert torch.equal((ours.view(rows, -1).t() + 1).cpu(), x.view(rows, -1).t() + 1)
+    for k in range(12):
+        assert torch.equal((ours[k : k + 5] * 2).cpu(), x[k : k + 5] * 2)
+        assert torch.equal((ours.roll(k) * 2).cpu(), x.roll(k) * 2)
+        assert float(ours[k] + 1) == float(x[k] + 1)
+
+
+def test_the_number_of_results_may_follow_a_size(device: torch.device) -> None:
+    for n in (4, 6, 8, 10, 12, 6):
+        x = torch.arange(float(n))
+        parts = [part * 2 for part in x.to(device).split(2)]
+        assert [p.tolist() for p in parts] == [(part * 2).tolist() for part in x.split(2)]
+
+
+def test_writes_into_views_of_any_size(device: torch.device) -> None:
+    for n in (3, 4, 5, 6, 7, 8):
+        x = torch.zeros(n, n)
+        for t in (x, (ours := x.to(device))):
+            t[1:, : n - 1] = 1.0
+            t[0].add_(2)
+            t.view(-1)[n:].mul_(3)
+        assert torch.equal(ours.cpu(), x)
+
+
+def test_memory_that_is_filled_later(device: torch.device) -> None:
+    for n in (3, 4, 5, 6, 7):
+        x = torch.empty(n, 2, device=device)
+        x[:] = 4.0
+        y = torch.empty_like(x).fill_(1.0)
+        assert (x + y).tolist() == [[5.0, 5.0]] * n
+
+
+def test_draws_are_those_of_eager(device: torch.device) -> None:
+    with settings.override(random="host"):
+        for n in (3, 4, 5, 6, 7):
+            torch.manual_seed(n)
+            found = F.dropout(torch.ones(n, 9).to(device), 0.5).cpu()
+            assert found.shape == (n, 9) and set(found.unique().tolist()) <= {0.0, 2.0}
+
+
+def test_an_error_names_the_sizes_of_its_call(device: torch.device) -> None:
+    weight = torch.ones(4, 2).to(device)
+    for n in (3, 5, 6, 7):
+        assert (torch.ones(n, 4).to(device) @ weight).shape == (n, 2)
+    with pytest.raises(RuntimeError, match=r"8x5|shapes cannot be multiplied"):
+        (torch.ones(8, 5).to(device) @ weight).cpu()
+    table = torch.ones(4, 2).to(device)
+    for n in (1, 2, 3, 4):
+        assert table[torch.zeros(n, dtype=torch.long).to(device)].sum().item() == 2.0 * n
+    with pytest.raises(IndexError, match="out of range|out of bounds"):
+        table[torch.full((6,), 9).to(device)].cpu()
+
+
+def test_memory_is_counted_by_the_size_of_each_call(device: torch.device) -> None:
+    counter = context(0).memory
+    kept = []
+    for n in (10, 20, 30, 40, 1000):
+        context(0).wait()
+        before = counter.used_bytes
+        x = torch.ones(n).to(device)
+        y = x * 2
+        ltc.mark_step()
+        context(0).wait()
+        assert counter.used_bytes - before == 2 * 4 * n
+        kept += [x, y]
+
+
+def test_never_makes_a_program_for_each_size(device: torch.device) -> None:
+    with settings.override(dynamic_shapes="never"):
+        (torch.ones(2).to(device) + 1).cpu()
+        before = num_programs()
+        for n in (13, 14, 15, 16):
+            (torch.ones(n).to(device) * 3 - 1).cpu()
+        assert num_programs() == before + 4
