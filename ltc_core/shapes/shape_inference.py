@@ -7,7 +7,7 @@ decomposes the op or runs it on real values.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from ltc_core.graph.arguments import map_leaves
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.op_schema import Arg, OpSchema
 from ltc_core.settings import settings
-from ltc_core.shapes import eager_checks, size_rules
+from ltc_core.shapes import eager_checks, size_rules, view_rules
 from ltc_core.shapes.kernel_strides import with_kernel_strides
 from ltc_core.tensor.handles import base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
@@ -61,13 +61,30 @@ def infer(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
         key += (shared,)
     found = _cache.get(key, _ABSENT)
     if found is _ABSENT:
-        if shared and eager_checks.is_overlap_refused(schema, args, kwargs):
-            raise Unknown("operands that overlap as eager does not allow")
-        found = _infer_of_any_size(schema, args, kwargs, key)
+        try:
+            if shared and eager_checks.is_overlap_refused(schema, args, kwargs):
+                raise Unknown("operands that overlap as eager does not allow")
+            found = _infer_of_any_size(schema, args, kwargs, key)
+        except (
+            Unknown
+        ) as unknown:  # `nonzero` is called again and again, and to find that out takes 0.3 ms
+            if schema.op.namespace != "aten":  # a script may register a kernel for `meta` later
+                raise
+            cause = unknown.__cause__
+            found = _Failed(str(unknown), cause and cause.with_traceback(None))
         if len(_cache) >= _CACHE_SIZE:
             _cache.clear()
         _cache[key] = found
+    if type(found) is _Failed:
+        raise Unknown(found.why) from found.cause
     return found
+
+
+class _Failed(NamedTuple):
+    """A call that cannot be inferred, as it is kept in the cache."""
+
+    why: str
+    cause: BaseException | None
 
 
 _known = size_rules.Known()
@@ -75,6 +92,9 @@ _known = size_rules.Known()
 
 def _infer_of_any_size(schema: OpSchema, args: Any, kwargs: dict[str, Any], key: Any) -> Any:
     """The results of a call that is not in the cache, from one of the same form with other sizes if there was one."""
+    view = view_rules.view_of(schema.op, args, kwargs) if schema.view else None
+    if view is not None:
+        return view
     if not size_rules.is_of_any_size(schema):
         return _run_on_meta(schema, args, kwargs)
     form, sizes = _known.form(schema, key, len(args))

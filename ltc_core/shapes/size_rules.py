@@ -5,7 +5,8 @@ pay that. Here a rule for each op says the sizes of its results. The rest is as 
 the order of dims in memory, and that eager accepts the call. That first call checks the rule, too.
 
 The form of a call is its key in the cache of `shape_inference` without the sizes of operands: these have their number
-of dims, their dims of size 1, and the order of their dims in memory instead. Operands with gaps have no form.
+of dims, their dims of size 1, and the order of their dims in memory instead. Operands with gaps have no form, except
+those of ops whose results are packed, in an order that gaps do not change.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Known:
         if any(type(item) is TensorMeta for item in leaves(named)):
             return _NO_FORM
         try:
-            parts = [_part(item, k == size) for k, item in enumerate(args)]
+            may_have_gaps = _gives_packed(schema, named)
+            parts = [_part(item, k == size, may_have_gaps) for k, item in enumerate(args)]
         except _Unsure:
             return _NO_FORM
         return (*key[:2], tuple([of for of, _ in parts]), named), tuple([s for _, s in parts])
@@ -115,27 +117,37 @@ class _Result:
         return TensorMeta.of(size, strides, 0, self._dtype)
 
 
-def _part(item: Any, is_size: bool) -> tuple[Any, Any]:
+def _part(item: Any, is_size: bool, may_have_gaps: bool) -> tuple[Any, Any]:
     """A part of a form, and what a rule is given for it."""
     if type(item) is TensorMeta:
-        if item.offset or not item.numel:
+        if not item.numel or (item.offset and not may_have_gaps):
             raise _Unsure
         size = tuple(item.size)
-        return (item.dtype, tuple([n == 1 for n in size]), _order(item)), size
+        return (item.dtype, tuple([n == 1 for n in size]), _order(item, may_have_gaps)), size
     if is_size:
         return len(item), item
     if type(item) is tuple:
-        parts = [_part(i, False) for i in item]
+        parts = [_part(i, False, may_have_gaps) for i in item]
         return tuple([of for of, _ in parts]), tuple([size for _, size in parts])
     return item, item
 
 
-def _order(meta: TensorMeta) -> Order:
+def _order(meta: TensorMeta, may_have_gaps: bool = False) -> Order:
     if meta.contiguous:
         return None
-    if 1 in meta.size or not meta.dense:
+    has_order = meta.dense
+    if may_have_gaps:
+        has_order = 0 not in meta.stride and len({*meta.stride}) == len(meta.stride)
+    if 1 in meta.size or not has_order:
         raise _Unsure
     return tuple(sorted(range(len(meta.size)), key=lambda dim: -meta.stride[dim]))
+
+
+def _gives_packed(schema: OpSchema, named: Sequence[Any]) -> bool:
+    """Whether the results of an op are packed, whatever gaps the operands have."""
+    if schema.op is aten.clone.default:
+        return ("memory_format", torch.contiguous_format) in named
+    return schema.op in _PACKED
 
 
 def _sizes(schema: OpSchema, args: tuple[Any, ...]) -> list[Size]:
@@ -248,23 +260,6 @@ def _cat(tensors: Sequence[Size], dim: int = 0) -> Size:
     return (*first[:place], sum(size[place] for size in tensors), *first[place + 1 :])
 
 
-def _permute(x: Size, dims: Sequence[int]) -> Size:
-    places = [range(len(x))[dim] for dim in dims]
-    _require(sorted(places) == list(range(len(x))))
-    return tuple([x[place] for place in places])
-
-
-def _reversed(x: Size) -> Size:
-    return x[::-1]
-
-
-def _transpose(x: Size, a: int, b: int) -> Size:
-    places = list(range(len(x)))
-    a, b = places[a], places[b]
-    places[a], places[b] = b, a
-    return _permute(x, places)
-
-
 def _view(x: Size, size: Sequence[int]) -> Size:
     known = math.prod(n for n in size if n != -1)
     _require(size.count(-1) <= 1 and known > 0 and math.prod(x) % known == 0)
@@ -273,8 +268,45 @@ def _view(x: Size, size: Sequence[int]) -> Size:
     return found
 
 
+def _attention(q: Size, k: Size, v: Size, *rest: Any) -> Sizes:
+    _require(len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2])
+    _require(q[3] == k[3] == v[3] and k[2] == v[2])
+    return [q, q[:3]]
+
+
+def _attention_backward(
+    grad: Size, q: Size, k: Size, v: Size, out: Size, logsumexp: Size, *rest: Any
+) -> Sizes:
+    _require(grad == out and [out, logsumexp] == _attention(q, k, v))
+    return [q, k, v]
+
+
+def _arange(end: Any) -> Size:
+    kind, n = end
+    _require(kind is int and n > 0)
+    return (n,)
+
+
+# Ops whose results are packed, in an order that depends on the order of the operands' dims at most.
+_PACKED = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.embedding.default,
+    aten.embedding_dense_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+
 # Ops, and the position of an argument that is a size.
-_SIZES = {aten.view.default: 1, aten._unsafe_view.default: 1}
+_SIZES = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.full.default: 0,
+    aten.arange.default: 0,
+}
 
 # An op that is not here and has the tag `pointwise` has `_broadcast`.
 _RULES: dict[Any, Callable[..., Sizes]] = {
@@ -303,11 +335,14 @@ _RULES: dict[Any, Callable[..., Sizes]] = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten.stack.default: _stack,
     aten.cat.default: _cat,
-    aten.t.default: _reversed,
-    aten.transpose.int: _transpose,
-    aten.permute.default: _permute,
+    aten.zeros.default: _same,
+    aten.ones.default: _same,
+    aten.full.default: _same,
+    aten.arange.default: _arange,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
 }

@@ -18,6 +18,10 @@ aten = torch.ops.aten
 Call = tuple[Any, tuple[Any, ...]]
 
 
+FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
 def r(*size: int) -> Tensor:
     return torch.rand(size)
 
@@ -89,12 +93,26 @@ CASES: dict[str, Callable[[int, int, int], Call]] = {
     "stack": lambda a, b, c: (aten.stack.default, ([r(a, b)] * 3, -1)),
     "cat": lambda a, b, c: (aten.cat.default, ([r(a, b), r(a, c)], 1)),
     "cat of integers and floats": lambda a, b, c: (aten.cat.default, ([r(a, b), whole(c, b)],)),
-    "t": lambda a, b, c: (aten.t.default, (r(a, b),)),
-    "transpose": lambda a, b, c: (aten.transpose.int, (r(a, b, c), 0, -1)),
-    "permute of a permuted": lambda a, b, c: (
-        aten.permute.default,
-        (r(a, b, c).permute(1, 2, 0), [2, 1, 0]),
+    "mm with gaps": lambda a, b, c: (aten.mm.default, (r(a, 2 * b)[:, ::2].t(), r(a, c))),
+    "embedding of a part": lambda a, b, c: (
+        aten.embedding.default,
+        (r(9, 4), whole(a, b + 1)[:, 1:]),
     ),
+    "attention": lambda a, b, c: (
+        FLASH,
+        (*[r(a, b, 3, c, 8).select(2, k) for k in range(3)], 0.0, True),
+    ),
+    "attention of transposed": lambda a, b, c: (
+        FLASH,
+        (*[r(a, c, b, 24)[..., 8 * k : 8 * k + 8].transpose(1, 2) for k in range(3)],),
+    ),
+    "attention's gradient": lambda a, b, c: (
+        FLASH_BACKWARD,
+        (x := r(a, c, b, 8).transpose(1, 2), x, x, x, *FLASH(x, x, x), 0.0, False),
+    ),
+    "zeros": lambda a, b, c: (aten.zeros.default, ([a, b, c],)),
+    "full": lambda a, b, c: (aten.full.default, ([a, b], 2.5)),
+    "arange": lambda a, b, c: (aten.arange.default, (a,)),
     "view": lambda a, b, c: (aten.view.default, (r(a, b, c), [a * b, c])),
     "view of the rest": lambda a, b, c: (aten.view.default, (r(a, b, c), [b, -1])),
     "add": lambda a, b, c: (aten.add.Tensor, (r(a, b, c), r(b, c))),
@@ -172,7 +190,7 @@ def test_each_rule_is_tried() -> None:
     not_tried = {op.name() for op in set(size_rules._RULES) - ops}
     assert not_tried == {
         "aten::amin", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::tril", "aten::triu",
-        "aten::zeros_like", "aten::ones_like", "aten::empty_like", "aten::_unsafe_view",
+        "aten::zeros_like", "aten::ones_like", "aten::empty_like", "aten::_unsafe_view", "aten::ones",
     }  # fmt: skip
 
 
@@ -196,7 +214,7 @@ def test_a_wrong_call_of_a_known_form_is_refused(known: str, call: Call, asked: 
 @pytest.mark.parametrize(
     "call",
     [
-        (aten.mm.default, (r(3, 4), r(5, 8)[:, ::2].t())),  # gaps
+        (aten.mm.default, (r(3, 4), r(4, 1).expand(4, 5))),
         (aten.mm.default, (r(3, 1), r(1, 6))),
         (aten.mm.default, (r(0, 4), r(4, 6))),
         (aten.mm.default, (r(3, 4).double(), r(4, 6).double())),
