@@ -42,6 +42,9 @@ ALIASES: dict[str, str | Served] = {
     "torch_xla.distributed.zero_redundancy_optimizer": Served(
         "ltc_dist.train.zero_redundancy_optimizer", ("ZeroRedundancyOptimizer",)
     ),
+    "torch_xla.experimental.distributed_checkpoint.manager": "torch_xla.experimental.distributed_checkpoint",
+    "torch_xla.experimental.distributed_checkpoint.planners": "torch_xla.experimental.distributed_checkpoint",
+    "torch_xla.experimental.distributed_checkpoint.util": "torch_xla.experimental.distributed_checkpoint",
     "torch_xla.experimental.eager": "torch_xla.experimental",
     "torch_xla.experimental.gradient_accumulation": Served(
         "ltc_core.api.loops", ("gradient_accumulation",)
@@ -107,7 +110,6 @@ def _served() -> dict[str, Served]:
 # Old import path -> what serves it.
 SERVED: dict[str, Served] = _served()
 
-_DCP = "no state is sharded by annotation; ltc_dist.Checkpointer and torch.distributed.checkpoint save a whole job"
 PALLAS = "there are no Pallas kernels; use torch.nn.functional.scaled_dot_product_attention"
 _FSDP = (
     "this wrapper does not shard parameters; torch.distributed.fsdp.fully_shard does, and "
@@ -128,7 +130,6 @@ ABSENT: dict[str, str] = {
     "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FSDP,
     "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
     "torch_xla.distributed.xla_dist": _XRT,
-    "torch_xla.experimental.distributed_checkpoint": _DCP,
     "torch_xla.experimental.pallas_kernels": PALLAS,
     "torch_xla.stablehlo": STABLEHLO,
     "torch_xla.tf_saved_model_integration": STABLEHLO,
