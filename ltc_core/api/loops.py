@@ -42,8 +42,8 @@ def scan(
         fn: takes and returns structures of tensors. It may not write to its arguments.
         init: the first carry.
         xs: a tensor, or a structure of tensors whose first dimensions have one size, at least 1.
-        partition_fn: `functorch.compile.min_cut_rematerialization_partition` keeps no activations of `fn`: backward
-            computes them again. Any other function changes nothing, and is not called.
+        partition_fn: with `functorch.compile.min_cut_rematerialization_partition`, backward calls `fn` again, as
+            `torch.utils.checkpoint` does. Any other function changes nothing, and is not called.
         is_fn_pure: accepted; a call that was recorded before is cheap to record again.
 
     Returns:

@@ -111,7 +111,8 @@ class CheckpointManager:
 
     All processes of a job call the methods at the same steps.
 
-    Source: `torch_xla.experimental.distributed_checkpoint.CheckpointManager`. Files and directories have the names that they have there.
+    Source: `torch_xla.experimental.distributed_checkpoint.CheckpointManager`. Files and directories have
+    the names that they have there.
     """
 
     def __init__(
@@ -160,11 +161,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: an asynchronous checkpoint before has failed.
 
-        Cost: cuts, waits for the device, and writes.
+        Cost: waits for asynchronous checkpoints, cuts, waits for the device, and writes.
         """
         if not self.should_save(step) and not force:
             return False
-        self._raise_failed()
+        self.join()  # the processes take checkpoints in one order
         ltc.mark_step(wait=True)
         self._save(step, state_dict)
         return True
@@ -189,7 +190,11 @@ class CheckpointManager:
 
         Raises:
             AssertionError: there is no checkpoint of this step.
+            CheckpointError: an asynchronous checkpoint before has failed.
+
+        Cost: waits for asynchronous checkpoints, and reads.
         """
+        self.join()
         steps = self.all_steps()
         _require(
             step in steps,
