@@ -129,6 +129,11 @@ for wrong, text in ((dict(save_interval=0), "save_interval must be positive"),
                     (dict(save_interval=1, max_to_keep=-1), "max_to_keep must be non-negative")):
     with pytest.raises(AssertionError, match=text):
         CheckpointManager("run", chkpt_on_preemption=False, **wrong)
+# a URL, as of a bucket
+assert CheckpointManager("memory://runs/a", 10, chkpt_on_preemption=False).save(10, state)
+found = {{"a": torch.zeros(4, device="xla"), "n": 0}}
+CheckpointManager("memory://runs/a", 10, chkpt_on_preemption=False).restore(10, found)
+assert found["a"].tolist() == [0, 1, 2, 3] and found["n"] == 1
 # one that was not finished is not there
 os.remove("run/10/.manager_metadata")
 with open("run/notes.txt", "w") as file:
