@@ -109,7 +109,10 @@ def _is_recorded(called: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bo
     owner = getattr(called, "__self__", called)
     values = itertools.chain(args, kwargs.values(), (owner,), _named_in(called))
     is_recorded = any(_is_on_device(value, _DEPTH) for value in values)
-    if is_recorded:
+    # PyTorch itself compiles the calls of its loops (`while_loop`); nobody asked for that.
+    if is_recorded and not str(getattr(called, "__module__", "")).startswith(
+        "torch._higher_order_ops."
+    ):
         _tell()
     return is_recorded
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ABSENT", "SERVED", "STABLEHLO", "Served"]
+__all__ = ["ABSENT", "PALLAS", "SERVED", "STABLEHLO", "Served"]
 
 # Old package -> its folder.
 _FOLDERS = {
@@ -42,7 +42,15 @@ ALIASES: dict[str, str | Served] = {
     "torch_xla.distributed.zero_redundancy_optimizer": Served(
         "ltc_dist.train.zero_redundancy_optimizer", ("ZeroRedundancyOptimizer",)
     ),
+    "torch_xla.experimental.distributed_checkpoint.manager": "torch_xla.experimental.distributed_checkpoint",
+    "torch_xla.experimental.distributed_checkpoint.planners": "torch_xla.experimental.distributed_checkpoint",
+    "torch_xla.experimental.distributed_checkpoint.util": "torch_xla.experimental.distributed_checkpoint",
     "torch_xla.experimental.eager": "torch_xla.experimental",
+    "torch_xla.experimental.gradient_accumulation": Served(
+        "ltc_core.api.loops", ("gradient_accumulation",)
+    ),
+    "torch_xla.experimental.scan": Served("ltc_core.api.loops", ("scan",)),
+    "torch_xla.experimental.scan_layers": Served("ltc_core.api.loops", ("scan_layers",)),
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": Served(
         "ltc_dist.spmd.fully_sharded", ("SpmdFullyShardedDataParallel",)
     ),
@@ -102,8 +110,7 @@ def _served() -> dict[str, Served]:
 # Old import path -> what serves it.
 SERVED: dict[str, Served] = _served()
 
-_DCP = "no state is sharded by annotation; ltc_dist.Checkpointer and torch.distributed.checkpoint save a whole job"
-_PALLAS = "there are no Pallas kernels; use torch.nn.functional.scaled_dot_product_attention"
+PALLAS = "there are no Pallas kernels; use torch.nn.functional.scaled_dot_product_attention"
 _FSDP = (
     "this wrapper does not shard parameters; torch.distributed.fsdp.fully_shard does, and "
     "torch_xla.distributed.zero_redundancy_optimizer shards the optimizer's state"
@@ -123,9 +130,7 @@ ABSENT: dict[str, str] = {
     "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FSDP,
     "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
     "torch_xla.distributed.xla_dist": _XRT,
-    "torch_xla.experimental.distributed_checkpoint": _DCP,
-    "torch_xla.experimental.custom_kernel": _PALLAS,
-    "torch_xla.experimental.pallas_kernels": _PALLAS,
+    "torch_xla.experimental.pallas_kernels": PALLAS,
     "torch_xla.stablehlo": STABLEHLO,
     "torch_xla.tf_saved_model_integration": STABLEHLO,
 }

@@ -184,6 +184,21 @@ def test_what_is_recorded_viewed_or_uneven() -> None:
     assert found[2:] == [[1, 6], [8, 6]]
 
 
+def test_a_result_that_two_axes_divide_in_a_program_without_divided_inputs() -> None:
+    """JAX describes the results of a program in terms of an input's mesh; each mesh has axes that are small enough."""
+    found = run("""
+    mesh = spmd.Mesh(range(8), (4, 2), ("a", "b"))
+    x = torch.randn(4, 2, 3).to(device).requires_grad_()
+    y = x * 2
+    spmd.mark_sharding(y, mesh, ("a", "b", None))
+    y.square().sum().backward()
+    ltc.mark_step(wait=True)
+    shapes = [list(part.data.shape) for part in spmd.local_shards(y)]
+    print(json.dumps([shapes, torch.equal(x.grad.cpu(), 8 * x.detach().cpu())]))
+    """)
+    assert found == [[[1, 1, 3]] * 8, True]
+
+
 def test_memory_stays_divided_when_its_values_are_replaced() -> None:
     found = run("""
     mesh = spmd.get_1d_mesh("x")

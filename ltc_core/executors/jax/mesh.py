@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -28,12 +29,30 @@ def is_divided(data: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def named(sharding: Sharding) -> NamedSharding:
-    """JAX's form of a sharding."""
+    """JAX's form of a sharding.
+
+    Each axis of the mesh becomes several, one for each prime factor of its size. JAX says how outputs lie in terms of
+    the first input's mesh, and fails where XLA has divided an output into fewer parts than an axis has devices.
+    """
     known = devices()
-    grid = np.array([known[k] for k in sharding.devices], dtype=object).reshape(sharding.mesh)
-    names = [f"axis{k}" for k in range(len(sharding.mesh))]
-    spec = [tuple(names[axis] for axis in axes) or None for axes in sharding.spec]
-    return NamedSharding(Mesh(grid, names), PartitionSpec(*spec))
+    factors = [_prime_factors(size) for size in sharding.mesh]
+    names = [[f"axis{k}_{n}" for n in range(len(own))] for k, own in enumerate(factors)]
+    grid = np.array([known[k] for k in sharding.devices], dtype=object)
+    mesh = Mesh(grid.reshape(list(chain(*factors))), list(chain(*names)))
+    spec = [tuple(chain(*(names[axis] for axis in axes))) or None for axes in sharding.spec]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _prime_factors(n: int) -> list[int]:
+    """Prime factors of a number, the small ones first."""
+    found: list[int] = []
+    factor = 2
+    while n > 1:
+        while n % factor == 0:
+            found.append(factor)
+            n //= factor
+        factor += 1
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -52,9 +71,8 @@ class DeviceMesh:
     def __init__(self) -> None:
         self.devices = devices()
         self.is_used = False
-        self.whole = NamedSharding(
-            Mesh(np.array(self.devices, dtype=object), ["all"]), PartitionSpec()
-        )
+        count = len(self.devices)
+        self.whole = named(Sharding(tuple(range(count)), (count,), ()))
 
     def placement(self, inputs: Sequence[Any]) -> Hashable:
         """How inputs are divided; None if none is. Cost: 1 us an input once a tensor was sharded, else nothing."""

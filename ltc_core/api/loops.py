@@ -1,0 +1,231 @@
+"""Loops of a script as one call: `scan`, `scan_layers`, `fori_loop`, `while_loop`, `gradient_accumulation`.
+
+Each loop calls its function once an iteration, and the calls are recorded one after the other: a step's graph has the
+ops of all iterations. So gradients are eager's, random numbers differ from iteration to iteration, and any executor
+runs the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+__all__ = [
+    "fori_loop",
+    "gradient_accumulation",
+    "scan",
+    "scan_layers",
+    "while_loop",
+]
+
+Partition = Callable[..., Any] | None
+
+# The partition functions of PyTorch that recompute activations in backward.
+_RECOMPUTING = ("min_cut_rematerialization_partition",)
+
+
+def scan(
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any,
+    partition_fn: Partition = None,
+    is_fn_pure: bool = False,
+) -> tuple[Any, Any]:
+    """Call `carry, y = fn(carry, x)` for each slice of `xs` along its first dimension.
+
+    Args:
+        fn: takes and returns structures of tensors. It may not write to its arguments.
+        init: the first carry.
+        xs: a tensor, or a structure of tensors whose first dimensions have one size, at least 1.
+        partition_fn: with `functorch.compile.min_cut_rematerialization_partition`, backward calls `fn` again, as
+            `torch.utils.checkpoint` does. Any other function changes nothing, and is not called.
+        is_fn_pure: accepted; a call that was recorded before is cheap to record again.
+
+    Returns:
+        The last carry, and the structure of the `y`, stacked. A leaf that is None stays None.
+
+    Raises:
+        ValueError: `fn` cannot be called, or `xs` has no tensor, no slice, or slices of several numbers.
+
+    Source: `torch_xla.experimental.scan`.
+    """
+    if not callable(fn):
+        raise ValueError(f"`fn` {fn} must be callable.")
+    leaves, structure = pytree.tree_flatten(xs)
+    sizes = [len(leaf) for leaf in leaves if leaf is not None]
+    if not sizes:
+        raise ValueError(f"`xs` {xs} is an empty PyTree.")
+    for size in sizes:
+        if size != sizes[0]:
+            raise ValueError(
+                "The leaves of the `xs` input PyTree must have the same leading dimension size. "
+                f"Got {sizes[0]} and {size}"
+            )
+    if sizes[0] == 0:
+        raise ValueError(
+            "The leaves of `xs` have no slice; scan needs one to know what `fn` returns."
+        )
+    # One op for all slices: the gradient of `unbind` is one stack, that of n slices is n tensors of full size.
+    slices = [[None] * sizes[0] if leaf is None else leaf.unbind(0) for leaf in leaves]
+    call = _recomputed(fn, partition_fn)
+    carry, ys = init, []
+    for x in zip(*slices, strict=True):
+        carry, y = call(carry, pytree.tree_unflatten(list(x), structure))
+        ys.append(y)
+    return carry, pytree.tree_map(_stacked, *ys)
+
+
+def _stacked(*leaves: Any) -> Any:
+    return None if leaves[0] is None else torch.stack(leaves)
+
+
+def _recomputed(fn: Callable[..., Any], partition_fn: Partition) -> Callable[..., Any]:
+    if getattr(partition_fn, "__name__", None) not in _RECOMPUTING:
+        return fn
+    return lambda *args: checkpoint(fn, *args, use_reentrant=False)
+
+
+def scan_layers(
+    layers: Iterable[nn.Module],
+    input_data: Any,
+    partition_fn: Partition = None,
+    is_layer_pure: bool = False,
+) -> Any:
+    """Call layers one after the other, each with the output of the one before.
+
+    Args:
+        layers: layers with the same names and shapes of parameters and buffers.
+        input_data: input of the first layer. A tuple becomes its arguments.
+        partition_fn: as in `scan`.
+        is_layer_pure: accepted.
+
+    Raises:
+        ValueError: a layer has other names or shapes than the first.
+
+    Source: `torch_xla.experimental.scan_layers`.
+    """
+    called = list(layers)
+    for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
+        _require_same([dict(kind(layer)) for layer in called])
+    data = input_data
+    for layer in called:
+        args = data if isinstance(data, tuple) else (data,)
+        data = _recomputed(layer, partition_fn)(*args)
+    return data
+
+
+def _require_same(found: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    for number, own in enumerate(found):
+        first = found[0]
+        if own.keys() != first.keys():
+            raise ValueError(
+                f"Layer {number} has mismatched keys. Missing keys: {sorted(first.keys() - own.keys())}. "
+                f"Extra keys: {sorted(own.keys() - first.keys())}."
+            )
+        for name, t in own.items():
+            if t.shape != first[name].shape:
+                raise ValueError(
+                    f"Shape mismatch for '{name}' in layer {number}: expected {first[name].shape}, got {t.shape}."
+                )
+
+
+def while_loop(
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    carried_inputs: Sequence[Any],
+    additional_inputs: Sequence[Any] | None = None,
+) -> Any:
+    """Call `values = body_fn(*values)` while `cond_fn(*values)` is true; return the last values as a tuple.
+
+    Args:
+        carried_inputs: the first values.
+        additional_inputs: more arguments of both functions, the same in each iteration. They are not returned.
+
+    Cost: waits for each condition.
+
+    Source: `torch._higher_order_ops.while_loop`.
+    """
+    values, rest = tuple(carried_inputs), tuple(additional_inputs or ())
+    while bool(cond_fn(*values, *rest)):
+        found = body_fn(*values, *rest)
+        values = tuple(found) if isinstance(found, tuple | list) else (found,)
+    return values
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], *input_value: Any) -> Any:
+    """Call `values = body_fun(*values)` `upper - lower` times.
+
+    Args:
+        lower, upper: numbers, or tensors of one element.
+        input_value: the first values.
+
+    Returns:
+        The number of iterations that are left, 0, then the last values.
+
+    Raises:
+        ValueError: `upper` is below `lower`.
+
+    Cost: waits for `lower` and `upper` where they are tensors, once.
+
+    Source: `torch_xla.experimental.fori_loop`.
+    """
+    difference = upper - lower
+    count = int(difference)
+    if count < 0:
+        raise ValueError(f"upper must not be below lower: {int(upper)}, {int(lower)}")
+    values = input_value
+    for _ in range(count):
+        found = body_fun(*values)
+        values = tuple(found) if isinstance(found, tuple | list) else (found,)
+    return (difference - count, *values)
+
+
+def gradient_accumulation(
+    train_step: Callable[..., Any],
+    iterable_tensors: Sequence[torch.Tensor],
+    model: nn.Module,
+    *carried_tensors: torch.Tensor,
+) -> Any:
+    """Accumulate the gradients of a mean loss over slices of a batch.
+
+    Args:
+        train_step: called as `train_step(*slices, *carried)` for each slice. Returns the loss, or the loss and the next
+            carried tensors. No gradient flows from one slice to the next.
+        iterable_tensors: tensors with one size of the first dimension, the number of slices.
+        model: the module whose parameters get gradients. They are added to gradients that are there.
+        carried_tensors: the first carried tensors.
+
+    Returns:
+        The mean loss without its graph, or a tuple of it and the last carried tensors.
+
+    Raises:
+        ValueError: `iterable_tensors` is empty, or its elements do not fit each other.
+
+    Source: `torch_xla.experimental.gradient_accumulation`.
+    """
+    del model  # backward finds the parameters
+    if not iterable_tensors:
+        raise ValueError("iterable_tensors cannot be empty")
+    for k, t in enumerate(iterable_tensors):
+        if not isinstance(t, torch.Tensor):
+            raise ValueError(f"Element {k} of iterable_tensors is not a tensor")
+        if t.numel() == 0:
+            raise ValueError(f"Element {k} of iterable_tensors is empty")
+        if t.size(0) != iterable_tensors[0].size(0):
+            raise ValueError(f"Element {k} of iterable_tensors has inconsistent first dimension")
+    count = iterable_tensors[0].size(0)
+    total = torch.zeros((), device=iterable_tensors[0].device)
+    carried: Sequence[torch.Tensor] = carried_tensors
+    for slices in zip(*(t.unbind(0) for t in iterable_tensors), strict=True):
+        found = train_step(*slices, *carried)
+        loss, carried = (found[0], found[1:]) if carried_tensors else (found, ())
+        loss = loss / count
+        loss.backward()
+        total = total + loss.detach()
+        carried = [t.detach() for t in carried]
+    return (total, *carried) if carried else total
