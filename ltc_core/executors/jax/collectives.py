@@ -25,23 +25,31 @@ from ltc_core.executors.inductor import tier_report
 from ltc_core.executors.jax.library import devices_of_ranks, why_alone
 from ltc_core.executors.jax.table import Array
 from ltc_core.graph import collective
-from ltc_core.graph.collective import (
-    Route,
-    is_scaled_first,
-    ops,
-    plan_text,
-    reduction_plan,
-    transport_of,
-)
+from ltc_core.graph.collective import Route, is_scaled_first, ops, transport_of
 from ltc_core.graph.ir import Node, Ref, TensorMeta, Write
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
 
 __all__ = ["AXIS", "Collectives", "Joint", "call", "has_collectives"]
 
+aten = torch.ops.aten
 AXIS = "ranks"
 _EACH = PartitionSpec(AXIS)
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+# Views of all elements. A gradient is reduced through such ones, and its elements may be reduced in any order.
+_REARRANGING = frozenset(
+    {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.default,
+        aten.alias.default,
+        aten.detach.default,
+    }
+)
 _ON_HOST = "they run on the host, through gloo, between two programs"
 
 
@@ -173,11 +181,8 @@ def _digest(text: str) -> bytes:
 
 def _plan(node: Node, metas: Mapping[int, TensorMeta]) -> str:
     """Text of a collective and its operands; the same in all members."""
-    seen: Any = [metas[number] for number in _operands(node)]
-    if node.op in (ops.all_reduce.default, ops.all_reduce_.default):
-        return reduction_plan(node.args[2], node.args[4], seen)
-    rest = [a for a in node.args[2:-1]]
-    return plan_text(f"{node.op._opname} {rest} of", seen)
+    sent = ", ".join(str(metas[number]) for number in _operands(node))
+    return f"{node.op} {node.args[2:-1]} of {sent}"
 
 
 def _operands(node: Node) -> list[int]:
@@ -188,10 +193,14 @@ def _operands(node: Node) -> list[int]:
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether a collective reads and writes whole tensors."""
+    """Whether a collective reads and writes whole tensors, with their elements in any order."""
     given = node.args[0]
     items = [*(given if isinstance(given, list | tuple) else [given]), node.args[1]]
-    return all(isinstance(i, Ref) or (isinstance(i, Write) and not i.lens) for i in items)
+    return all(
+        isinstance(item, Ref)
+        or (isinstance(item, Write) and all(step.op in _REARRANGING for step in item.lens))
+        for item in items
+    )
 
 
 def _takes(node: Node) -> bool:
