@@ -59,13 +59,17 @@ def has_collectives(subgraph: Subgraph) -> bool:
 
 
 class Collectives:
-    """What programs that span the processes need: the mesh of one device of each, and arrays that lie on it."""
+    """What programs that span the processes need: the mesh of one device of each, and arrays that lie on it.
+
+    Attributes:
+        is_off: whether all collectives run on the host; the same in all processes.
+    """
 
     def __init__(self) -> None:
         self._devices = devices_of_ranks()
         self._line = ",".join(str(rank) for rank in range(len(self._devices)))
         self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
-        self._is_off = not self._devices
+        self.is_off = not self._devices
         if why_alone():
             self._tell(why_alone())
         if self._devices:
@@ -74,15 +78,19 @@ class Collectives:
 
     def reduces_in_graph(self, node: Node) -> bool:
         """Whether a node's collective can be an op of a program; the same in all processes."""
-        if self._is_off or Route.of(node.args[-1]).line != self._line:
+        if self.is_off or Route.of(node.args[-1]).line != self._line:
             return False
         rule = _RULES.get(node.op)
         return rule is not None and _is_plain(node) and _takes(node)
 
     def turn_off(self) -> None:
         """Run collectives on the host from now on: the processes divide their programs at different ones."""
-        self._is_off = True
+        self.is_off = True
         self._tell("the processes run programs with different collectives")
+
+    def note_unlike(self, where: str) -> None:
+        """Say that the collectives of a program run on the host, because other processes run another program."""
+        self._tell(f"the programs of the processes differ beside them, such as that of {where}")
 
     def _tell(self, why: str) -> None:
         tier_report.refuse(
@@ -149,6 +157,9 @@ class Joint:
     Args:
         subgraph: the subgraph.
         text: of the program, as the compiler gets it.
+
+    Attributes:
+        where: the user's line that recorded its first collective.
     """
 
     def __init__(self, subgraph: Subgraph, text: str) -> None:
@@ -156,6 +167,7 @@ class Joint:
         nodes = [node for node in subgraph.graph.nodes if node.op in collective.OPS]
         plans = "\n".join(_plan(node, metas) for node in nodes)
         self._route = str(nodes[0].args[-1])
+        self.where = Route.of(self._route).where
         self._own = torch.tensor([*_digest(plans), *_digest(text)], dtype=torch.uint8)
 
     def agree(self) -> tuple[bool, bool]:

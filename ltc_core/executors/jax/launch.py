@@ -142,9 +142,13 @@ class JaxLaunch(Launch):
 
     def _run_joint(self, collectives: Collectives, inputs: Sequence[Any]) -> list[Any]:
         """Results of the program of all processes."""
+        if collectives.is_off:  # since this program was made
+            raise Apart
         same_collectives, same_program = self._joint.agree()
         if not same_collectives:
             collectives.turn_off()
+        elif not same_program:
+            collectives.note_unlike(self._joint.where)
         if not same_program:
             metrics.count("ProgramsDiffer")
             raise Apart
