@@ -44,4 +44,8 @@ class Companions(Protocol):
         """
 
 
-find: Callable[[], Companions | None] = lambda: None
+def _nobody() -> Companions | None:
+    return None
+
+
+find: Callable[[], Companions | None] = _nobody

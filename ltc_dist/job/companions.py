@@ -107,7 +107,7 @@ class JobCompanions:
         self, store: Any, stage: str, keys: list[str], is_over: bool, patience_s: float
     ) -> str:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        gone = [rank for rank in ended(missing, store)]
+        gone = ended(missing, store)
         if gone:
             return f"rank {gone[0]} has ended"
         if is_over and missing:

@@ -1,11 +1,13 @@
-"""What the processes of a job run in the tests of collectives within programs; `python -m tests.jax.joined CASE COUNT PATH`."""
+"""What joined processes run in the tests: `python -m tests.jax.joined CASE COUNT PATH`."""
 
+import gc
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -150,6 +152,18 @@ def workers(path: str) -> Any:
     for (x,) in DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, num_workers=2):
         total = ltd.all_reduce("sum", total + x.to(device).sum())
     return total.cpu()
+
+
+def repeat(path: str) -> Any:
+    """Results that nothing needs any more are freed."""
+    x = torch.ones(100, device=ltd.lazy_device())
+    kept = []
+    for _ in range(30):
+        x = ltd.all_reduce("sum", x * 0.5)
+        ltc.mark_step(wait=True)
+        gc.collect()
+        kept.append(len(jax.live_arrays()))
+    return kept
 
 
 def outlive(path: str) -> Any:

@@ -151,3 +151,9 @@ def test_a_loader_forks_workers_in_joined_processes(tmp_path: Path) -> None:
     for found, counted in case("workers", 2, tmp_path):
         assert found.item() == 6 * 4 + 22 * 2
         assert counted["JointRun"] == 1
+
+
+def test_results_of_joint_programs_are_freed(tmp_path: Path) -> None:
+    for kept, counted in case("repeat", 2, tmp_path):
+        assert counted["JointRun"] == 30
+        assert kept[-1] <= kept[5]

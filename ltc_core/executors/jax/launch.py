@@ -84,6 +84,7 @@ class JaxLaunch(Launch):
         metas = [*graph.inputs.values(), *vector_metas(subgraph.scalar_types)]
         self._mesh = None
         self._collectives = collectives
+        self._program: Any = None
         if collectives is not None:
             self._options = _OPTIONS.get(device.platform, {})
             self._lower(subgraph, collectives, ordered, metas, len(reused), bool(checked))
@@ -138,7 +139,6 @@ class JaxLaunch(Launch):
             traced = jax.jit(spanning, donate_argnums=donated, keep_unused=True)
             self._lowered = traced.lower(*given)
             self._joint = Joint(subgraph, self._lowered.as_text())
-        self._program: Any = None
 
     def _run_joint(self, collectives: Collectives, inputs: Sequence[Any]) -> list[Any]:
         """Results of the program of all processes."""
@@ -159,7 +159,7 @@ class JaxLaunch(Launch):
         try:
             with wide_types():
                 wholes = [collectives.whole(inputs[k]) for k in self._order]
-            found = [collectives.own(whole) for whole in self._program(*wholes)]
+            found = [whole.addressable_data(0) for whole in self._program(*wholes)]
             if collectives.is_cpu:
                 jax.block_until_ready(found)
         except (RuntimeError, ValueError) as error:
