@@ -190,6 +190,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("executor", "LTC_EXECUTOR", (), str, "inductor",
             "What runs the graphs; jax: XLA through JAX, reference runs op by op, null does no maths.",
             choices=("inductor", "jax", "reference", "null")),
+    Setting("collectives", "LTC_COLLECTIVES", (), str, "auto",
+            "Where LTC_EXECUTOR=jax runs collectives; graph: in its programs, host: between them, as auto on a CPU.",
+            choices=("auto", "graph", "host")),
     Setting("device", "LTC_DEVICE", ("LTC_TS_CUDA", "PJRT_DEVICE"), str, "cpu",
             "What the graphs run on: the processor, a GPU or a TPU chip for each device; xla: what PJRT_DEVICE names.",
             choices=("cpu", "cuda", "tpu", "xla"), translate=_translate_hardware),
@@ -323,6 +326,7 @@ class Settings:
     device_name: str
     num_devices: int
     executor: str
+    collectives: str
     device: str
     device_ordinal: int
     devices: str

@@ -38,7 +38,14 @@ from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
 from ltc_core.timeline import slices
 
-__all__ = ["DeviceExecutor", "DeviceRuntime", "IndexOutOfRange", "Launch"]
+__all__ = [
+    "Apart",
+    "DeviceExecutor",
+    "DeviceRuntime",
+    "IndexOutOfRange",
+    "Interrupted",
+    "Launch",
+]
 
 Tensor = torch.Tensor
 
@@ -52,6 +59,14 @@ class IndexOutOfRange(Exception):
     """An index among the inputs is out of range; nothing has run."""
 
 
+class Apart(Exception):
+    """Other processes run another program; nothing has run. The collectives of this one run on the host this time."""
+
+
+class Interrupted(Exception):
+    """A program with collectives failed while it ran; the cause is the error. Donated inputs may be overwritten."""
+
+
 class Launch(abc.ABC):
     """The compiled program of a subgraph."""
 
@@ -60,7 +75,10 @@ class Launch(abc.ABC):
         """Data of the subgraph's outputs, from that of its inputs, then of the vectors of its scalars.
 
         Raises:
+            Apart: nothing has run; the collectives are to run on the host.
+            CollectiveError: nothing has run; other processes are at another collective, or have ended.
             IndexOutOfRange: nothing has run; run op by op, the op at fault raises its own error.
+            Interrupted: a collective of the program failed.
             IndexError, RuntimeError: it failed; donated inputs may be overwritten.
         """
 
@@ -261,17 +279,19 @@ class _Backend(Backend):
     Args:
         firsts: first values of the nodes that make initial values. They run on the host, so that the compiled subgraphs
             of a first step are those of later steps, where the values are inputs.
+        is_apart: whether all collectives run on the host.
     """
 
-    def __init__(self, device: DeviceRuntime, firsts: Set[int]) -> None:
+    def __init__(self, device: DeviceRuntime, firsts: Set[int], is_apart: bool) -> None:
         self._device = device
         self._firsts = firsts
+        self._is_apart = is_apart
         self.passes = (self._with_keys,) if settings.random == "device" else ()
 
     def refuses(self, graph: Graph, scalars: Sequence[Any]) -> dict[int, str]:
         found = dict.fromkeys(self.has_no_view(graph), "the compiler does not take it")
         for at, node in enumerate(graph.nodes):
-            if _runs_on_host(node, self._device):
+            if _runs_on_host(node, self._device, self._is_apart):
                 found[at] = "it runs on the host"
             elif node.first in self._firsts:
                 found[at] = "it makes an initial value"
@@ -291,9 +311,10 @@ def _partitioned(
     varied: frozenset[int],
     device: DeviceRuntime,
     firsts: Set[int] = frozenset(),
+    is_apart: bool = False,
 ) -> PartitionedProgram:
     """Program of a graph; `firsts` are the positions of the nodes that make initial values."""
-    backend = _Backend(device, {graph.nodes[at].first for at in firsts})
+    backend = _Backend(device, {graph.nodes[at].first for at in firsts}, is_apart)
     graph, subgraphs = divide(graph, backend, scalars, varied)
     of_host = random_keys.of_host(graph)
     runners = [
@@ -303,9 +324,9 @@ def _partitioned(
     return PartitionedProgram(graph, runners, memory_of=id)
 
 
-def _runs_on_host(node: Node, device: DeviceRuntime) -> bool:
+def _runs_on_host(node: Node, device: DeviceRuntime, is_apart: bool) -> bool:
     if node.op in collective.OPS:
-        return not device.reduces_in_graph(node)
+        return is_apart or not device.reduces_in_graph(node)
     return node.op is random_keys.NEXT_KEY or random_keys.is_draw(node)
 
 
@@ -354,6 +375,8 @@ class _Compiled(SubgraphRunner):
         self._device = device
         self._launches: dict[Hashable, Launch] = {}  # by placement
         self._partitioned: PartitionedProgram | None = None
+        self._apart: PartitionedProgram | None = None  # with the collectives on the host
+        self._is_interrupted = False
         typed = list(zip(subgraph.scalars, subgraph.scalar_types, strict=True))
         self._vectors = [
             (SCALAR_DTYPES[kind], [k for k, t in typed if t is kind])
@@ -365,29 +388,36 @@ class _Compiled(SubgraphRunner):
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         subgraph = self.subgraph
         given = [values[i] for i in subgraph.inputs]
-        if self._partitioned is None:
+        divided = self._partitioned
+        if divided is None:
             inputs = self._on_device(given, scalars)
             try:
                 results = self._launched(inputs)
             except SubgraphFailure as failure:
-                is_written = bool(self._launches) and not isinstance(
-                    failure.__cause__, CollectiveError
-                )
+                is_unlike = isinstance(failure.__cause__, CollectiveError)
+                is_written = self._is_interrupted or (bool(self._launches) and not is_unlike)
                 failure.values.update(self._kept(given, is_written))
                 raise
             except IndexOutOfRange:
                 return _Host(subgraph, self._device, frozenset()).run(values, scalars)
             except Refused:  # the device has noted the op
-                numbers = [scalars[k] for k in subgraph.scalars]
-                varied = frozenset(range(len(numbers)))
-                self._partitioned = _partitioned(subgraph.graph, numbers, varied, self._device)
-        if self._partitioned is not None:
+                divided = self._partitioned = self._divided(scalars, is_apart=False)
+            except Apart:
+                self._apart = self._apart or self._divided(scalars, is_apart=True)
+                divided = self._apart
+        if divided is not None:
             numbers = [scalars[k] for k in subgraph.scalars]
             try:
-                results = self._partitioned.run(given, numbers)
+                results = divided.run(given, numbers)
             except NodeFailure as failure:
                 raise self._failure_of(failure, given) from failure.__cause__
         values.update(zip(subgraph.outputs, results, strict=True))
+
+    def _divided(self, scalars: Sequence[Any], is_apart: bool) -> PartitionedProgram:
+        """The subgraph as several."""
+        numbers = [scalars[k] for k in self.subgraph.scalars]
+        varied = frozenset(range(len(numbers)))
+        return _partitioned(self.subgraph.graph, numbers, varied, self._device, is_apart=is_apart)
 
     def _kept(self, given: Sequence[Any], is_written: bool) -> dict[int, Any]:
         """Number -> data of the inputs; if `is_written`, without the donated ones, which may be overwritten."""
@@ -431,6 +461,7 @@ class _Compiled(SubgraphRunner):
         """Results of the program, which is compiled at the first call.
 
         Raises:
+            Apart: the collectives are to run on the host this time; nothing has run.
             Refused: the compiler does not take an op; nothing has run.
             SubgraphFailure: the program could not be compiled, or it failed.
         """
@@ -442,6 +473,9 @@ class _Compiled(SubgraphRunner):
             return launch.run(inputs)
         except Refused:
             raise
+        except Interrupted as error:
+            self._is_interrupted = True
+            raise SubgraphFailure(None, {}) from error.__cause__
         except (IndexError, RuntimeError) as error:
             raise SubgraphFailure(None, {}) from error
 

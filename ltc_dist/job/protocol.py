@@ -15,6 +15,7 @@ __all__ = [
     "BEGUN",
     "BUSY",
     "CAME",
+    "DEVICES",
     "ENDED",
     "FACTS",
     "GROUP",
@@ -27,6 +28,7 @@ __all__ = [
     "RUN",
     "SAVED",
     "TIME",
+    "TOGETHER",
     "Fact",
 ]
 
@@ -102,6 +104,18 @@ AT = Fact(
     "each member that has waited for a second",
     "when the wait is over: taken back",
 )
+DEVICES = Fact(
+    "devices/{stage}/{rank}",
+    "a process is about to join the devices of all processes: its id, an address, and why it cannot",
+    "the first process of the rank that makes its devices",
+    "with the attempt",
+)
+TOGETHER = Fact(
+    "devices/{stage}/together",
+    "yes, or why the devices of the processes are not joined",
+    "the first process that knows it",
+    "with the attempt",
+)
 REPORT = Fact(
     "checkpoint/{token}/{number}/{rank}",
     "the parts of a checkpoint that a process has written, or its error",
@@ -167,6 +181,6 @@ BEGUN = Fact(
 )
 
 FACTS = (
-    ENDED, BUSY, MEETING, GROUP, NEW_PLAN, AT, REPORT, OUTCOME, SAVED, ASKED, TIME, RUN, LEASE, HOST_ENDED,
-    CAME, BEGUN,
+    ENDED, BUSY, MEETING, GROUP, NEW_PLAN, AT, DEVICES, TOGETHER, REPORT, OUTCOME, SAVED, ASKED, TIME, RUN,
+    LEASE, HOST_ENDED, CAME, BEGUN,
 )  # fmt: skip

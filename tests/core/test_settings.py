@@ -70,6 +70,7 @@ def test_names_are_used_once():
 def test_defaults():
     assert DEFAULTS.device_name == "ltc"
     assert (DEFAULTS.num_devices, DEFAULTS.executor, DEFAULTS.fallback) == (1, "inductor", "allow")
+    assert DEFAULTS.collectives == "graph"
     assert (DEFAULTS.max_async_queue, DEFAULTS.max_pending_steps) == (100, 4)
     assert (DEFAULTS.trim_graph_size, DEFAULTS.max_graph_size) == (20000, 200000)
     assert DEFAULTS.force_fallback == frozenset()
@@ -157,6 +158,7 @@ def test_empty_is_unset():
     [
         ("LTC_FALLBACK", "maybe", "one of error, warn, allow"),
         ("LTC_EXECUTOR", "Reference", "one of inductor, jax, reference, null"),
+        ("LTC_COLLECTIVES", "gloo", "one of auto, graph, host"),
         ("LTC_NUM_DEVICES", "0", "a whole number, at least 1"),
         ("LTC_NUM_DEVICES", "two", "a whole number, at least 1"),
         ("CPU_NUM_DEVICES", "1.5", "a whole number, at least 1"),

@@ -62,9 +62,9 @@ class ProgramsOnDisk:
 
     def key(self, text: str) -> str:
         """Key of the program of a subgraph with this text, 64 hexadecimal digits."""
-        about = (
-            f"{_environment()} {self._device.device_kind} {self._device.client.platform_version}"
-        )
+        # JAX's device of a process has a number of its own in a job, which a program on disk names.
+        device = f"{self._device.device_kind} {self._device.id}"
+        about = f"{_environment()} {device} {self._device.client.platform_version}"
         return hashlib.sha256(f"{about}\n{text}".encode()).hexdigest()
 
     def load(self, key: str, num_inputs: int, num_outputs: int, mesh: DeviceMesh | None) -> Any:

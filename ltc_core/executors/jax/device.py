@@ -17,6 +17,7 @@ from jax import numpy as jnp
 from ltc_core.errors import DeviceError, listed
 from ltc_core.executors.device_program import DeviceRuntime, Launch
 from ltc_core.executors.jax.cache import ProgramsOnDisk
+from ltc_core.executors.jax.collectives import Collectives, has_collectives
 from ltc_core.executors.jax.launch import JaxLaunch
 from ltc_core.executors.jax.library import devices, wide_types
 from ltc_core.executors.jax.lowering import LOWERING
@@ -59,6 +60,7 @@ class JaxDevice(DeviceRuntime):
         self.types = _types(self.device.platform)
         self._on_disk = ProgramsOnDisk(self.device)
         self.mesh = DeviceMesh()
+        self._collectives = Collectives()
 
     @property
     def has_mesh(self) -> bool:
@@ -72,7 +74,7 @@ class JaxDevice(DeviceRuntime):
         return LOWERING.refuses(node, metas)
 
     def reduces_in_graph(self, node: Node) -> bool:
-        return False
+        return self._collectives.reduces_in_graph(node)
 
     def stored(self, dtype: torch.dtype, where: str = "") -> torch.dtype:
         found = self.types.of(dtype)
@@ -140,7 +142,8 @@ class JaxDevice(DeviceRuntime):
     def compile(self, subgraph: Subgraph, inputs: Sequence[Any]) -> Launch:
         shown = self.shown if self._is_cpu else None
         divided = [x.sharding if is_divided(x) else None for x in inputs]
-        return JaxLaunch(subgraph, self.device, self._on_disk, shown, self.mesh, divided)
+        joint = self._collectives if has_collectives(subgraph) else None
+        return JaxLaunch(subgraph, self.device, self._on_disk, shown, self.mesh, divided, joint)
 
     # -- dividing ------------------------------------------------------------------------------
 

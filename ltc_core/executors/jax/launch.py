@@ -13,12 +13,16 @@ import jax
 import torch
 from jax.sharding import SingleDeviceSharding
 
-from ltc_core.executors.device_program import IndexOutOfRange, Launch
+from ltc_core import metrics
+from ltc_core.errors import CollectiveError, first_line
+from ltc_core.executors.device_program import Apart, IndexOutOfRange, Interrupted, Launch
 from ltc_core.executors.jax.cache import ProgramsOnDisk
+from ltc_core.executors.jax.collectives import Collectives, Joint
 from ltc_core.executors.jax.library import wide_types
 from ltc_core.executors.jax.lowering import function_of
 from ltc_core.executors.jax.mesh import DeviceMesh
 from ltc_core.executors.jax.table import dtype_of
+from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.sharding import SHARD
 from ltc_core.program.index_checks import find_bounds, in_bounds
 from ltc_core.program.plan import plan
@@ -42,6 +46,8 @@ class JaxLaunch(Launch):
             indices are not checked, and moved into their range.
         mesh: all devices. The program is one of all of them if an input is divided, or if a node divides its result.
         divided: for each input how it is divided; None for one that is not.
+        collectives: makes it one program of all processes, because nodes are collectives. It is compiled at its first
+            run, once all processes are known to have it.
 
     Raises:
         Refused: a node has no rule.
@@ -56,6 +62,7 @@ class JaxLaunch(Launch):
         shown: Callable[[Any], torch.Tensor] | None,
         mesh: DeviceMesh,
         divided: Sequence[Any],
+        collectives: Collectives | None = None,
     ) -> None:
         graph = subgraph.graph
         bounds, unknown = find_bounds(graph) if shown is not None else ([], set())
@@ -67,7 +74,7 @@ class JaxLaunch(Launch):
         reused = {i: output for output, i in plan(graph).reuses.items()}
         self._order = _order(subgraph, reused)
         self._results = _results(graph.outputs, reused, self._order, list(graph.inputs))
-        run = function_of(subgraph, checked)
+        run = function_of(subgraph, checked, collectives)
         inverse = _inverse(self._order)
 
         def ordered(*inputs: Any) -> list[Any]:
@@ -76,6 +83,12 @@ class JaxLaunch(Launch):
 
         metas = [*graph.inputs.values(), *vector_metas(subgraph.scalar_types)]
         self._mesh = None
+        self._collectives = collectives
+        self._program: Any = None
+        if collectives is not None:
+            self._options = _OPTIONS.get(device.platform, {})
+            self._lower(subgraph, collectives, ordered, metas, len(reused), bool(checked))
+            return
         if any(divided) or any(node.op is SHARD for node in graph.nodes):
             self._mesh = mesh
             mesh.is_used = True
@@ -101,6 +114,64 @@ class JaxLaunch(Launch):
                 self._program = traced.lower(*given).compile(_OPTIONS.get(device.platform, {}))
                 on_disk.store(key, self._program)
 
+    def _lower(
+        self,
+        subgraph: Subgraph,
+        collectives: Collectives,
+        ordered: Callable[..., list[Any]],
+        metas: Sequence[TensorMeta],
+        num_reused: int,
+        has_flags: bool,
+    ) -> None:
+        """Trace the program of all processes."""
+        sizes = [tuple(metas[k].size) for k in self._order]
+        of_values = subgraph.graph.metas()
+        outputs = [of_values[subgraph.graph.outputs[k]] for k in self._results]
+        ranks = [len(meta.size) for meta in outputs] + [1] * has_flags
+        given = [
+            collectives.described(size, dtype_of(metas[k].dtype))
+            for k, size in zip(self._order, sizes, strict=True)
+        ]
+        # A value without dimensions is passed as a vector, whose memory its new value does not take.
+        donated = [k for k in range(num_reused) if sizes[k]]
+        with wide_types():
+            spanning = collectives.spanning(ordered, sizes, ranks)
+            traced = jax.jit(spanning, donate_argnums=donated, keep_unused=True)
+            self._lowered = traced.lower(*given)
+            self._joint = Joint(subgraph, self._lowered.as_text())
+
+    def _run_joint(self, collectives: Collectives, inputs: Sequence[Any]) -> list[Any]:
+        """Results of the program of all processes."""
+        if collectives.is_off:  # since this program was made
+            raise Apart
+        same_collectives, same_program = self._joint.agree()
+        if not same_collectives:
+            collectives.turn_off()
+        elif not same_program:
+            collectives.note_unlike(self._joint.where)
+        if not same_program:
+            metrics.count("ProgramsDiffer")
+            raise Apart
+        if self._program is None:
+            with wide_types():
+                self._program = self._lowered.compile(self._options)
+        metrics.count("JointRun")
+        try:
+            with wide_types():
+                wholes = [collectives.whole(inputs[k]) for k in self._order]
+            found = [whole.addressable_data(0) for whole in self._program(*wholes)]
+            if collectives.is_cpu:
+                jax.block_until_ready(found)
+        except (RuntimeError, ValueError) as error:
+            failure = CollectiveError(
+                "a program with collectives did not run to its end",
+                got=first_line(error),
+                next="see which process ended first, and why",
+            )
+            failure.__cause__ = error
+            raise Interrupted from failure
+        return found
+
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         if self._bounds:
             assert self._shown is not None
@@ -109,7 +180,10 @@ class JaxLaunch(Launch):
         if self._mesh is not None:
             with wide_types():
                 inputs = [self._mesh.spread(data) for data in inputs]
-        found = self._program(*(inputs[k] for k in self._order))
+        if self._collectives is not None:
+            found = self._run_joint(self._collectives, inputs)
+        else:
+            found = self._program(*(inputs[k] for k in self._order))
         if self._nodes:
             for node, is_bad in zip(self._nodes, found[self._count].tolist(), strict=True):
                 if is_bad:

@@ -17,8 +17,11 @@ from torch.utils import _pytree as pytree
 
 import ltc_core.executors.jax.rules  # noqa: F401 - fills RULES
 from ltc_core.executors.inductor import tier_report
+from ltc_core.executors.jax import collectives
+from ltc_core.executors.jax.collectives import Collectives
 from ltc_core.executors.jax.table import NOT_ON_HOST, RULES, Array, Call, dtype_of, to_dtype
 from ltc_core.executors.noted_calls import NotedCalls
+from ltc_core.graph import collective
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.program.index_checks import Bound, checks_of
 from ltc_core.program.lowering.functional_nodes import FunctionalNodes
@@ -62,11 +65,13 @@ class _Lowering:
 LOWERING = _Lowering()
 
 
-def function_of(subgraph: Subgraph, checked: Sequence[int]) -> Function:
+def function_of(
+    subgraph: Subgraph, checked: Sequence[int], joint: Collectives | None = None
+) -> Function:
     """Function of the subgraph's inputs and vectors of scalars, to be traced by `jax.jit`.
 
     It returns the outputs, then, if `checked` is not empty, a vector: for each node at a position in `checked`, whether
-    one of its indices is out of range.
+    one of its indices is out of range. `joint` traces the collectives among the nodes.
 
     Raises:
         Refused: by the function; nodes without a rule. `LOWERING` has noted all of them.
@@ -85,7 +90,11 @@ def function_of(subgraph: Subgraph, checked: Sequence[int]) -> Function:
             if at in chosen:
                 flags.append(_is_out_of_range(checks_of(node, metas), values))
             try:
-                results = _call(subgraph, node, metas, values, numbers)
+                if node.op in collective.OPS:
+                    assert joint is not None
+                    results = collectives.call(node, values, joint.count, joint.is_cpu)
+                else:
+                    results = _call(subgraph, node, metas, values, numbers)
             except Exception as error:  # whatever a rule or a trace raises: the op runs on the host
                 if node.op in NOT_ON_HOST:
                     raise RuntimeError(f"{node.op} has no rule for this call") from error
