@@ -266,7 +266,9 @@ def train_step(n):
 for n in range(12):
     train_step(n)
 """
-    run(tmp_path, code, PT_XLA_DEBUG="1", PT_XLA_DEBUG_FILE="report.txt", LTC_DYNAMIC_SHAPES="never")
+    run(
+        tmp_path, code, PT_XLA_DEBUG="1", PT_XLA_DEBUG_FILE="report.txt", LTC_DYNAMIC_SHAPES="never"
+    )
     report = (tmp_path / "report.txt").read_text()
     for known in (
         "Compilation Analysis: Compilation Cause\nCompilation Analysis:   user mark_step\n",

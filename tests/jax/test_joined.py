@@ -18,6 +18,9 @@ from tests.jax.joined import BATCHES, net, step
 ROOT = Path(__file__).parents[2]
 
 
+GRAPH = {"LTC_COLLECTIVES": "graph"}  # on a CPU they run on the host otherwise
+
+
 def start(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
@@ -33,7 +36,7 @@ def case(
     name: str, count: int, path: Path, is_launched: bool = False, **environment: str
 ) -> list[tuple[Any, dict[str, int]]]:
     """What each process of a case in `joined` found, and its counters."""
-    environment = {"LTC_COLLECTIVES": "graph", **environment}
+    environment = {**GRAPH, **environment}
     if is_launched:
         command = ["-m", "ltc_launch", "--nprocs", str(count), "tests/jax/joined.py"]
         done = start([*command, name, str(path / name)], environment)
@@ -47,7 +50,7 @@ def case(
 
 def failure(name: str, path: Path) -> str:
     begun = time.monotonic()
-    done = start(["-m", "tests.jax.joined", name, "2", str(path / name)], {})
+    done = start(["-m", "tests.jax.joined", name, "2", str(path / name)], GRAPH)
     assert done.returncode != 0
     assert time.monotonic() - begun < 100
     return done.stderr
