@@ -19,8 +19,9 @@ import gc
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["after_fork_in_child", "calls", "keep_interrupts", "paused", "uninterrupted"]
@@ -88,11 +89,23 @@ def keep_interrupts() -> None:
     def hook(dropped: Any) -> None:
         module = getattr(dropped.object, "__module__", None) or ""
         if dropped.exc_type is KeyboardInterrupt and module.startswith(_FINALIZERS):
-            threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
+            threading.Thread(target=_interrupt_after, args=(hook,), name="ltc-interrupt").start()
         else:
             before(dropped)
 
     sys.unraisablehook = hook
+
+
+def _interrupt_after(hook: FunctionType) -> None:
+    """Interrupt the main thread once it has left the hook: what is raised in there is lost as well."""
+    main = threading.main_thread().ident
+    while True:
+        frame = sys._current_frames().get(main or 0)
+        while frame is not None and frame.f_code is not hook.__code__:
+            frame = frame.f_back
+        if frame is None:
+            return _thread.interrupt_main()
+        time.sleep(_AGAIN_S)
 
 
 class _Handlers:

@@ -16,12 +16,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ltc_core.graph.ir import Node, Scalar, TensorMeta
+from ltc_core.graph.ir import Node, Scalar, TensorMeta, Write
+from ltc_core.graph.lens import ViewStep
 from ltc_core.graph.op_schema import Arg, OpSchema
 
 __all__ = [
-    "ANY", "AnyMeta", "Call", "Dynamic", "Entry", "Key", "Pattern", "Sizes", "are_alike", "are_outs_alike", "joined",
-    "keep", "num_any", "open_node", "sizes_in",
+    "ANY", "AnyMeta", "Call", "Dynamic", "Entry", "Key", "Pattern", "SharedRead", "Sizes", "are_alike",
+    "are_outs_alike", "joined", "keep", "num_any", "open_node", "sizes_in",
 ]  # fmt: skip
 
 Key = tuple[Any, ...]
@@ -61,6 +62,18 @@ class Call(NamedTuple):
     places: tuple[tuple[int, Any], ...]
     metas: tuple[TensorMeta, ...]
     table: Callable[..., Any]
+
+
+class SharedRead(NamedTuple):
+    """A tensor that an op reads from memory that it writes: the part under `lens` of the written cell at index `cell`.
+
+    `name` is the argument, `item` the position in the list if the argument is one, else 0.
+    """
+
+    name: str
+    item: int
+    cell: int
+    lens: Any  # `Lens`; in a pattern `ANY`
 
 
 class Entry:
@@ -147,6 +160,8 @@ def _joined(part: Any, was: Any, code: Any) -> Any:
     if type(part) is AnyMeta:
         return part if was == part or _has_form(was, part) else _OTHER
     if code is None:
+        if type(part) is SharedRead and type(was) is SharedRead:
+            part, was = part._replace(lens=ANY), was._replace(lens=ANY)
         return part if part == was else _OTHER
     if type(part) is TensorMeta:
         form = AnyMeta(part.dtype, len(part.size))
@@ -158,6 +173,9 @@ def _joined(part: Any, was: Any, code: Any) -> Any:
     if type(part) is tuple and type(was) is tuple and len(part) == len(was):
         parts = tuple([_joined(*pair, code) for pair in zip(part, was, strict=True)])
         return _OTHER if _OTHER in parts else parts
+    if type(part) is ViewStep and type(was) is ViewStep and part.op is was.op:
+        args = _joined(part.args, was.args, Arg.STATIC)
+        return _OTHER if args is _OTHER or part.which != was.which else part._replace(args=args)
     return part if type(part) is type(was) and part == was else _OTHER
 
 
@@ -186,6 +204,11 @@ def _fits(want: Any, part: Any, sizes: list[int]) -> bool:
             and len(part) == len(want)
             and all(_fits(*pair, sizes) for pair in zip(want, part, strict=True))
         )
+    if type(want) is ViewStep:
+        is_alike = type(part) is ViewStep and part.op is want.op and part.which == want.which
+        return is_alike and _fits(want.args, part.args, sizes)
+    if type(want) is SharedRead and want.lens is ANY and type(part) is SharedRead:
+        part = part._replace(lens=ANY)
     return want is part or (type(want) is type(part) and want == part)
 
 
@@ -193,6 +216,10 @@ def num_any(pattern: Any) -> int:
     """How many sizes and metas a pattern leaves open."""
     if pattern is ANY or type(pattern) is AnyMeta:
         return 1
+    if type(pattern) is ViewStep:
+        return num_any(pattern.args)
+    if type(pattern) is SharedRead:
+        return num_any(pattern.lens)
     return sum(map(num_any, pattern)) if type(pattern) is tuple else 0
 
 
@@ -238,6 +265,10 @@ class _Opened:
             self.items.append(item)
             self._next += 1
             return Scalar(self._next - 1)
+        if type(argument) is Write and type(part) is tuple:
+            return argument._replace(lens=self.of(part[1], argument.lens, -2))
+        if type(part) is ViewStep:
+            return part._replace(args=self.of(part.args, argument.args, -2))
         if type(part) is tuple and num_any(part) and isinstance(argument, tuple | list):
             inner = [
                 self.of(p, a, k if item == -1 else -2)

@@ -10,13 +10,13 @@ records it. `recorder` builds signatures from these parts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ltc_core import errors, source
-from ltc_core.graph.ir import Lens
 from ltc_core.graph.op_schema import Arg, OpSchema
+from ltc_core.record.dynamic_shapes import SharedRead
 from ltc_core.record.trace import Trace, is_stale
 from ltc_core.shapes.shape_inference import typed
 from ltc_core.tensor.handles import Cell, View, base_of, lens_of
@@ -131,18 +131,6 @@ def written_cell(trace: Trace, cell: Cell, bases: dict[int, Cell]) -> Any:
         return ~list(bases).index(id(cell))
     bases[id(cell)] = cell
     return operand(trace, cell)
-
-
-class SharedRead(NamedTuple):
-    """A tensor that an op reads from memory that it writes: the part under `lens` of the written cell at index `cell`.
-
-    `name` is the argument, `item` the position in the list if the argument is one, else 0.
-    """
-
-    name: str
-    item: int
-    cell: int
-    lens: Lens
 
 
 def shared_reads(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from ltc_core.graph.arguments import leaves, place_results
+from ltc_core.graph.arguments import leaves, map_leaves, place_results
 from ltc_core.graph.ir import Node, Ref, Scalar, Write
-from ltc_core.graph.lens import close_lens, open_lens, real_view
+from ltc_core.graph.lens import Lens, ViewStep, close_lens, open_lens, real_view
 from ltc_core.graph.op_schema import runs_with_grad
 from ltc_core.program.lowering.default_dtype import in_recorded_dtype
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
@@ -114,12 +115,20 @@ class Instruction:
             whole = values[self.node.first_write + item.base]
             if not item.lens:
                 return whole
-            part, copies = open_lens(whole, item.lens)
+            part, copies = open_lens(whole, _sized(item.lens, scalars))
             pending += copies
             return part
         if kind in (list, tuple):
             return [self._fill(i, values, scalars, pending) for i in item]
         return item
+
+
+def _sized(lens: Lens, scalars: Sequence[Any]) -> Lens:
+    """A lens with the sizes of this run (`Graph.dynamic`)."""
+    if not any(type(i) is Scalar for step in lens for i in leaves(step.args)):
+        return lens
+    of_run = partial(map_leaves, lambda i: scalars[i] if type(i) is Scalar else i)
+    return tuple(ViewStep(step.op, of_run(step.args), step.which) for step in lens)
 
 
 def _takes_device(node: Node) -> bool:

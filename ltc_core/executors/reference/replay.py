@@ -201,9 +201,18 @@ def _row(program: Any, node: Node, item: Any, name: str = "") -> Row:
 
 def _step(program: Any, step: ViewStep) -> int:
     arguments = step.op._schema.arguments
-    rows: list[Row] = [("value", 0), *(("constant", a) for a in step.args)]
+    rows: list[Row] = [("value", 0), *map(_step_row, step.args)]
     rows += [("default",)] * (len(arguments) - len(rows))
     return _made(program, step.op, rows, -1 if step.which is None else step.which, False)
+
+
+def _step_row(item: Any) -> Row:
+    """An argument of a step of a lens; a size may be a scalar."""
+    if type(item) is Scalar:
+        return ("scalar", int(item))
+    if type(item) is tuple and any(type(i) is Scalar for i in item):
+        return ("list", [_step_row(i) for i in item])
+    return ("constant", item)
 
 
 def _results(node: Node) -> list[int]:

@@ -181,13 +181,27 @@ def test_the_number_of_results_may_follow_a_size(device: torch.device) -> None:
 
 
 def test_writes_into_views_of_any_size(device: torch.device) -> None:
-    for n in (3, 4, 5, 6, 7, 8):
-        x = torch.zeros(n, n)
+    before = num_programs()
+    for n in (3, 4, 5, 6, 7, 8, 2, 12, 4):
+        x = torch.arange(float(n * n)).view(n, n)
         for t in (x, (ours := x.to(device))):
             t[1:, : n - 1] = 1.0
             t[0].add_(2)
             t.view(-1)[n:].mul_(3)
+            t[:, 1:].add_(t[:, :-1].clone())
         assert torch.equal(ours.cpu(), x)
+    assert num_programs() - before == 3
+
+
+def test_a_cache_that_is_written_at_another_place_each_time(device: torch.device) -> None:
+    cache, ours = torch.zeros(2, 20, 3), torch.zeros(2, 20, 3, device=device)
+    before = num_programs()
+    for place in range(19):
+        new = torch.full((2, 1, 3), float(place))
+        cache[:, place : place + 1] = new
+        ours[:, place : place + 1] = new.to(device)
+        assert torch.equal(ours[:, : place + 1].sum(1).cpu(), cache[:, : place + 1].sum(1))
+    assert num_programs() - before <= 5
 
 
 def test_memory_that_is_filled_later(device: torch.device) -> None:

@@ -81,7 +81,7 @@ struct Run {
       inner.clear();
       inner.emplace_back(part);
       for (size_t i = 1; i < call.arguments.size(); ++i)
-        inner.push_back(call.arguments[i].constant);
+        inner.push_back(fill(call.arguments[i]));
       invoke(call, inner);
       part = call.which < 0 ? inner[0].toTensor() : inner[0].toTensorList().get(call.which);
       if (part.storage().unsafeGetStorageImpl() != memory)
