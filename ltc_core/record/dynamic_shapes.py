@@ -13,7 +13,7 @@ place: where the next call differs from theirs in sizes, these sizes are dynamic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from ltc_core.graph.ir import Node, Scalar, TensorMeta, Write
@@ -22,7 +22,7 @@ from ltc_core.graph.op_schema import Arg, OpSchema
 
 __all__ = [
     "ANY", "AnyMeta", "Call", "Dynamic", "Entry", "Key", "Pattern", "SharedRead", "Sizes", "are_alike",
-    "are_outs_alike", "joined", "keep", "num_any", "open_node", "sizes_in",
+    "are_outs_alike", "joined", "keep", "num_any", "open_node", "sizes_in", "sizes_that_differ",
 ]  # fmt: skip
 
 Key = tuple[Any, ...]
@@ -95,22 +95,25 @@ class Dynamic:
         infer: finds the results of a call that is not known; None if that takes more than its metas and sizes.
         places: where the sizes stand: (position among the op's arguments, position in the list there or -1), in the
             order of the scalars. None: C++ cannot find them.
+        num_sizes: how many sizes there are.
         twins: steps of other ways at the same place.
         now: results of the last call that Python recorded.
     """
 
-    __slots__ = ("infer", "known", "now", "places", "twins")
+    __slots__ = ("infer", "known", "now", "num_sizes", "places", "twins")
 
     def __init__(
         self,
         known: dict[Key, Entry],
         infer: Callable[[Key], Entry | None] | None,
         places: tuple[tuple[int, int], ...] | None,
+        num_sizes: int,
         twins: tuple[Any, ...],
     ) -> None:
         self.known = known
         self.infer = infer
         self.places = places
+        self.num_sizes = num_sizes
         self.twins = twins
         self.now = Entry(())
 
@@ -139,24 +142,33 @@ def keep(known: dict[Key, Entry], key: Key, entry: Entry) -> Entry:
 # -- patterns ------------------------------------------------------------------------------------------
 
 
-def joined(key: Key, other: Key | Pattern, places: Sequence[tuple[int, Any]]) -> Pattern | None:
-    """The pattern of two keys at one place; the key itself if they are equal, None if more than sizes differ."""
+def joined(
+    key: Key,
+    other: Key | Pattern,
+    places: Sequence[tuple[int, Any]],
+    varying: Set[int] = frozenset(),
+) -> Pattern | None:
+    """The pattern of two keys at one place; None if more than sizes differ.
+
+    Args:
+        varying: sizes that are left open also where both keys have them: they may be equal by chance.
+    """
     if len(key) != len(other):
         return None
     parts = []
     for k, (part, was) in enumerate(zip(key, other, strict=True)):
-        both = _joined(part, was, places[k][1] if k < len(places) else None)
+        both = _joined(part, was, places[k][1] if k < len(places) else None, varying)
         if both is _OTHER:
             return None
         parts.append(both)
     return tuple(parts)
 
 
-def _joined(part: Any, was: Any, code: Any) -> Any:
-    if part is was:
+def _joined(part: Any, was: Any, code: Any, varying: Set[int]) -> Any:
+    if part is was and not varying:
         return part
     if part is ANY:
-        return ANY if type(was) is int else _OTHER
+        return ANY if was is ANY or type(was) is int else _OTHER
     if type(part) is AnyMeta:
         return part if was == part or _has_form(was, part) else _OTHER
     if code is None:
@@ -164,19 +176,32 @@ def _joined(part: Any, was: Any, code: Any) -> Any:
             part, was = part._replace(lens=ANY), was._replace(lens=ANY)
         return part if part == was else _OTHER
     if type(part) is TensorMeta:
+        if part is was and varying.isdisjoint(part.size):
+            return part
         form = AnyMeta(part.dtype, len(part.size))
         return form if was == form or _has_form(was, form) else _OTHER
     if type(part) is int and (was is ANY or type(was) is int):
-        if part == was:
-            return part
-        return ANY if code in (Arg.STATIC, Arg.STATIC_SCALAR) else _OTHER
+        if code not in (Arg.STATIC, Arg.STATIC_SCALAR):
+            return part if part == was else _OTHER
+        return part if part == was and part not in varying else ANY
     if type(part) is tuple and type(was) is tuple and len(part) == len(was):
-        parts = tuple([_joined(*pair, code) for pair in zip(part, was, strict=True)])
+        parts = tuple([_joined(*pair, code, varying) for pair in zip(part, was, strict=True)])
         return _OTHER if _OTHER in parts else parts
     if type(part) is ViewStep and type(was) is ViewStep and part.op is was.op:
-        args = _joined(part.args, was.args, Arg.STATIC)
+        args = _joined(part.args, was.args, Arg.STATIC, varying)
         return _OTHER if args is _OTHER or part.which != was.which else part._replace(args=args)
     return part if type(part) is type(was) and part == was else _OTHER
+
+
+def sizes_that_differ(key: Any, other: Any) -> Iterator[int]:
+    """Sizes of the metas of a key that are others in another key of the same form."""
+    if type(key) is TensorMeta and type(other) is TensorMeta:
+        for n, was in zip(key.size, other.size, strict=False):
+            if n != was:
+                yield n
+    elif type(key) is tuple and type(other) is tuple:
+        for pair in zip(key, other, strict=False):
+            yield from sizes_that_differ(*pair)
 
 
 def _has_form(part: Any, form: AnyMeta) -> bool:

@@ -7,7 +7,7 @@ PyTorch's, depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ from ltc_core.record.dynamic_shapes import (
     num_any,
     open_node,
     sizes_in,
+    sizes_that_differ,
 )
 from ltc_core.record.step import Step
 
 __all__ = ["find", "make", "may_follow"]
 
+_FEWEST_OF_A_SIZE = 8
 _ALIKE = 2  # known steps that differ in sizes, before calls of any size get a step
 
 
@@ -96,7 +98,7 @@ def make(
         node: the node of the call.
         first_size: the number that the first size has among the scalars of the trace.
     """
-    pattern, twins = _pattern(cursor, key, call)
+    pattern, twins = _pattern(cursor, key, call, trace)
     if pattern is None and cursor.dynamic is None:
         return key, node, None, ()
     sizes: Sizes = ()
@@ -107,12 +109,14 @@ def make(
         node, places = open_node(node, schema, pattern, call, first_size)
         key = pattern
     known, infer = call.table(key, call, trace, node.outs)
-    dynamic = Dynamic(known, infer, places, twins)
+    dynamic = Dynamic(known, infer, places, len(sizes), twins)
     dynamic.add((*call.metas, *sizes), node.outs)
     return key, node, dynamic, sizes
 
 
-def _pattern(cursor: Step, key: Key, call: Call) -> tuple[Pattern | None, tuple[Step, ...]]:
+def _pattern(
+    cursor: Step, key: Key, call: Call, trace: Any
+) -> tuple[Pattern | None, tuple[Step, ...]]:
     """The pattern of a new step, None if it has this key alone, and the steps at its place on other ways."""
     if not _may_vary(key):
         return None, ()
@@ -122,21 +126,60 @@ def _pattern(cursor: Step, key: Key, call: Call) -> tuple[Pattern | None, tuple[
         ways += cursor.dynamic.twins
         fewest = 1
     rows = [
-        (joined(key, other, call.places), step)
+        (other, step, joined(key, other, call.places))
         for way in ways
         for other, step in way.all_children()
         if other[0] is key[0]
     ]
-    alike = [(pattern, step) for pattern, step in rows if pattern is not None]
-    nearest = sorted(alike, key=lambda row: num_any(row[0]))[:fewest]
+    alike = [
+        (num_any(pattern), other, step) for other, step, pattern in rows if pattern is not None
+    ]
+    nearest = sorted(alike, key=lambda row: row[0])[:fewest]
     if len(nearest) < fewest:
         return None, ()
     pattern: Pattern | None = key
-    for other, _ in nearest:
-        pattern = None if pattern is None else joined(pattern, other, call.places)
+    varying = _varying(trace, cursor)
+    for _, other, _ in nearest:
+        pattern = None if pattern is None else joined(pattern, other, call.places, varying)
     if pattern is None:
         return None, ()
-    return pattern if num_any(pattern) else None, tuple(step for _, step in nearest)
+    if num_any(pattern):
+        differ = (n for _, other, _ in nearest for n in sizes_that_differ(key, other))
+        _note_varying(trace, cursor, varying, differ)
+        return pattern, tuple(step for _, _, step in nearest)
+    return None, tuple(step for _, _, step in nearest)
+
+
+def _varying(trace: Any, cursor: Step) -> frozenset[int]:
+    """Sizes of this run that are others in other runs: those of inputs, and those among the arguments.
+
+    Small ones are left out: they are more often numbers of dims or of heads.
+    """
+    if cursor.dynamic is None:
+        return frozenset()
+    epoch, last, known = trace.varying
+    if epoch != trace.epoch:
+        last, known = None, frozenset()
+    metas = {index: meta for index, _, _, meta in trace.inputs}
+    found: set[int] = set()
+    step: Step | None = cursor
+    while step is not None and step is not last and step.dynamic is not None:
+        for index, meta in step.inputs:
+            if index in metas:
+                pairs = zip(metas[index].size, meta.size, strict=False)
+                found.update(n for n, other in pairs if n != other)
+        end = step.num_scalars
+        found.update(trace.scalars[end - step.dynamic.num_sizes : end])
+        step = step.parent
+    return _note_varying(trace, cursor, known, found)
+
+
+def _note_varying(
+    trace: Any, cursor: Step, known: frozenset[int], more: Iterable[int]
+) -> frozenset[int]:
+    known |= {n for n in more if n >= _FEWEST_OF_A_SIZE}
+    trace.varying = trace.epoch, cursor, known
+    return known
 
 
 def _may_vary(key: Key) -> bool:

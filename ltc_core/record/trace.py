@@ -77,13 +77,14 @@ class Trace:
 
     __slots__ = (
         "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "may_be_dynamic", "memory",
-        "on_limit", "root", "scalars", "sized", "steps", "values",
+        "on_limit", "root", "scalars", "sized", "steps", "values", "varying",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
         self.device = device
         self.memory = memory
         self.may_be_dynamic = False
+        self.varying: tuple[int, Step | None, frozenset[int]] = (0, None, frozenset())
         self.lock = _new_lock()
         self.on_limit: Callable[[], None] | None = None
         self.first_limit = 1 << 62
