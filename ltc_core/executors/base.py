@@ -64,6 +64,11 @@ class Executor(abc.ABC):
         return False
 
     @property
+    def compiles(self) -> bool:
+        """Whether a graph that comes back is compiled, for its sizes alone."""
+        return False
+
+    @property
     def num_mesh_devices(self) -> int:
         """Devices over which tensors of this device can be divided."""
         return 1

@@ -77,13 +77,17 @@ class SharedRead(NamedTuple):
 
 
 class Entry:
-    """Results of a call of known sizes: their metas, and for a view their lenses. Read by `csrc/next_step.h`."""
+    """Results of a call of known sizes: their metas, and for a view their lenses. Read by `csrc/next_step.h`.
 
-    __slots__ = ("lenses", "outs")
+    `uses` counts the calls where a dynamic way begins.
+    """
+
+    __slots__ = ("lenses", "outs", "uses")
 
     def __init__(self, outs: tuple[TensorMeta | None, ...]) -> None:
         self.outs = outs
         self.lenses: tuple[Any, ...] | None = None
+        self.uses = 0
 
 
 class Dynamic:
@@ -97,10 +101,11 @@ class Dynamic:
             order of the scalars. None: C++ cannot find them.
         num_sizes: how many sizes there are.
         twins: steps of other ways at the same place.
+        closed: calls that come so often that they have an exact way; None: no call.
         now: results of the last call that Python recorded.
     """
 
-    __slots__ = ("infer", "known", "now", "num_sizes", "places", "twins")
+    __slots__ = ("closed", "infer", "known", "now", "num_sizes", "places", "twins")
 
     def __init__(
         self,
@@ -115,6 +120,7 @@ class Dynamic:
         self.places = places
         self.num_sizes = num_sizes
         self.twins = twins
+        self.closed: set[Key] | None = None
         self.now = Entry(())
 
     def find(self, key: Key) -> bool:

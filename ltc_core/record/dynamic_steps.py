@@ -3,11 +3,15 @@
 A new step is dynamic after a dynamic one, or where it is the third that differs from two others in sizes only. Called
 by `Trace.advance`. A collective or an op of the script has a step for each size: other processes, or code that is not
 PyTorch's, depend on it.
+
+A size that is common is worth a graph of its own, which can be compiled. The first two sizes have one at once; where a
+dynamic step comes beside them, those that ran less often than `OFTEN` lose it. A size that runs as often on the dynamic
+way gets one then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +33,9 @@ from ltc_core.record.dynamic_shapes import (
 )
 from ltc_core.record.step import Step
 
-__all__ = ["find", "make", "may_follow"]
+__all__ = ["OFTEN", "find", "make", "may_follow"]
+
+OFTEN = 24
 
 _FEWEST_OF_A_SIZE = 8
 _ALIKE = 2  # known steps that differ in sizes, before calls of any size get a step
@@ -49,20 +55,22 @@ def find(
     grow: Callable[[], Node],
     scalars: list[Any],
     call: Call,
+    may_close: bool,
 ) -> tuple[Key, Step | None]:
     """The key of a call and its step, whose `outs` are then those of the call; None if a step has to be made.
 
     Args:
         step: the one with this key; it is dynamic.
         scalars: those of the call; sizes are added.
+        may_close: whether a common size gets an exact way.
     """
     if step is None:
-        for pattern, other in cursor.patterns or ():
-            for full in (key, (*key, torch.get_default_dtype())):
-                sizes = sizes_in(pattern, full)
-                if sizes is not None and _serves(other, call.metas, sizes, grow):
-                    scalars += sizes
-                    return pattern, other
+        for pattern, other, sizes in _patterns_of(cursor, key):
+            if _is_closed(cursor, other, (*call.metas, *sizes), may_close):
+                return key, None
+            if _serves(other, call.metas, sizes, grow):
+                scalars += sizes
+                return pattern, other
     elif _may_vary(key) and _serves(step, call.metas, (), grow):
         return key, step
     if cursor.dynamic is None or (step is None and _may_vary(key)):
@@ -72,6 +80,34 @@ def find(
     if step is not None:
         _serves(step, call.metas, (), grow)
     return key, step
+
+
+def _patterns_of(cursor: Step, key: Key) -> Iterator[tuple[Pattern, Step, Sizes]]:
+    """The dynamic steps after the cursor whose patterns a call fits, with its sizes."""
+    for pattern, step in cursor.patterns or ():
+        for full in (key, (*key, torch.get_default_dtype())):
+            sizes = sizes_in(pattern, full)
+            if sizes is not None:
+                yield pattern, step, sizes
+
+
+def _is_closed(cursor: Step, step: Step, key: Key, may_close: bool) -> bool:
+    """Whether a call has an exact way where dynamic ones begin; it gets one if it has come often enough."""
+    dynamic = step.dynamic
+    assert dynamic is not None
+    if dynamic.closed is not None and key in dynamic.closed:
+        return True
+    entry = dynamic.known.get(key)
+    if cursor.dynamic is not None or entry is None:
+        return False
+    entry.uses += 1
+    if entry.uses < OFTEN:
+        return False
+    if not may_close:
+        entry.uses = 0
+        return False
+    dynamic.closed = {*(dynamic.closed or ()), key}
+    return True
 
 
 def _serves(
@@ -98,7 +134,13 @@ def make(
         node: the node of the call.
         first_size: the number that the first size has among the scalars of the trace.
     """
-    pattern, twins = _pattern(cursor, key, call, trace)
+    closed = any(
+        step.dynamic is not None
+        and step.dynamic.closed
+        and (*call.metas, *sizes) in step.dynamic.closed
+        for _, step, sizes in _patterns_of(cursor, key)
+    )
+    pattern, twins = (None, ()) if closed else _pattern(cursor, key, call, trace)
     if pattern is None and cursor.dynamic is None:
         return key, node, None, ()
     sizes: Sizes = ()
@@ -108,7 +150,13 @@ def make(
         schema = key[0] if isinstance(key[0], OpSchema) else None
         node, places = open_node(node, schema, pattern, call, first_size)
         key = pattern
-    known, infer = call.table(key, call, trace, node.outs)
+    if cursor.dynamic is not None:
+        known, infer = call.table(key, call, trace, node.outs)
+    else:  # a table of its own: sizes that have an exact way must not be found here
+        known, infer = {}, None
+        for twin in twins:
+            if _num_runs(twin) < OFTEN:
+                cursor.drop(twin)
     dynamic = Dynamic(known, infer, places, len(sizes), twins)
     dynamic.add((*call.metas, *sizes), node.outs)
     return key, node, dynamic, sizes
@@ -148,6 +196,16 @@ def _pattern(
         _note_varying(trace, cursor, varying, differ)
         return pattern, tuple(step for _, _, step in nearest)
     return None, tuple(step for _, _, step in nearest)
+
+
+def _num_runs(step: Step) -> int:
+    """How often a graph ran whose way leads through a step: of the one that ran most."""
+    most, ways = 0, [step]
+    while ways and most < OFTEN:
+        way = ways.pop()
+        most = max([most, *(program.runs for program in (way.programs or {}).values())])
+        ways += [child for _, child in way.all_children()]
+    return most
 
 
 def _varying(trace: Any, cursor: Step) -> frozenset[int]:

@@ -56,6 +56,15 @@ class Step:
             found.append((self.next_key, self.next))
         return found
 
+    def drop(self, step: Step) -> None:
+        """Forget that a step may follow."""
+        if self.next is step:
+            self.next_key = self.next = None
+        if self.children is not None:
+            self.children = {
+                key: child for key, child in self.children.items() if child is not step
+            }
+
     @property
     def outs(self) -> tuple[TensorMeta | None, ...]:
         """Metas of the results of the call that was recorded last."""

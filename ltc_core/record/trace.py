@@ -72,18 +72,18 @@ class Trace:
         memory: counts the bytes of its buffers.
 
     `on_limit` is called before an op is recorded into a trace of `limit` values or more. With `may_be_dynamic`, steps
-    that differ in sizes only become one.
+    that differ in sizes only become one; with `may_compile`, common sizes have steps of their own.
     """
 
     __slots__ = (
-        "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "may_be_dynamic", "memory",
-        "on_limit", "root", "scalars", "sized", "steps", "values", "varying",
+        "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "may_be_dynamic", "may_compile",
+        "memory", "on_limit", "root", "scalars", "sized", "steps", "values", "varying",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
         self.device = device
         self.memory = memory
-        self.may_be_dynamic = False
+        self.may_be_dynamic = self.may_compile = False
         self.varying: tuple[int, Step | None, frozenset[int]] = (0, None, frozenset())
         self.lock = _new_lock()
         self.on_limit: Callable[[], None] | None = None
@@ -182,7 +182,9 @@ class Trace:
             if step is not None:
                 key = (*key, default)
         if self.may_be_dynamic and dynamic_steps.may_follow(cursor, step):
-            key, step = dynamic_steps.find(cursor, key, step, grow, scalars, describe())
+            key, step = dynamic_steps.find(
+                cursor, key, step, grow, scalars, describe(), self.may_compile
+            )
         if step is None:
             key, step = self._new_step(key, grow(), before, scalars, describe)
         cursor.prefer(key, step)

@@ -66,7 +66,7 @@ class DeviceContext:
         self.executor = make(index)
         self.compiler = ProgramCache(self.executor)
         self.trace = Trace(self.device, self.memory)
-        self.trace.may_be_dynamic = self.executor.takes_dynamic_shapes
+        self._note_shapes()
         self.steps = FoundSteps(self.trace, self.cut)
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.trace.on_limit = self._on_limit
@@ -112,7 +112,7 @@ class DeviceContext:
             if not self.trace:
                 return None
             fast_path.install()
-            self.trace.may_be_dynamic = self.executor.takes_dynamic_shapes
+            self._note_shapes()
             started = time.perf_counter_ns()
             with slices.watched("cut") as seen:
                 compiled, job = self._hand_over(reason, is_awaited, seen)
@@ -126,6 +126,11 @@ class DeviceContext:
         debug.on_cut(self.device, reason, compiled, time.perf_counter_ns() - started)
         self._mark()
         return job
+
+    def _note_shapes(self) -> None:
+        """Whether one graph may serve many sizes, and a common size gets a graph that is compiled."""
+        self.trace.may_be_dynamic = self.executor.takes_dynamic_shapes
+        self.trace.may_compile = self.executor.compiles
 
     def _await_worker(self) -> None:
         """Wait for room in the queue, and until the cores are free for a program that is to run in this thread.

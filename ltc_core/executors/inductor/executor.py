@@ -35,6 +35,10 @@ class InductorExecutor(ReferenceExecutor):
         # Who waits for the compiler at each new graph wants each of them compiled.
         return settings.compile != "sync" and super().takes_dynamic_shapes
 
+    @property
+    def compiles(self) -> bool:
+        return settings.compile != "off" and self.hardware.type == "cpu" and not self.stores_narrow
+
     def compile(self, graph: Graph) -> Program:
         program = self.interpret(graph)
         if self.stores_narrow:

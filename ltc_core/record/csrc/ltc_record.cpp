@@ -268,8 +268,9 @@ PyObject* setup(PyObject*, PyObject* given) {
                   {&step_of.next_key, "next_key"}, {&step_of.node, "node"},
                   {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},
                   {&step_of.expected, "expected"}, {&step_of.dynamic, "dynamic"}}) &&
-      find(dynamic, {{&dynamic_of.known, "known"}, {&dynamic_of.infer, "infer"}, {&dynamic_of.places, "places"}}) &&
-      find(entry, {{&entry_of.outs, "outs"}, {&entry_of.lenses, "lenses"}}) &&
+      find(dynamic, {{&dynamic_of.known, "known"}, {&dynamic_of.infer, "infer"}, {&dynamic_of.places, "places"},
+                     {&dynamic_of.closed, "closed"}}) &&
+      find(entry, {{&entry_of.outs, "outs"}, {&entry_of.lenses, "lenses"}, {&entry_of.uses, "uses"}}) &&
       find(node, {{&node_of.outs, "outs"}, {&node_of.result, "result"},
                   {&node_of.uses_default_dtype, "uses_default_dtype"}}) &&
       find(cell, {{&cell_of.trace, "trace"}, {&cell_of.value, "value"}, {&cell_of.meta, "meta"},

@@ -4,6 +4,8 @@
 
 namespace ltc {
 
+constexpr Py_ssize_t often = 24; // `OFTEN` of dynamic_steps.py: Python decides whether such a call gets an exact way
+
 // `is_next` changes nothing, and leaves an interrupt set. If `make` fails, it rewinds the trace.
 class NextStep : Operands {
  public:
@@ -82,13 +84,16 @@ class NextStep : Operands {
   // Finds the results of a dynamic step for the metas and the sizes of this call; false if Python has to infer them.
   bool find_entry(LastCall& last) {
     const auto same = [](const auto& a, const auto& b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); };
-    if (!last.entry || !same(last.metas, metas) || !same(last.sizes, sizes)) {
+    const bool is_closed = !dynamic_of.closed.is_none(step_of.dynamic.of(step)); // to some calls
+    if (is_closed || !last.entry || !same(last.metas, metas) || !same(last.sizes, sizes)) {
       const auto count = static_cast<Py_ssize_t>(metas.size());
       const Object key(PyTuple_New(count + static_cast<Py_ssize_t>(sizes.size())));
       for (Py_ssize_t i = 0; key && i < count; ++i)
         PyTuple_SET_ITEM(key.get(), i, Py_NewRef(metas[i]));
       for (size_t i = 0; key && i < sizes.size(); ++i)
         PyTuple_SET_ITEM(key.get(), count + static_cast<Py_ssize_t>(i), PyLong_FromLongLong(sizes[i]));
+      if (is_closed && key && PySet_Contains(dynamic_of.closed.of(step_of.dynamic.of(step)), key.get()) != 0)
+        return false;
       Object found(key ? find_known(key.get()) : nullptr);
       if (!found || found.get() == Py_None || (op.kind == kView && entry_of.lenses.is_none(found.get())))
         return false;
@@ -97,7 +102,10 @@ class NextStep : Operands {
       last.entry = std::move(found);
     }
     entry = Object(Py_NewRef(last.entry.get()));
-    return true;
+    if (!step_of.dynamic.is_none(step_of.parent.of(step)))
+      return true;
+    const Py_ssize_t uses = entry_of.uses.number(entry.get()) + 1; // the first step of a dynamic way
+    return uses < often && entry_of.uses.set_number(entry.get(), uses);
   }
 
   // An entry of the step, or one that Python infers; None or null, with an error set, if there is none.

@@ -95,10 +95,10 @@ inline struct {
   Slot parent, next, next_key, node, inputs, num_scalars, lenses, expected, dynamic;
 } step_of;
 inline struct {
-  Slot known, infer, places;
+  Slot known, infer, places, closed;
 } dynamic_of;
 inline struct {
-  Slot outs, lenses;
+  Slot outs, lenses, uses;
 } entry_of;
 inline struct {
   Slot outs, result, uses_default_dtype;

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import ltc_core as ltc
 from ltc_core import metrics
+from ltc_core.record import dynamic_steps
 from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
 
@@ -245,6 +246,46 @@ def test_memory_is_counted_by_the_size_of_each_call(device: torch.device) -> Non
         context(0).wait()
         assert counter.used_bytes - before == 2 * 4 * n
         kept += [x, y]
+
+
+def run(n: int, device: torch.device) -> list[float]:
+    return ((torch.arange(float(n)).to(device) * 2 - 1).exp() / 3).tolist()  # type: ignore[no-any-return]
+
+
+def latest_is_dynamic() -> bool:
+    newest = context(0).compiler.newest
+    assert newest is not None
+    return newest.graph.dynamic
+
+
+def test_a_size_that_comes_often_gets_a_graph_that_can_be_compiled(device: torch.device) -> None:
+    with settings.override(compile="async", compile_after=1000):
+        context(0).wait()
+        for n in (3, 4, 5, 6, 7):
+            run(n, device)
+        assert latest_is_dynamic()
+        for _ in range(2 * dynamic_steps.OFTEN):
+            assert run(9, device) == [pytest.approx(x) for x in run(9, torch.device("cpu"))]
+        assert not latest_is_dynamic()
+        run(10, device)
+        assert latest_is_dynamic()
+        run(9, device)
+        assert not latest_is_dynamic()
+        before = num_programs()
+        for n in (9, 3, 11, 9, 4, 12, 9):
+            run(n, device)
+        assert num_programs() == before
+
+
+def test_the_usual_size_keeps_its_graph_beside_rare_ones(device: torch.device) -> None:
+    for k in range(2 * dynamic_steps.OFTEN):
+        run(8, device)
+        if k % 16 == 15:
+            run(k, device)
+    run(8, device)
+    assert not latest_is_dynamic()
+    run(2, device)
+    assert latest_is_dynamic()
 
 
 def test_never_makes_a_program_for_each_size(device: torch.device) -> None:
