@@ -71,6 +71,8 @@ _TABLE = {
     "num results": "other results: {node} makes another number of values{more}",
 }
 
+_DYNAMIC = "it serves inputs of other sizes, too"
+
 KINDS = (*dict.fromkeys(sentence.partition(":")[0] for sentence in _TABLE.values()), "unknown")
 
 _SAME_STEP = 0.9  # of the ops are in both graphs: other inputs are why the rest differs
@@ -114,6 +116,8 @@ def explain(graph: Graph, known: KnownGraphs, reason: str, path: object) -> Caus
             f"the cause of a compile cannot be told: {error!r}; report this", stacklevel=2
         )
         cause = Cause(new.number, "unknown", f"unknown: {error!r}")
+    if graph.dynamic:
+        cause = dataclasses.replace(cause, sentence=f"{cause.sentence}; {_DYNAMIC}")
     new.short_of = cause.nearest if cause.kind == "cut elsewhere" else None
     known.add(new)
     metrics.count(cause_counter(cause.kind))

@@ -263,6 +263,8 @@ class Trace:
             (index, value if count > _HELD_BY_ROW else None, buffer)
             for (index, value, buffer, _), count in zip(self.inputs, counts, strict=True)
         ]
+        if self.cursor.dynamic is not None:
+            self.sized.update({index: meta for index, _, _, meta in self.inputs})
         cut = Cut(self.cursor, inputs, self.scalars, alive, self.sized)
         self._restart()
         return cut

@@ -86,8 +86,10 @@ def _wrap_views(trace: Trace, step: Step, base: Cell, lens: Any, static: tuple[A
     node = step.node
     assert node is not None
     tensors = []
-    for meta, view_lens in zip(step.outs, _lenses(step, static), strict=True):
+    for k, (meta, view_lens) in enumerate(zip(step.outs, _lenses(step, static), strict=True)):
         assert meta is not None
+        if meta is not node.outs[k]:
+            trace.sized[trace.count] = meta
         tensors.append(wrap(View(base, lens + view_lens, meta, trace.define_view())))
     return tensors[0] if type(node.result) is int else tensors
 

@@ -222,6 +222,7 @@ class DeviceContext:
             compiled,
             inputs,
             cut.scalars,
+            cut.sized,
             outputs,
             self.failures,
             num_threads,

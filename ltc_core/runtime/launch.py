@@ -17,7 +17,7 @@ import torch
 
 from ltc_core import errors, metrics
 from ltc_core.executors.openmp import use_threads
-from ltc_core.graph.ir import Graph, Node, references
+from ltc_core.graph.ir import Graph, Node, TensorMeta, references
 from ltc_core.program.failure import NodeFailure
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.worker import Job
@@ -54,6 +54,7 @@ class Launch(Job):
         compiled: the program.
         inputs: the buffers it reads; their data is dropped as early as possible.
         scalars: the Python numbers of this run.
+        sized: number -> meta of this run, where the graph has that of another one.
         outputs: the buffers it fills.
         failures: failures are appended to it.
         num_threads: how many threads it computes with.
@@ -61,7 +62,7 @@ class Launch(Job):
 
     __slots__ = (
         "_compiled", "_cost_ns", "_device", "_earlier", "_failures", "_inputs", "_memory", "_num_threads",
-        "_outputs", "_scalars", "_started_ns", "_steps", "arrow", "step",
+        "_outputs", "_scalars", "_sized", "_started_ns", "_steps", "arrow", "step",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +72,7 @@ class Launch(Job):
         compiled: CompiledGraph,
         inputs: list[Buffer],
         scalars: Sequence[Any],
+        sized: Mapping[int, TensorMeta],
         outputs: list[Buffer],
         failures: deque[Failure],
         num_threads: int,
@@ -81,6 +83,7 @@ class Launch(Job):
         self._compiled = compiled
         self._inputs = inputs
         self._scalars = scalars
+        self._sized = sized
         self._outputs = outputs
         self._failures = failures
         self._num_threads = num_threads
@@ -201,7 +204,7 @@ class Launch(Job):
         error = errors.op_error(
             original,
             what=f"{_what_failed(node)} on {self._device}",
-            got=_operands(node, self._compiled.graph),
+            got=_operands(node, self._compiled.graph, self._sized),
             where="" if node is None else node.line,
             next=_advice(original),
         )
@@ -253,10 +256,10 @@ def _what_failed(node: Node | None) -> str:
     return f"{node.op} failed while its graph ran"
 
 
-def _operands(node: Node | None, graph: Graph) -> str:
+def _operands(node: Node | None, graph: Graph, sized: Mapping[int, TensorMeta]) -> str:
     if node is None:
         return f"a graph of {len(graph.nodes)} ops"
-    metas = graph.metas()
+    metas = {**graph.metas(), **sized}
     return ", ".join(str(metas.get(int(r))) for r in references(node))[:500]
 
 

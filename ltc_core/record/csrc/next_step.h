@@ -396,6 +396,8 @@ class NextStep : Operands {
     PyObject* base = is_whole ? handle.get() : view_of.base.of(handle.get());
     std::vector<at::Tensor> made;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outs); ++i) {
+      if (is_dynamic && !note_size(PyTuple_GET_ITEM(outs, i), PyTuple_GET_ITEM(node_of.outs.of(node), i)))
+        return std::nullopt;
       PyObject* last = PyTuple_GET_ITEM(lenses, i);
       const Object lens(is_whole ? Py_NewRef(last) : PySequence_Concat(view_of.lens.of(handle.get()), last));
       made.push_back(lens ? new_view(base, lens.get(), PyTuple_GET_ITEM(outs, i)) : at::Tensor());

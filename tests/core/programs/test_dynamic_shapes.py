@@ -228,10 +228,22 @@ def test_an_error_names_the_sizes_of_its_call(device: torch.device) -> None:
     with pytest.raises(RuntimeError, match=r"8x5|shapes cannot be multiplied"):
         (torch.ones(8, 5).to(device) @ weight).cpu()
     table = torch.ones(4, 2).to(device)
-    for n in (1, 2, 3, 4):
+    for n in (1, 2, 3, 4, 5):
         assert table[torch.zeros(n, dtype=torch.long).to(device)].sum().item() == 2.0 * n
-    with pytest.raises(IndexError, match="out of range|out of bounds"):
-        table[torch.full((6,), 9).to(device)].cpu()
+    with pytest.raises(IndexError, match="out of range|out of bounds") as raised:
+        table[torch.full((13,), 9).to(device)].cpu()
+    assert "int64[13]" in str(raised.value), "the sizes of another call"
+    assert table[torch.full((6,), 3).to(device)].sum().item() == 12.0
+
+
+def test_the_cause_says_that_a_graph_serves_all_sizes(
+    device: torch.device, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with settings.override(explain=True):
+        for n in (3, 4, 5, 6):
+            run(n, device)
+    found = [line for line in capfd.readouterr().err.splitlines() if "compile" in line]
+    assert ["serves inputs of other sizes" in line for line in found] == [False, False, True]
 
 
 def test_memory_is_counted_by_the_size_of_each_call(device: torch.device) -> None:
