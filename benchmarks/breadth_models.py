@@ -289,6 +289,11 @@ def _labelled_text(generator: Generator) -> Batch:
     return _integers(generator, 256, 8, 48), _integers(generator, NUM_CLASSES, 8)
 
 
+def _labelled_text_of_any_length(generator: Generator) -> Batch:
+    length = int(_integers(generator, 65, 1)) + 16
+    return _integers(generator, 256, 8, length), _integers(generator, NUM_CLASSES, 8)
+
+
 def _matching(generator: Generator) -> Batch:
     left = torch.randn(128, 256, generator=generator)
     return left, left.flip(1) + torch.randn(128, 256, generator=generator)
@@ -373,5 +378,6 @@ SUBJECTS: dict[str, Subject] = {
     "two_tower": Subject(lambda: _TwoTower(256, 64), _matching),
     "actor_critic": Subject(_ActorCritic, _episodes),
     "lbfgs": Subject(_Regression, _curve, _train_lbfgs),
+    "lengths": Subject(lambda: Encoder(256, 96, 3), _labelled_text_of_any_length),
     "checkpoint": Subject(lambda: Encoder(256, 96, 3, checkpointed=True), _labelled_text),
 }

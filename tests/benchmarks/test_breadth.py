@@ -184,7 +184,7 @@ class TestCommandLine:
     def test_large_models_are_named_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["breadth"])
         options, threads, file = breadth._parse()
-        assert set(options.models) == set(SUBJECTS) - set(LARGE) and len(options.models) == 27
+        assert set(options.models) == set(SUBJECTS) - set(LARGE) and len(options.models) == 28
         assert threads == [1, 2] and not file
         sys.argv += ["--models", "mnist", "unet", "--threads", "2", "--sides", "eager", "--json"]
         options, threads, file = breadth._parse()
