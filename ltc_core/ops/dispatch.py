@@ -47,6 +47,7 @@ _RECORDED_AS_THEY_ARE = frozenset(
         torch.ops.aten.copy_.default,
         torch.ops.aten.histc.default,
         torch.ops.aten.huber_loss.default,
+        torch.ops.aten.index.Tensor,
     }
 )
 

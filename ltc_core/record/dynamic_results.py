@@ -63,7 +63,8 @@ def _table(
     template = tuple(
         _without_numbers(*row) for row in zip(pattern, _codes(pattern, call), strict=True)
     )
-    key = (template, torch.get_default_dtype())
+    kinds = tuple(meta and meta.dtype for meta in outs)
+    key = (template, torch.get_default_dtype(), kinds)
     if len(_known) >= _LIMIT:
         _known.clear()
     known = _known.setdefault(key, {})

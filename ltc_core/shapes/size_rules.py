@@ -281,6 +281,19 @@ def _attention_backward(
     return [q, k, v]
 
 
+def _index(x: Size, indices: Sequence[Size | None]) -> Size:
+    places = [k for k, item in enumerate(indices) if item is not None]
+    _require(bool(places) and places[-1] - places[0] == len(places) - 1)
+    size = indices[places[0]]
+    _require(size is not None and all(indices[k] == size for k in places))
+    return (*x[: places[0]], *(size or ()), *x[places[-1] + 1 :])
+
+
+def _filled(size: Size, *rest: Any) -> Size:
+    _require(all(n >= 0 for n in size))
+    return size
+
+
 def _arange(end: Any) -> Size:
     kind, n = end
     _require(kind is int and n > 0)
@@ -339,9 +352,10 @@ _RULES: dict[Any, Callable[..., Sizes]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten.stack.default: _stack,
     aten.cat.default: _cat,
-    aten.zeros.default: _same,
-    aten.ones.default: _same,
-    aten.full.default: _same,
+    aten.index.Tensor: _index,
+    aten.zeros.default: _filled,
+    aten.ones.default: _filled,
+    aten.full.default: _filled,
     aten.arange.default: _arange,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,

@@ -80,12 +80,16 @@ struct Noted {
       return;
     const Py_ssize_t more = step_of.num_scalars.number(step) - step_of.num_scalars.number(before.get());
     PyObject* inputs = step_of.inputs.of(step); // (number, meta) of each
+    PyObject* bound = trace_of.inputs.of(trace.get()); // (number, value, buffer, meta) of each, with those before
     if (more != static_cast<Py_ssize_t>(numbers) || PyTuple_GET_SIZE(inputs) != static_cast<Py_ssize_t>(metas.size()))
       return;
+    if (PyList_GET_SIZE(bound) < PyTuple_GET_SIZE(inputs))
+      return;
+    const Py_ssize_t first = PyList_GET_SIZE(bound) - PyTuple_GET_SIZE(inputs);
     for (size_t i = 0; i < metas.size(); ++i) {
       PyObject* row = PyTuple_GET_ITEM(inputs, i);
-      if (PyLong_AsSsize_t(PyTuple_GET_ITEM(row, 0)) != count + static_cast<Py_ssize_t>(i) ||
-          (!is_dynamic && PyTuple_GET_ITEM(row, 1) != metas[i]))
+      PyObject* meta = PyTuple_GET_ITEM(PyList_GET_ITEM(bound, first + static_cast<Py_ssize_t>(i)), 3);
+      if (PyLong_AsSsize_t(PyTuple_GET_ITEM(row, 0)) != count + static_cast<Py_ssize_t>(i) || meta != metas[i])
         return;
     }
     if (node_of.uses_default_dtype.of(step_of.node.of(step)) == Py_True)

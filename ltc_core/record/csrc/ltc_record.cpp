@@ -107,6 +107,7 @@ class Follower final : public c10::OperatorKernel {
   explicit Follower(Op given)
       : op(std::move(given)),
         writes_list(op.writes_list()),
+        takes_masks(op.handle.schema().name() == "aten::index"),
         python(op.handle.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -124,7 +125,7 @@ class Follower final : public c10::OperatorKernel {
 
  private:
   const Op op;
-  const bool writes_list;
+  const bool writes_list, takes_masks;
   const c10::SafeKernelFunction python;
 
   static void count_writes(c10::ArrayRef<IValue> tensors) {
@@ -149,12 +150,20 @@ class Follower final : public c10::OperatorKernel {
     return false;
   }
 
+  // Whether something is indexed by a mask, in whose place Python records the positions where it is true.
+  static bool has_mask(const IValue& indices) {
+    for (const IValue& item : indices.toListRef())
+      if (item.isTensor() && item.toTensor().defined() && item.toTensor().scalar_type() == at::kBool)
+        return true;
+    return false;
+  }
+
   // Records the call and returns true if it is the next step of its trace. Else notes what to expect of it.
   bool follow(torch::jit::Stack& stack, Noted& noted) {
     const auto args = torch::jit::last(stack, op.codes.size());
     const Object handle(first_handle(args));
     is_for_python = is_of_other_mode(args[0]);
-    if (!handle || is_for_python)
+    if (!handle || is_for_python || (takes_masks && has_mask(args[1])))
       return false;
     PyObject* trace = trace_of_handle(handle.get());
     std::optional<IValue> result;

@@ -110,6 +110,15 @@ CASES: dict[str, Callable[[int, int, int], Call]] = {
         FLASH_BACKWARD,
         (x := r(a, c, b, 8).transpose(1, 2), x, x, x, *FLASH(x, x, x), 0.0, False),
     ),
+    "index": lambda a, b, c: (aten.index.Tensor, (r(a, b, c), [whole(4)])),
+    "index of a dim within": lambda a, b, c: (
+        aten.index.Tensor,
+        (r(a, b, c), [None, whole(a + 1)]),
+    ),
+    "index of several dims": lambda a, b, c: (
+        aten.index.Tensor,
+        (r(c, a, b).permute(1, 2, 0), [whole(b, 2), whole(b, 2)]),
+    ),
     "zeros": lambda a, b, c: (aten.zeros.default, ([a, b, c],)),
     "full": lambda a, b, c: (aten.full.default, ([a, b], 2.5)),
     "arange": lambda a, b, c: (aten.arange.default, (a,)),
