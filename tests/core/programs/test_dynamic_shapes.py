@@ -180,6 +180,13 @@ def test_the_number_of_results_may_follow_a_size(device: torch.device) -> None:
         assert [p.tolist() for p in parts] == [(part * 2).tolist() for part in x.split(2)]
 
 
+def test_a_number_of_results_that_comes_again(device: torch.device) -> None:
+    for n in (3, 4, 5, 6, 7, 5, 3, 6, 7, 8, 5):
+        x = torch.arange(2.0 * n).view(n, 2)
+        found = [part * 2 for part in x.to(device).unbind()]
+        assert [part.tolist() for part in found] == (x * 2).tolist()
+
+
 def test_writes_into_views_of_any_size(device: torch.device) -> None:
     for n in (3, 4, 5, 6, 7, 8):
         x = torch.zeros(n, n)
