@@ -206,8 +206,8 @@ def open_node(
     args, kwargs = list(node.args), dict(node.kwargs)
     found: list[tuple[int, int]] = []
     for part, (position, code) in zip(pattern, call.places, strict=False):
-        if position < 0 or not num_any(part):
-            continue
+        if code not in (Arg.STATIC, Arg.STATIC_SCALAR) or not num_any(part):
+            continue  # a tensor, or a `Write` of a part of one, has no sizes in the node
         opened = _Opened(first + len(found), code)
         if position < len(args):
             args[position] = opened.of(part, args[position])

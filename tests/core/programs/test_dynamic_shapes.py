@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import ltc_core as ltc
 from ltc_core import metrics
+from ltc_core.record import fast_path
 from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
 
@@ -195,6 +196,20 @@ def test_writes_into_views_of_any_size(device: torch.device) -> None:
             t[0].add_(2)
             t.view(-1)[n:].mul_(3)
         assert torch.equal(ours.cpu(), x)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_writes_into_a_view_of_an_input(device: torch.device, is_fast: bool) -> None:
+    was_fast = fast_path.enable(is_fast)
+    try:
+        for n in (3, 4, 5, 6, 5, 7):
+            x = torch.ones(2, n).to(device)
+            view = x.t()
+            ltc.mark_step()
+            view.mul_(3)
+            assert x.tolist() == [[3.0] * n] * 2
+    finally:
+        fast_path.enable(was_fast)
 
 
 def test_memory_that_is_filled_later(device: torch.device) -> None:
