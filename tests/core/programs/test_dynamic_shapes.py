@@ -262,3 +262,21 @@ def test_never_makes_a_program_for_each_size(device: torch.device) -> None:
         for n in (13, 14, 15, 16):
             (torch.ones(n).to(device) * 3 - 1).cpu()
         assert num_programs() == before + 4
+
+
+def test_never_may_come_late(device: torch.device) -> None:
+    def run(n: int) -> None:
+        x = torch.arange(2.0 * n).view(n, 2)
+        y = x.to(device) * 2  # by C++, which takes the dynamic step
+        was_fast = fast_path.enable(False)
+        try:
+            z = y.flip(0)[1:]
+        finally:
+            fast_path.enable(was_fast)
+        assert torch.equal(z.cpu(), (x * 2).flip(0)[1:])
+
+    for n in (3, 4, 5, 6):
+        run(n)
+    with settings.override(dynamic_shapes="never"):
+        for n in (7, 8, 5, 9):
+            run(n)
