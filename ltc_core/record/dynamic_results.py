@@ -63,8 +63,9 @@ def _table(
     template = tuple(
         _without_numbers(*row) for row in zip(pattern, _codes(pattern, call), strict=True)
     )
-    kinds = tuple(meta and meta.dtype for meta in outs)
-    key = (template, torch.get_default_dtype(), kinds)
+    # Steps of one pattern may differ in the number or the dtypes of their results.
+    form = tuple(None if meta is None else meta.dtype for meta in outs)
+    key = (template, torch.get_default_dtype(), form)
     if len(_known) >= _LIMIT:
         _known.clear()
     known = _known.setdefault(key, {})

@@ -181,7 +181,9 @@ class Trace:
             step = cursor.child((*key, default))
             if step is not None:
                 key = (*key, default)
-        if self.may_be_dynamic and dynamic_steps.may_follow(cursor, step):
+        # After a dynamic step the setting is too late: what follows is for any size.
+        is_open = self.may_be_dynamic or cursor.dynamic is not None
+        if is_open and dynamic_steps.may_follow(cursor, step):
             key, step = dynamic_steps.find(
                 cursor, key, step, grow, scalars, describe(), self.may_compile
             )
@@ -204,7 +206,7 @@ class Trace:
         if node.uses_default_dtype:
             key = (*key, torch.get_default_dtype())
         dynamic = None
-        if self.may_be_dynamic:
+        if self.may_be_dynamic or cursor.dynamic is not None:
             first = len(self.scalars) + len(scalars)
             key, node, dynamic, sizes = dynamic_steps.make(
                 cursor, key, node, first, describe(), self

@@ -27,11 +27,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ltc_core as ltc
 from tests.core.beside_eager import ATOL, ROUNDS, RTOL, Raised, attempt, difference
-from tests.nets.statements import MOST_ELEMENTS, STATEMENTS, Draw
+from tests.nets.statements import MOST_ELEMENTS, STATEMENTS, Draw, Maker
 from tests.nets.tiers import TIERS, tier
 from tests.seed import seed
 
-__all__ = ["check", "generate", "main", "shrunk"]
+__all__ = ["check", "drawn", "generate", "main", "shrunk", "supervise"]
 
 NUM_LINES = 14
 HANG_S = 120
@@ -76,11 +76,19 @@ def _namespace(devices: Sequence[torch.device], cut: Callable[[], object]) -> di
 
 def generate(number: int, num_devices: int = 2, num_lines: int = NUM_LINES) -> Lines:
     """The program of a number. It runs in eager while it is made, so that lines fit what is there."""
-    draw = Draw(random.Random(number), num_devices)
-    names = _namespace([torch.device("cpu")] * num_devices, lambda: None)
-    makers, weights = zip(*STATEMENTS, strict=True)
+    return drawn(Draw(random.Random(number), num_devices), STATEMENTS, num_lines, [])
+
+
+def drawn(
+    draw: Draw, statements: Sequence[tuple[Maker, float]], num_lines: int, first: Lines
+) -> Lines:
+    """So many lines after the first ones, of these statements."""
+    names = _namespace([torch.device("cpu")] * draw.num_devices, lambda: None)
+    makers, weights = zip(*statements, strict=True)
     lines: Lines = []
     torch.manual_seed(0)
+    for line in first:
+        exec(_code(line), names)
     while len(lines) < num_lines:
         maker = makers[0] if len(lines) < 2 else draw.rng.choices(makers, weights)[0]
         line = maker(draw)
@@ -349,22 +357,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _supervise(args: argparse.Namespace, start: int, end: int) -> int:
-    """Run the programs in child processes: a new one after each that died."""
-    failures = 0
-    while start < end:
-        found, start = _run_child(args, start, end)
-        failures += found
+    command = [
+        sys.executable, "-m", "tests.nets.random_programs", "--tier", args.tier, "--devices", str(args.devices),
+        "--lines", str(args.lines), "--child",
+    ]  # fmt: skip
+    environment = {**os.environ, "LTC_NUM_DEVICES": str(args.devices), "LTC_COMPILE": "off"}
+    failures = supervise(
+        command,
+        environment,
+        range(start, end),
+        lambda number: "\n".join(generate(number, args.devices, args.lines)),
+    )
     print(f"{failures} programs differ" if failures else "all as eager", flush=True)
     return 1 if failures else 0
 
 
-def _run_child(args: argparse.Namespace, start: int, end: int) -> tuple[int, int]:
+def supervise(
+    command: Sequence[str],
+    environment: dict[str, str],
+    numbers: range,
+    text: Callable[[int], str],
+) -> int:
+    """How many programs fail that a command runs in child processes: a new one after each that died.
+
+    Args:
+        command: the first number and the end come after it.
+        text: the program of a number.
+    """
+    failures, start = 0, numbers.start
+    while start < numbers.stop:
+        child = [*command, str(start), str(numbers.stop)]
+        found, start = _run_child(child, environment, start, numbers.stop, text)
+        failures += found
+    return failures
+
+
+def _run_child(
+    command: Sequence[str],
+    environment: dict[str, str],
+    start: int,
+    end: int,
+    text: Callable[[int], str],
+) -> tuple[int, int]:
     """How many programs of one child process failed, and the number to go on with."""
-    command = [
-        sys.executable, "-m", "tests.nets.random_programs", "--tier", args.tier, "--devices", str(args.devices),
-        "--lines", str(args.lines), "--child", str(start), str(end),
-    ]  # fmt: skip
-    environment = {**os.environ, "LTC_NUM_DEVICES": str(args.devices), "LTC_COMPILE": "off"}
     failures, at = 0, start
     last = [time.monotonic()]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
@@ -383,8 +418,7 @@ def _run_child(args: argparse.Namespace, start: int, end: int) -> tuple[int, int
         watch.join()
     if child.returncode == 0:
         return failures, end
-    text = "\n".join(generate(at, args.devices, args.lines))
-    print(f"program {at} ends its process with {child.returncode}:\n{text}\n", flush=True)
+    print(f"program {at} ends its process with {child.returncode}:\n{text(at)}\n", flush=True)
     return failures + 1, at + 1
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import ltc_core as ltc
 from ltc_core import metrics
-from ltc_core.record import dynamic_steps
+from ltc_core.record import dynamic_steps, fast_path
 from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
 
@@ -181,6 +181,13 @@ def test_the_number_of_results_may_follow_a_size(device: torch.device) -> None:
         assert [p.tolist() for p in parts] == [(part * 2).tolist() for part in x.split(2)]
 
 
+def test_a_number_of_results_that_comes_again(device: torch.device) -> None:
+    for n in (3, 4, 5, 6, 7, 5, 3, 6, 7, 8, 5):
+        x = torch.arange(2.0 * n).view(n, 2)
+        found = [part * 2 for part in x.to(device).unbind()]
+        assert [part.tolist() for part in found] == (x * 2).tolist()
+
+
 def test_writes_into_views_of_any_size(device: torch.device) -> None:
     before = num_programs()
     for n in (3, 4, 5, 6, 7, 8, 2, 12, 4):
@@ -203,6 +210,20 @@ def test_a_cache_that_is_written_at_another_place_each_time(device: torch.device
         ours[:, place : place + 1] = new.to(device)
         assert torch.equal(ours[:, : place + 1].sum(1).cpu(), cache[:, : place + 1].sum(1))
     assert num_programs() - before <= 5
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_writes_into_a_view_of_an_input(device: torch.device, is_fast: bool) -> None:
+    was_fast = fast_path.enable(is_fast)
+    try:
+        for n in (3, 4, 5, 6, 5, 7):
+            x = torch.ones(2, n).to(device)
+            view = x.t()
+            ltc.mark_step()
+            view.mul_(3)
+            assert x.tolist() == [[3.0] * n] * 2
+    finally:
+        fast_path.enable(was_fast)
 
 
 def test_memory_that_is_filled_later(device: torch.device) -> None:
@@ -307,3 +328,22 @@ def test_never_makes_a_program_for_each_size(device: torch.device) -> None:
         for n in (13, 14, 15, 16):
             (torch.ones(n).to(device) * 3 - 1).cpu()
         assert num_programs() == before + 4
+
+
+def test_never_may_come_late(device: torch.device) -> None:
+    def run(n: int) -> None:
+        x = torch.arange(2.0 * n).view(n, 2)
+        y = x.to(device) * 2  # by C++, which takes the dynamic step
+        was_fast = fast_path.enable(False)
+        try:
+            z = y.flip(0)[1:]
+        finally:
+            fast_path.enable(was_fast)
+        assert z.shape == (n - 1, 2)
+        assert torch.equal(z.cpu(), (x * 2).flip(0)[1:])
+
+    for n in (3, 4, 5, 6):
+        run(n)
+    with settings.override(dynamic_shapes="never"):
+        for n in (7, 8, 5, 9):
+            run(n)
