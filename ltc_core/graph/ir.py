@@ -10,7 +10,7 @@ Made from `record.trace`; goes to `passes`, `compile` and the executors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -265,6 +265,18 @@ class Graph:
                 if meta is not None:
                     metas[node.first + i] = meta
         return metas
+
+    def sized(self, metas: Mapping[int, TensorMeta]) -> Graph:
+        """This graph with the metas of another run of it (`dynamic`)."""
+        nodes = tuple(
+            dataclasses.replace(
+                node,
+                outs=tuple(metas.get(node.first + k, meta) for k, meta in enumerate(node.outs)),
+            )
+            for node in self.nodes
+        )
+        inputs = {number: metas.get(number, meta) for number, meta in self.inputs.items()}
+        return dataclasses.replace(self, nodes=nodes, inputs=inputs)
 
     def __str__(self) -> str:
         return self.text()

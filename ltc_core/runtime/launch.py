@@ -135,7 +135,7 @@ class Launch(Job):
         self._inputs.clear()
         program = self._compiled.program
         if lost is None:
-            self._memory.note_peak(program.peak_bytes)
+            self._memory.note_peak(self._compiled.peak_bytes(self._sized))
             self._steps = program.run_in_steps(data, self._scalars)
             return
         _use_threads(self._num_threads)

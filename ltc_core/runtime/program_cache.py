@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from ltc_core import metrics
@@ -19,6 +20,7 @@ from ltc_core.graph import collective
 from ltc_core.graph.check import check
 from ltc_core.graph.ir import Graph, TensorMeta, references
 from ltc_core.graph.passes import count_ops, prune
+from ltc_core.program.plan import plan
 from ltc_core.program.program import Program
 from ltc_core.record.trace import Cut, Step, Trace
 from ltc_core.report import recording
@@ -38,6 +40,8 @@ class CompiledGraph:
     """
 
     __slots__ = (
+        "_largest",
+        "_peak_bytes",
         "cause",
         "facts",
         "graph",
@@ -72,6 +76,22 @@ class CompiledGraph:
         self.cause: Cause | None = None
         self.runs = 0
         self.facts = ""
+        self._largest, self._peak_bytes = 0, program.peak_bytes
+
+    def peak_bytes(self, sized: Mapping[int, TensorMeta]) -> int:
+        """Peak memory of the values of a run within the graph; of many sizes, that of the largest run so far.
+
+        Args:
+            sized: number -> meta of this run, where the graph has that of another one.
+
+        Cost: plans the memory anew for a run that is larger than all before.
+        """
+        num_bytes = sum(meta.nbytes for meta in sized.values())
+        if num_bytes > self._largest:
+            self._largest = num_bytes
+            peak_bytes = plan(self.graph.sized(sized)).peak_bytes
+            self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        return self._peak_bytes
 
     def described(self) -> str:
         """What the timeline shows of each run, encoded once."""

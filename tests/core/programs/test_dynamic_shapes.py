@@ -1,5 +1,6 @@
 """Batches of many sizes: the numbers of eager PyTorch, from a few programs."""
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 
@@ -270,6 +271,8 @@ def test_the_cause_says_that_a_graph_serves_all_sizes(
 def test_memory_is_counted_by_the_size_of_each_call(device: torch.device) -> None:
     counter = context(0).memory
     kept = []
+    ltc.mark_step()
+    gc.collect()
     for n in (10, 20, 30, 40, 1000):
         context(0).wait()
         before = counter.used_bytes
@@ -318,6 +321,20 @@ def test_the_usual_size_keeps_its_graph_beside_rare_ones(device: torch.device) -
     run(8, device)
     assert not latest_is_dynamic()
     run(2, device)
+    assert latest_is_dynamic()
+
+
+def test_the_peak_is_that_of_the_largest_run(device: torch.device) -> None:
+    def peak(n: int) -> int:
+        x = torch.ones(n, 1000).to(device)
+        context(0).memory.reset_peak()
+        (x + 1).exp().sum().cpu()
+        return context(0).memory.peak_bytes - context(0).memory.used_bytes
+
+    for n in (1, 2, 3):
+        peak(n)
+    assert latest_is_dynamic()
+    assert peak(300) >= 2 * 4 * 300_000
     assert latest_is_dynamic()
 
 
