@@ -176,8 +176,10 @@ def _at(given: Any, path: tuple[int, ...]) -> Any:
     return given
 
 
-def _in_order(meta: TensorMeta, t: torch.Tensor) -> TensorMeta:
+def _in_order(meta: TensorMeta, t: torch.Tensor | None) -> TensorMeta:
     """`meta` with packed strides whose dims have the same order in memory as those of `t`."""
+    if t is None:  # oneDNN's layer keeps nothing for backward while grad mode is off
+        return meta
     given = t.stride()
     if t.dim() != len(meta.size) or not TensorMeta.like(t).dense or not meta.numel:
         return meta

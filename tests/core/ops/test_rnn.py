@@ -67,6 +67,20 @@ def test_training_and_evaluation(layer: Any, kind: dict[str, Any], replay: str) 
         beside_eager(program, *tolerance(layer), rounds=1)
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_lengths(layer: Any) -> None:
+    def program(device: torch.device) -> Any:
+        model = layer(3, 4, batch_first=True, bidirectional=True).to(device)
+        found = []
+        for length in (1, 2, 5, 1, 3, 7):
+            y, _ = model(torch.randn(2, length, 3).to(device))
+            y.square().sum().backward()
+            found += [y.detach(), *(p.grad.clone() for p in model.parameters())]
+        return found
+
+    beside_eager(program, *tolerance(layer))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells(kind: Any, bias: bool) -> None:
