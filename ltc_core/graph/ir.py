@@ -283,7 +283,8 @@ class Graph:
 
     def text(self, lines: bool = True) -> str:
         """The graph as text, one node a line; `lines` appends the user's line that recorded the node."""
-        rows = [
+        rows = ["# sizes of one run; it serves others, too"] if self.dynamic else []
+        rows += [
             f"%{i}: {meta} = input{' (donated)' if i in self.donated else ''}"
             for i, meta in self.inputs.items()
         ]

@@ -11,6 +11,7 @@ way gets one then.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -64,6 +65,7 @@ def find(
         scalars: those of the call; sizes are added.
         may_close: whether a common size gets an exact way.
     """
+    grow = functools.cache(grow)  # several steps may be asked
     if step is None:
         for pattern, other, sizes in _patterns_of(cursor, key):
             if _is_closed(cursor, other, (*call.metas, *sizes), may_close):

@@ -364,3 +364,11 @@ def test_never_may_come_late(device: torch.device) -> None:
     with settings.override(dynamic_shapes="never"):
         for n in (7, 8, 5, 9):
             run(n)
+
+
+def test_the_text_of_a_graph_says_whose_sizes_it_shows(device: torch.device) -> None:
+    for n in (3, 4, 5):
+        run(n, device)
+    newest = context(0).compiler.newest
+    assert newest is not None
+    assert str(newest.graph).startswith("# sizes of one run; it serves others, too\n%0: float32[5]")
