@@ -58,7 +58,7 @@ def _table(
 ) -> tuple[dict[Key, Entry], Callable[[Key], Entry | None] | None]:
     """Table of results of a step with this pattern, and what infers one that is not in it; None where nothing does."""
     schema = pattern[0]
-    if not isinstance(schema, OpSchema) or schema.writes:
+    if not isinstance(schema, OpSchema) or schema.writes or schema.op.namespace != "aten":
         return {}, None
     template = tuple(
         _without_numbers(*row) for row in zip(pattern, _codes(pattern, call), strict=True)

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
+from ltc_core.graph.arguments import map_leaves
 from ltc_core.graph.ir import Node, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import ViewStep
 from ltc_core.graph.op_schema import Arg, OpSchema
@@ -263,10 +264,11 @@ def open_node(
     """`node` with a `Scalar` for each `ANY` of the pattern, from number `first` on; and where these are."""
     args, kwargs = list(node.args), dict(node.kwargs)
     found: list[tuple[int, int]] = []
+    parts: dict[Write, Write] = {}
     for part, (position, code) in zip(pattern, call.places, strict=False):
         if position < 0 or not num_any(part):
             continue
-        opened = _Opened(first + len(found), code)
+        opened = _Opened(first + len(found), code, parts)
         if position < len(args):
             args[position] = opened.of(part, args[position])
         else:
@@ -274,16 +276,24 @@ def open_node(
             name = schema.names[position]
             kwargs[name] = opened.of(part, kwargs[name])
         found += [(position, item) for item in opened.items]
+    if parts:  # a tensor that is written may be read by the same call, as a `Write` again
+        args = [map_leaves(lambda leaf: _opened_part(leaf, parts), item) for item in args]
+        kwargs = {k: map_leaves(lambda i: _opened_part(i, parts), v) for k, v in kwargs.items()}
     is_in_order = found == sorted(found) and all(item >= -1 for _, item in found)
     node = dataclasses.replace(node, args=tuple(args), kwargs=kwargs or node.kwargs)
     return node, tuple(found) if is_in_order else None
 
 
-class _Opened:
-    """Replaces the sizes of one argument."""
+def _opened_part(leaf: Any, parts: dict[Write, Write]) -> Any:
+    return parts.get(leaf, leaf) if type(leaf) is Write else leaf
 
-    def __init__(self, first: int, code: Any) -> None:
+
+class _Opened:
+    """Replaces the sizes of one argument; `parts` are the written parts that it replaces."""
+
+    def __init__(self, first: int, code: Any, parts: dict[Write, Write]) -> None:
         self._next = first
+        self._parts = parts
         self._is_typed = code == Arg.STATIC_SCALAR  # the key has (type, value) for each number
         self.items: list[
             int
@@ -297,7 +307,9 @@ class _Opened:
             self._next += 1
             return Scalar(self._next - 1)
         if type(argument) is Write and type(part) is tuple:
-            return argument._replace(lens=self.of(part[1], argument.lens, -2))
+            opened = argument._replace(lens=self.of(part[1], argument.lens, -2))
+            self._parts[argument] = opened
+            return opened
         if type(part) is ViewStep:
             return part._replace(args=self.of(part.args, argument.args, -2))
         if type(part) is tuple and num_any(part) and isinstance(argument, tuple | list):

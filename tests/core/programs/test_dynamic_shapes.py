@@ -202,6 +202,17 @@ def test_writes_into_views_of_any_size(device: torch.device) -> None:
     assert num_programs() - before == 3
 
 
+def test_a_part_that_is_read_and_written(device: torch.device) -> None:
+    for rows, columns in ((5, 1), (2, 3), (2, 2), (4, 1), (3, 3), (1, 7)):
+        x = torch.arange(float(rows * columns))
+        ours = x.to(device)
+        for t in (x, ours):
+            part = t.unflatten(0, (rows, columns))
+            part.add_(part)
+            torch._foreach_mul_([part], [part])
+        assert torch.equal(ours.cpu(), x)
+
+
 def test_a_cache_that_is_written_at_another_place_each_time(device: torch.device) -> None:
     cache, ours = torch.zeros(2, 20, 3), torch.zeros(2, 20, 3, device=device)
     before = num_programs()
