@@ -1,4 +1,4 @@
-# Everything one has to type: make setup | demo | test | check | bench; `make help` lists the rest.
+# Everything one has to type: make setup | demo | test | check | bench | wheel; `make help` lists the rest.
 #   PYTHON=...  the Python (3.11 or newer) the environment is made from; found by itself if not given
 #   VENV=...    where the environment lives (given on the command line only; default .venv)
 #   XLA_VENV=...  the same for the one with torch_xla (default .venv-xla)
@@ -50,7 +50,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-quick test-xla test-programs test-opinfo test-random check bench clean
-.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public test-jax test-torch pictures
+.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public test-jax test-torch wheel pictures
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
@@ -69,6 +69,7 @@ help:
 	@echo "make test-ecosystem  run scripts of transformers, accelerate and Lightning (an environment of its own)"
 	@echo "make test-public  compare all of PyTorch's own databases of modules and optimizers with eager"
 	@echo "make pictures  make the pictures of docs/report.md again (needs chromium)"
+	@echo "make wheel   make a wheel in dist/ with built C++ parts, for this Python and this PyTorch"
 	@echo "make check   formatting, lint, types"
 	@echo "make bench   measure recording speed, memory, and training beside its peers, many models (hours)"
 
@@ -197,6 +198,9 @@ test-sanitize: $(STAMP)
 
 test-public: $(STAMP)
 	PUBLIC=all $(BIN)/python -m pytest --timeout=600 tests/public $(ARGS)
+
+wheel: $(STAMP)
+	$(BIN)/python -m ltc_core.build --wheel dist
 
 check: $(STAMP)
 	$(BIN)/python -m ruff format --check .
