@@ -1,8 +1,8 @@
 """Build all C++ parts ahead of time: `python -m ltc_core.build`, for launchers and images.
 
-Otherwise each part is built on first use: a few seconds, once for each user and torch version. With `--wheel DIR` (`make
-wheel`) a wheel is made that has them. Where it is installed, nothing is built if Python and torch are those that it was
-made with; else the parts are built on first use, as without it.
+Otherwise each part is built on first use: a few seconds, once for each user and torch version. With `--wheel DIR`
+(`make wheel`) a wheel is made that has them. Where it is installed, nothing is built if Python and torch are those that
+it was made with; else the parts are built on first use, as without it.
 """
 
 import argparse
