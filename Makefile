@@ -37,6 +37,7 @@ QUICK_TESTS := tests/test_imports.py tests/test_documents.py tests/core/graph te
 # What runs with another PyTorch: the quick ones, programs, a sample of its operators, compiled programs, processes.
 TORCH_TESTS := $(QUICK_TESTS) tests/core/test_native_extension.py tests/core/record/test_fast_path.py \
     tests/core/executors/test_replay.py tests/core/programs/test_parity.py tests/core/programs/test_optimizers.py \
+    tests/core/programs/test_functional.py tests/core/programs/test_autograd.py tests/core/api/test_torch_compile.py \
     tests/nets/test_programs.py tests/nets/test_opinfo.py tests/core/executors/inductor/test_compiled_programs.py \
     tests/dist/collectives/test_ops.py tests/dist/train/test_data_parallel.py
 PYTHON ?=

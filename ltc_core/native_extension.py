@@ -1,7 +1,7 @@
 """Build and load one of our C++ files.
 
 In: the source and the installed torch. Out: the extension module, or None and a sentence that says why.
-A wheel of `make wheel` brings built files in `_built`; others are built and cached per user in `settings.cache_dir`.
+A wheel of `make wheel` brings built files in `PREBUILT`; others are built and cached per user in `settings.cache_dir`.
 The name of a file has the torch version and a hash of sources and flags, so that only one that fits is found. It ends
 with its own digest, so that damage is detected before the file is mapped. Processes that start together build it once:
 one compiles under a file lock, the others load the result. `build` lists all extensions.
