@@ -1,9 +1,10 @@
-# Everything one has to type: make setup | demo | test | check | bench; `make help` lists the rest.
+# Everything one has to type: make setup | demo | test | check | bench | wheel; `make help` lists the rest.
 #   PYTHON=...  the Python (3.11 or newer) the environment is made from; found by itself if not given
 #   VENV=...    where the environment lives (given on the command line only; default .venv)
 #   XLA_VENV=...  the same for the one with torch_xla (default .venv-xla)
 #   JAX_VENV=...  the same for jax, beside what VENV has (default .venv-jax)
 #   ECO_VENV=...  the same for the one with libraries that train (default .venv-ecosystem)
+#   TORCH=2.15.0  the PyTorch of test-torch, in an environment of its own (.venv-torch-2.15.0)
 #   JOBS=...  processes that run the tests (default 2; 0: none beside make's own)
 #   ARGS=...    more arguments for demo, test*, bench, such as ARGS="--device cpu", ARGS="-k views", ARGS="--seed 3"
 
@@ -16,6 +17,9 @@ JAX_VENV := .venv-jax
 JAX_STAMP := $(JAX_VENV)/.setup-done
 ECO_VENV := .venv-ecosystem
 ECO_STAMP := $(ECO_VENV)/.setup-done
+TORCH ?=
+TORCH_VENV = .venv-torch-$(TORCH)
+TORCH_STAMP = $(TORCH_VENV)/.setup-done
 # What runs on torch_xla: its own tests, the lazy device's parity with eager, and the digits, on one device and on two.
 XLA_TESTS := tests/xla tests/core/programs/test_parity.py tests/core/program/test_random_draws.py \
     tests/core/executors/torch_xla/test_library.py tests/examples/test_mnist_threads.py
@@ -30,6 +34,12 @@ QUICK_TESTS := tests/test_imports.py tests/test_documents.py tests/core/graph te
     tests/core/runtime/test_placement.py tests/core/runtime/test_program_cache.py tests/core/api/test_closures.py \
     tests/core/programs/test_control_flow.py tests/core/test_errors.py tests/dist/job/test_ranks.py \
     tests/dist/data/test_batch.py tests/launch/test_spec.py
+# What runs with another PyTorch: the quick ones, programs, a sample of its operators, compiled programs, processes.
+TORCH_TESTS := $(QUICK_TESTS) tests/core/test_native_extension.py tests/core/record/test_fast_path.py \
+    tests/core/executors/test_replay.py tests/core/programs/test_parity.py tests/core/programs/test_optimizers.py \
+    tests/core/programs/test_functional.py tests/core/programs/test_autograd.py tests/core/api/test_torch_compile.py \
+    tests/nets/test_programs.py tests/nets/test_opinfo.py tests/core/executors/inductor/test_compiled_programs.py \
+    tests/dist/collectives/test_ops.py tests/dist/train/test_data_parallel.py
 PYTHON ?=
 ARGS ?=
 JOBS ?= 2
@@ -41,7 +51,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-quick test-xla test-programs test-opinfo test-random check bench clean
-.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public test-jax pictures
+.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public test-jax test-torch wheel pictures
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
@@ -50,6 +60,7 @@ help:
 	@echo "make test-quick  run those that find most mistakes in a minute"
 	@echo "make test-xla  run the tests of the TPU executor on the CPU (an environment of 8 GB of its own)"
 	@echo "make test-jax  run the tests of the executor for XLA through JAX (an environment of its own)"
+	@echo "make test-torch TORCH=2.15.0  run tests with another PyTorch, 2.9 to 2.15 (an environment of 2 GB of its own)"
 	@echo "make test-programs  run small programs beside eager, op by op (ARGS=\"--tier compiled\": compiled, an hour)"
 	@echo "make test-opinfo  run PyTorch's operators beside eager: op by op, lowered, compiled (over an hour)"
 	@echo "make test-random  run 10,000 random programs beside eager (ARGS=\"--seed 3 --count 500\")"
@@ -59,6 +70,7 @@ help:
 	@echo "make test-ecosystem  run scripts of transformers, accelerate and Lightning (an environment of its own)"
 	@echo "make test-public  compare all of PyTorch's own databases of modules and optimizers with eager"
 	@echo "make pictures  make the pictures of docs/report.md again (needs chromium)"
+	@echo "make wheel   make a wheel in dist/ with built C++ parts, for this Python and this PyTorch"
 	@echo "make check   formatting, lint, types"
 	@echo "make bench   measure recording speed, memory, and training beside its peers, many models (hours)"
 
@@ -144,6 +156,30 @@ $(JAX_STAMP): $(STAMP)
 test-jax: $(JAX_STAMP)
 	LTC_EXECUTOR=jax LTC_RANDOM=host $(JAX_VENV)/bin/python -m pytest $(or $(ARGS),$(JAX_TESTS))
 
+# Of most versions pip finds the CUDA build alone. Its libraries are not installed (--no-deps): stand-ins take their
+# place. The list of versions is constraints.txt; PIP_CONSTRAINT replaces one of the machine, which may name a torch.
+$(TORCH_STAMP): setup.cfg pyproject.toml constraints.txt
+	@if [ -z "$(TORCH)" ]; then \
+	    echo "make: no PyTorch is named." >&2; \
+	    echo "  got: TORCH is empty, expected a version from 2.9 to 2.15" >&2; \
+	    echo "  Next: make test-torch TORCH=2.15.0" >&2; \
+	    exit 1; \
+	fi
+	@$(find_python); \
+	echo "environment: $(TORCH_VENV), made from $$found"; \
+	"$$found" -m venv "$(TORCH_VENV)"
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/requirements.txt
+	export PIP_CONSTRAINT=$(TORCH_VENV)/requirements.txt; \
+	$(TORCH_VENV)/bin/python -m pip install -r $(TORCH_VENV)/requirements.txt && \
+	$(TORCH_VENV)/bin/python -m pip install --no-deps torch==$(TORCH) && \
+	$(TORCH_VENV)/bin/python -m pip install --no-deps --no-build-isolation -e .
+	$(TORCH_VENV)/bin/python -m tests.cuda_stand_ins $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m ltc_core.build
+	@touch $@
+
+test-torch: $(TORCH_STAMP)
+	$(TORCH_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TORCH_TESTS) $(ARGS)
+
 $(ECO_STAMP): setup.cfg pyproject.toml constraints.txt constraints-ecosystem.txt
 	@$(find_python); \
 	echo "environment: $(ECO_VENV), made from $$found"; \
@@ -164,6 +200,9 @@ test-sanitize: $(STAMP)
 test-public: $(STAMP)
 	PUBLIC=all $(BIN)/python -m pytest --timeout=600 tests/public $(ARGS)
 
+wheel: $(STAMP)
+	$(BIN)/python -m ltc_core.build --wheel dist
+
 check: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
@@ -181,4 +220,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.breadth $(ARGS)
 
 clean:
-	rm -rf .venv .venv-xla build ltc.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-xla .venv-torch-* build ltc.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -28,6 +28,7 @@ from ltc_core.api.verbs import lazy_device, mark_step, wait_device_ops
 from ltc_core.device import register
 from ltc_core.errors import LtcError, first_line
 from ltc_core.executors.hardware import hardware, hardware_kind
+from ltc_core.native_extension import PREBUILT
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import SETTINGS, settings, unknown_names
 from ltc_core.torch_version import is_tested, tested
@@ -155,7 +156,8 @@ def _compiled_parts(found: Findings) -> Iterator[Line]:
     for extension in build.EXTENSIONS:
         began = time.perf_counter()
         if extension.load() is not None:
-            yield extension.name, f"loaded in {time.perf_counter() - began:.1f} s"
+            came = " from the wheel" if extension.loaded_path().parent == PREBUILT else ""
+            yield extension.name, f"loaded{came} in {time.perf_counter() - began:.1f} s"
         elif compiler is None:
             yield extension.name, "not built"
         else:

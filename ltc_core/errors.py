@@ -3,6 +3,7 @@
     LtcError (Exception)
     |- SettingsError (ValueError)               a setting has an illegal value or name
     |- VersionError (ImportError)               a library is too old or too new
+    |- BuildError (RuntimeError)                a wheel cannot be made
     |- DeviceError (RuntimeError)               no such device, or it cannot be built
     |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
@@ -87,6 +88,10 @@ class SettingsError(LtcError, ValueError):
 
 class VersionError(LtcError, ImportError):
     """A library has a version that this package does not work with."""
+
+
+class BuildError(LtcError, RuntimeError):
+    """A wheel of this package cannot be made."""
 
 
 class DeviceError(LtcError, RuntimeError):

@@ -1,10 +1,10 @@
 """Build and load one of our C++ files.
 
 In: the source and the installed torch. Out: the extension module, or None and a sentence that says why.
-The built file is cached per user in `settings.cache_dir`. Its name has the torch version and a hash of sources
-and flags; the file ends with its own digest, so that damage is detected before the file is mapped. Processes that
-start together build it once: one compiles under a file lock, the others load the result.
-`build` lists all extensions.
+A wheel of `make wheel` brings built files in `PREBUILT`; others are built and cached per user in `settings.cache_dir`.
+The name of a file has the torch version and a hash of sources and flags, so that only one that fits is found. It ends
+with its own digest, so that damage is detected before the file is mapped. Processes that start together build it once:
+one compiles under a file lock, the others load the result. `build` lists all extensions.
 """
 
 import hashlib
@@ -29,8 +29,9 @@ from filelock import FileLock, Timeout
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
 
-__all__ = ["Extension", "build_ahead", "compiler_command"]
+__all__ = ["PREBUILT", "Extension", "build_ahead", "compiler_command"]
 
+PREBUILT = Path(__file__).parent / "_built"  # in a wheel only
 _DIGEST_BYTES = 32
 # A compile takes about four seconds; a process that holds the lock this long hangs.
 _LOCK_TIMEOUT_S = 300.0
@@ -66,7 +67,7 @@ class Extension:
         _all.append(self)
 
     def load(self) -> ModuleType | None:
-        """Return the module, building it if no usable file is cached.
+        """Return the module, building it if no usable file is installed or cached.
 
         Returns:
             The module, or None; then `unavailable_reason` says why.
@@ -91,10 +92,15 @@ class Extension:
 
     def is_built(self) -> bool:
         """Whether the built file exists or is loaded; then `load` compiles only if the file is damaged."""
-        return self.loaded is not None or self.library_path().exists()
+        path = self.library_path()
+        return self.loaded is not None or (PREBUILT / path.name).exists() or path.exists()
+
+    def loaded_path(self) -> Path:
+        """Return the file that `load` has loaded: the one that a wheel brought, or the one in the cache."""
+        return Path(str(self.loaded.__file__)) if self.loaded else self.library_path()
 
     def library_path(self) -> Path:
-        """Return the path of the built file, which may not exist yet."""
+        """Return the path of the built file in the cache, which may not exist yet."""
         version = re.sub(r"[^A-Za-z0-9.]", "_", torch.__version__)
         abi = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
         key = hashlib.sha256(self.source.read_bytes())
@@ -106,6 +112,10 @@ class Extension:
 
     def _load_or_build(self) -> ModuleType:
         path = self.library_path()
+        # Whoever may write there may write our Python files, too.
+        module = self._load_cached(PREBUILT / path.name)
+        if module is not None:
+            return module
         private_directory(path.parent)
         module = self._load_cached(path)
         if module is not None:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 TREE = {
     "SettingsError": ValueError,
     "VersionError": ImportError,
+    "BuildError": RuntimeError,
     "DeviceError": RuntimeError,
     "DeviceMismatchError": RuntimeError,
     "UnsupportedOpError": NotImplementedError,

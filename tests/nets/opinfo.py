@@ -102,6 +102,7 @@ LATER = {
     "multinomial": "values", "scatter": "values", "scatter_add": "values", "gather": "values and overlap",
     "gradient": "one of its samples mixes in the device `meta`", "cat": "overlap", "take": "overlap",
     "masked_select": "overlap", "kthvalue": "overlap", "index_select": "overlap", "bernoulli": "overlap",
+    "aminmax": "overlap of the two out=, which torch 2.15 refuses",
     **dict.fromkeys(
         ("uniform", "cauchy", "exponential", "geometric", "log_normal"),
         "the parameters are numbers, which are inputs of the graph",

@@ -29,9 +29,7 @@ def quiet() -> Iterator[None]:
     torch_compile._tell.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.compile does nothing on ltc")
-        warnings.filterwarnings(
-            "ignore", "`torch.jit.script", DeprecationWarning
-        )  # of PyTorch itself
+        warnings.filterwarnings("ignore", "`torch.jit.script")  # of PyTorch itself
         yield
     torch._dynamo.reset()
 

@@ -299,7 +299,7 @@ class TestGraphs:
             lambda t: F.layer_norm(t.tanh(), (3,)).cumsum(1), x.requires_grad_()
         )
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own rules use it
+    @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own rules use it
     def test_forward_mode(self) -> None:
         def program(device: torch.device) -> Any:
             import torch.autograd.forward_ad as fwAD

@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import hessian, jacfwd, jacrev, vmap
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of rules of jvp
+warnings.filterwarnings("ignore", "`torch.jit.script")  # PyTorch's own rules of jvp use it
 
 
 def numbers(*size):
