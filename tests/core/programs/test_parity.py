@@ -133,6 +133,7 @@ def test_a_learning_rate_is_no_reason_to_compile() -> None:
     torch.testing.assert_close(parameter.detach().cpu(), torch.full((3,), expected))
 
 
+@pytest.mark.usefixtures("exact_shapes")
 class TestLoopsThatVary:
     """What differs from step to step is compiled once for each way it can be."""
 
