@@ -327,6 +327,7 @@ class TestDumpIr:
             assert begin in names and end in names, edge
         assert "aten.cat" in text and "aten.mul" in text and "input" in text
 
+    @pytest.mark.usefixtures("exact_shapes")
     def test_user_lines_when_asked_for(self, device: torch.device) -> None:
         out = torch.ones(
             217, device=device

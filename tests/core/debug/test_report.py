@@ -94,7 +94,7 @@ class TestReports:
         looking = "  most likely user code trying to access tensor value before mark_step"
         causes = [lines[1] for lines in runs]
         assert causes[:4] == ["  user mark_step"] * 4
-        assert causes[4:] == [f"{looking} ({how})" for how in ("ToCpu", "Item", "index")]
+        assert causes[4:] == [f"{looking} ({how})" for how in ("ToCpu", "Item", "nonzero", "ToCpu")]
         assert runs[0][-1].endswith("run 1 of this graph") and "Handed over in" in runs[0][-1]
         assert runs[3][3] == runs[2][3] and "run 1 " not in runs[3][-1]
         assert runs[5][-2].startswith("  test_level_2_shows_every_run_with_its_cause (")
