@@ -1,8 +1,8 @@
 """Where calls of any size take one step: `find` looks for that step, `make` decides whether a new step is to be one.
 
-A new step is dynamic after a dynamic one, or where it is the third that differs from two others in sizes only. Called
-by `Trace.advance`. A collective or an op of the script has a step for each size: other processes, or code that is not
-PyTorch's, depend on it.
+A new step is dynamic after a dynamic one, or where it is the third of one line of the script that differs from two
+others in sizes only. Called by `Trace.advance`. A collective or an op of the script has a step for each size: other
+processes, or code that is not PyTorch's, depend on it.
 
 A size that is common is worth a graph of its own, which can be compiled. The first two sizes have one at once; where a
 dynamic step comes beside them, those that ran less often than `OFTEN` lose it. A size that runs as often on the dynamic
@@ -121,7 +121,9 @@ def _serves(
     if step.dynamic.find(key):
         return True
     node = grow()
-    if not are_alike(node, step.node):
+    assert step.parent is not None
+    is_first = step.parent.dynamic is None
+    if not are_alike(node, step.node) or (is_first and node.line != step.node.line):
         return False
     step.dynamic.add(key, node.outs)
     return True
@@ -142,7 +144,7 @@ def make(
         and (*call.metas, *sizes) in step.dynamic.closed
         for _, step, sizes in _patterns_of(cursor, key)
     )
-    pattern, twins = (None, ()) if closed else _pattern(cursor, key, call, trace)
+    pattern, twins = (None, ()) if closed else _pattern(cursor, key, node.line, call, trace)
     if pattern is None and cursor.dynamic is None:
         return key, node, None, ()
     sizes: Sizes = ()
@@ -165,7 +167,7 @@ def make(
 
 
 def _pattern(
-    cursor: Step, key: Key, call: Call, trace: Any
+    cursor: Step, key: Key, line: str, call: Call, trace: Any
 ) -> tuple[Pattern | None, tuple[Step, ...]]:
     """The pattern of a new step, None if it has this key alone, and the steps at its place on other ways."""
     if not _may_vary(key):
@@ -179,7 +181,7 @@ def _pattern(
         (other, step, joined(key, other, call.places))
         for way in ways
         for other, step in way.all_children()
-        if other[0] is key[0]
+        if other[0] is key[0] and (way is not cursor or _is_of_line(step, line))
     ]
     alike = [
         (num_any(pattern), other, step) for other, step, pattern in rows if pattern is not None
@@ -198,6 +200,11 @@ def _pattern(
         _note_varying(trace, cursor, varying, differ)
         return pattern, tuple(step for _, _, step in nearest)
     return None, tuple(step for _, _, step in nearest)
+
+
+def _is_of_line(step: Step, line: str) -> bool:
+    """Whether a step was recorded at a line of the script: other lines do other things, which look alike by chance."""
+    return step.node is not None and step.node.line == line
 
 
 def _num_runs(step: Step) -> int:

@@ -164,6 +164,18 @@ def test_another_rank_or_dtype_is_another_program(device: torch.device) -> None:
     assert (torch.ones(3, dtype=torch.long).to(device) * 2).tolist() == [2, 2, 2]
 
 
+def test_another_line_is_another_program(device: torch.device) -> None:
+    """Its errors and reports name it."""
+    found = []
+    for n in (3, 4, 5, 6):
+        found.append((torch.ones(n).to(device) * 2).sum().item())
+    x = torch.ones(7).to(device)
+    found.append((x * 2).sum().item())
+    newest = context(0).compiler.newest
+    assert newest is not None and not newest.graph.dynamic
+    assert found == [6.0, 8.0, 10.0, 12.0, 14.0]
+
+
 def test_sizes_among_the_arguments(device: torch.device) -> None:
     x = torch.arange(24.0)
     ours = x.to(device)

@@ -87,10 +87,10 @@ class TestCut:
             assert kept is not None
         assert counted.syncs == {
             "MarkStep": 1,
-            "ToCpu": 2,
+            "ToCpu": 3,
             "Item": 1,
             "Wait": 1,
-            "index": 1,
+            "nonzero": 1,
             "SyncMulti": 1,
         }
 
