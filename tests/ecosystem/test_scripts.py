@@ -16,6 +16,8 @@ LIBRARIES = {
     "with_trainer.py": ("transformers", "accelerate"),
     "with_lightning.py": ("lightning", "Lightning"),
     "with_lightning.py --standalone": ("pytorch_lightning", "Lightning"),
+    "with_fabric.py": ("lightning", "Lightning"),
+    "with_fabric.py --standalone": ("lightning_fabric", "Lightning"),
 }
 
 
@@ -90,9 +92,10 @@ def test_accelerate_launch_starts_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_lightning_starts_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["with_lightning.py", "with_fabric.py"])
+def test_lightning_starts_two_processes(script: str, tmp_path: Path) -> None:
     """By its own launcher: the script is run again for the second one."""
-    script, environ = "with_lightning.py", {"LTC_AUTOLOAD": "1", "DEVICES": "2"}
+    environ = {"LTC_AUTOLOAD": "1", "DEVICES": "2"}
     skip_without("lightning")
     device, count, wanted = result([f"{script} --cpu"], tmp_path, **environ)
     assert (device, count) == ("cpu", "2")
