@@ -182,8 +182,11 @@ def _trainer_strategy_class(base: Any) -> Any:
         def optimizer_step(
             self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
         ) -> Any:
-            call = _then(closure, lambda: reduce_gradients(optimizer))
-            return super().optimizer_step(optimizer, call, model, **kwargs)
+            def finish() -> None:
+                reduce_gradients(optimizer)
+                _send_buffers([self.model], optimizer)
+
+            return super().optimizer_step(optimizer, _then(closure, finish), model, **kwargs)
 
     return LTCStrategy
 
@@ -222,23 +225,14 @@ def _fabric_strategy_class(base: Any) -> Any:
         def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
             def finish() -> None:
                 self._averaged.make(optimizer)
-                self._send_buffers(optimizer)
+                modules = [module for ref in self._modules if (module := ref()) is not None]
+                _send_buffers(modules, optimizer)
 
             if kwargs.get("closure") is None:
                 finish()
             else:
                 kwargs["closure"] = _then(kwargs["closure"], finish)
             return super().optimizer_step(optimizer, **kwargs)
-
-        def _send_buffers(self, optimizer: Any) -> None:
-            """Give all processes the buffers of rank 0, as DistributedDataParallel does: BatchNorm's means.
-
-            Those of the modules that the optimizer trains: others may have a backward pass ahead, which needs theirs.
-            """
-            trained = {id(p) for row in optimizer.param_groups for p in row["params"]}
-            for module in (module for ref in self._modules if (module := ref()) is not None):
-                if any(id(p) in trained for p in module.parameters()):
-                    collective_broadcast([*module.buffers()])
 
     return LTCStrategy
 
@@ -252,6 +246,17 @@ def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[]
         return result
 
     return call
+
+
+def _send_buffers(modules: list[torch.nn.Module], optimizer: Any) -> None:
+    """Give all processes the buffers of rank 0, as DistributedDataParallel does: BatchNorm's means.
+
+    Those of the modules that the optimizer trains: others may have a backward pass ahead, which needs theirs.
+    """
+    trained = {id(p) for row in optimizer.param_groups for p in row["params"]}
+    for module in modules:
+        if any(id(p) in trained for p in module.parameters()):
+            collective_broadcast([*module.buffers()])
 
 
 class _NoBackwardSync:
@@ -339,8 +344,15 @@ def _connector_class(
             return lib.SingleDeviceStrategy(self._parallel_devices[0])
 
         def _check_strategy_and_fallback(self) -> None:
-            if self._is_ours and self._strategy_flag == "ddp":
+            flag = self._strategy_flag
+            if self._is_ours and flag == "ddp":
                 self._strategy_flag = self._choose_strategy()
+            elif self._is_ours and isinstance(flag, str) and flag.startswith("ddp"):
+                raise DeviceError(
+                    f"this strategy of Lightning does not train on {name}",
+                    got=f"strategy={flag!r}, expected 'auto' or 'ddp'",
+                    next=f'{caller}(accelerator="{name}", strategy="ddp")',
+                )
             super()._check_strategy_and_fallback()
 
         def _check_and_init_precision(self) -> Any:

@@ -1,4 +1,4 @@
-"""A loop of Fabric's guide: a schedule, clipping, accumulation, a state that is loaded, evaluation over all processes."""
+"""A loop of Fabric's guide: a schedule, clipping, accumulation, a state that is loaded, evaluation by all processes."""
 
 import logging
 import os
