@@ -26,7 +26,7 @@ def use_device() -> None:
     """Let accelerate and Lightning choose the device of this process, and join the processes of a job by gloo.
 
     What the script says itself comes first: `Accelerator(cpu=True)`, `TrainingArguments(use_cpu=True)`, another device
-    in ACCELERATE_TORCH_DEVICE, `Trainer(accelerator="cpu")` of Lightning, or torch_xla, installed or served by
+    in ACCELERATE_TORCH_DEVICE, `accelerator="cpu"` of Lightning, or torch_xla, installed or served by
     `ltc_dist.compat`. Call it before such an object is made. Processes that the script starts choose for themselves.
     Cost: none until one of the libraries is imported.
     """
@@ -81,5 +81,7 @@ _CHANGES: Changes = {
     "transformers.training_args": accelerate.change_training_arguments,
     "lightning.pytorch.trainer.connectors.accelerator_connector": lightning.change_connector,
     "pytorch_lightning.trainer.connectors.accelerator_connector": lightning.change_connector,
+    "lightning.fabric.connector": lightning.change_fabric,
+    "lightning_fabric.connector": lightning.change_fabric,
 }
 _CHANGES_FOR_COMPAT: Changes = {"accelerate.state": accelerate.change_local_rank}

@@ -16,6 +16,8 @@ LIBRARIES = {
     "with_trainer.py": ("transformers", "accelerate"),
     "with_lightning.py": ("lightning", "Lightning"),
     "with_lightning.py --standalone": ("pytorch_lightning", "Lightning"),
+    "with_fabric.py": ("lightning", "Lightning"),
+    "with_fabric.py --standalone": ("lightning_fabric", "Lightning"),
 }
 
 
@@ -90,10 +92,39 @@ def test_accelerate_launch_starts_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_lightning_starts_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["with_lightning.py", "with_fabric.py"])
+def test_lightning_starts_two_processes(script: str, tmp_path: Path) -> None:
     """By its own launcher: the script is run again for the second one."""
-    script, environ = "with_lightning.py", {"LTC_AUTOLOAD": "1", "DEVICES": "2"}
+    environ = {"LTC_AUTOLOAD": "1", "DEVICES": "2"}
     skip_without("lightning")
     device, count, wanted = result([f"{script} --cpu"], tmp_path, **environ)
     assert (device, count) == ("cpu", "2")
     assert result([script], tmp_path, **environ) == ["ltc", "2", wanted]
+
+
+@pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
+def test_another_strategy_of_lightning_is_refused(library: str) -> None:
+    skip_without(library)
+    child = f"""
+import {"lightning.pytorch" if library == "lightning" else library} as pl
+import {"lightning.fabric" if library == "lightning" else "lightning_fabric"} as fl
+import ltc_dist.libraries
+from ltc_core.errors import DeviceError
+
+ltc_dist.libraries.use_device()  # after the import of the libraries
+for kind in (pl.Trainer, fl.Fabric):
+    try:
+        kind(accelerator="ltc", devices=2, strategy="ddp_spawn")
+    except DeviceError as error:
+        assert "got: strategy='ddp_spawn', expected 'auto' or 'ddp'" in str(error), error
+        print(kind.__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", child],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert done.stdout.split() == ["Trainer", "Fabric"], done.stderr[-3000:]
