@@ -102,7 +102,7 @@ class Dynamic:
             order of the scalars. None: C++ cannot find them.
         num_sizes: how many sizes there are.
         twins: steps of other ways at the same place.
-        closed: calls that come so often that they have an exact way; None: no call.
+        closed: calls that come so often that they have an exact way; None: no call. Read by `csrc/next_step.h`.
         now: results of the last call that Python recorded.
     """
 
@@ -123,6 +123,13 @@ class Dynamic:
         self.twins = twins
         self.closed: set[Key] | None = None
         self.now = Entry(())
+
+    def is_closed_to(self, key: Key) -> bool:
+        """Whether a call has an exact way."""
+        return self.closed is not None and key in self.closed
+
+    def close_to(self, key: Key) -> None:
+        self.closed = {*(self.closed or ()), key}
 
     def find(self, key: Key) -> bool:
         """Look for the results of a call; with them as `now`, True."""

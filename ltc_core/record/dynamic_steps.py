@@ -97,7 +97,7 @@ def _is_closed(cursor: Step, step: Step, key: Key, may_close: bool) -> bool:
     """Whether a call has an exact way where dynamic ones begin; it gets one if it has come often enough."""
     dynamic = step.dynamic
     assert dynamic is not None
-    if dynamic.closed is not None and key in dynamic.closed:
+    if dynamic.is_closed_to(key):
         return True
     entry = dynamic.known.get(key)
     if cursor.dynamic is not None or entry is None:
@@ -108,7 +108,7 @@ def _is_closed(cursor: Step, step: Step, key: Key, may_close: bool) -> bool:
     if not may_close:
         entry.uses = 0
         return False
-    dynamic.closed = {*(dynamic.closed or ()), key}
+    dynamic.close_to(key)
     return True
 
 
@@ -139,9 +139,7 @@ def make(
         first_size: the number that the first size has among the scalars of the trace.
     """
     closed = any(
-        step.dynamic is not None
-        and step.dynamic.closed
-        and (*call.metas, *sizes) in step.dynamic.closed
+        step.dynamic is not None and step.dynamic.is_closed_to((*call.metas, *sizes))
         for _, step, sizes in _patterns_of(cursor, key)
     )
     pattern, twins = (None, ()) if closed else _pattern(cursor, key, node.line, call, trace)

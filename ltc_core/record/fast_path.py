@@ -21,6 +21,7 @@ from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
 from ltc_core.record import random_state
 from ltc_core.record.dynamic_shapes import Dynamic, Entry
+from ltc_core.record.dynamic_steps import OFTEN
 from ltc_core.record.trace import Step, Trace
 from ltc_core.settings import settings
 from ltc_core.tensor import native_objects
@@ -65,7 +66,7 @@ def install() -> bool:
             if native_objects.native is not None:
                 objects = native_objects.native
                 native.use_locks(objects.Lock, objects.lock_functions)
-            native.setup(detach, dispatch, make_empty, empty, random_state.stream, *types)
+            native.setup(detach, dispatch, make_empty, empty, random_state.stream, *types, OFTEN)
             wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():

@@ -188,12 +188,10 @@ def _results(
             trace.skip()
             made.append(None)
             continue
-        if meta is not node.outs[k]:
-            trace.sized[trace.count] = meta
+        trace.note_size(meta, node.outs[k])
         made.append(wrap(Cell(trace, trace.define(), meta)))
     for k, cell in enumerate(bases):
-        if cell.meta is not node.outs[len(outs) - len(bases) + k]:
-            trace.sized[trace.count] = cell.meta
+        trace.note_size(cell.meta, node.outs[len(outs) - len(bases) + k])
         cell.rebind(trace.define())
     return _arrange(node.result, made, schema, args, kwargs)
 

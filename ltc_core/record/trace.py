@@ -230,6 +230,11 @@ class Trace:
             found.append(item)
         return found[::-1]
 
+    def note_size(self, meta: TensorMeta, of_step: TensorMeta | None) -> None:
+        """Note the meta of the next value where the node of its step, which is dynamic, has another one."""
+        if meta is not of_step:
+            self.sized[self.count] = meta
+
     def define(self) -> Value:
         """A new value of the trace with the next number. It is alive at the cut if somebody else still holds it."""
         index = self.count

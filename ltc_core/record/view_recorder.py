@@ -88,8 +88,7 @@ def _wrap_views(trace: Trace, step: Step, base: Cell, lens: Any, static: tuple[A
     tensors = []
     for k, (meta, view_lens) in enumerate(zip(step.outs, _lenses(step, static), strict=True)):
         assert meta is not None
-        if meta is not node.outs[k]:
-            trace.sized[trace.count] = meta
+        trace.note_size(meta, node.outs[k])
         tensors.append(wrap(View(base, lens + view_lens, meta, trace.define_view())))
     return tensors[0] if type(node.result) is int else tensors
 
@@ -164,20 +163,10 @@ def _record_empty(trace: Trace, cell: Cell) -> None:
         )
 
     sizes: list[Any] = []
-    step = trace.advance(
-        (
-            op,
-            *node_args,
-            meta.dtype,
-        ),  # the op instead of its schema: no call of a user has this key
-        grow,
-        trace.count,
-        sizes,
-        lambda: _MEMORY,
-    )
+    key = (op, *node_args, meta.dtype)  # the op instead of its schema: no call of a user has it
+    step = trace.advance(key, grow, trace.count, sizes, lambda: _MEMORY)
     trace.scalars += sizes
-    if step.outs[0] is not step.node.outs[0]:  # type: ignore[union-attr]
-        trace.sized[trace.count] = meta
+    trace.note_size(meta, step.node.outs[0])  # type: ignore[union-attr]
     cell.rebind(trace.define())
 
 

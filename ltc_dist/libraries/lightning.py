@@ -249,9 +249,9 @@ def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[]
 
 
 def _send_buffers(modules: list[torch.nn.Module], optimizer: Any) -> None:
-    """Give all processes the buffers of rank 0, as DistributedDataParallel does: BatchNorm's means.
+    """Broadcast the buffers of rank 0, such as BatchNorm's means, as DistributedDataParallel does.
 
-    Those of the modules that the optimizer trains: others may have a backward pass ahead, which needs theirs.
+    Only modules that the optimizer trains get them: the backward pass of another one may still read its own.
     """
     trained = {id(p) for row in optimizer.param_groups for p in row["params"]}
     for module in modules:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("jax")
+pytest.importorskip("jax", reason="make test-jax has an environment with it")
 
 ROOT = Path(__file__).parents[2]
 PRELUDE = """

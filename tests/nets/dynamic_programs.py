@@ -14,16 +14,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-
 import ltc_core as ltc
 from ltc_core.record import fast_path
 from ltc_core.runtime import devices
 from ltc_core.settings import settings
 from tests.nets import random_programs
-from tests.nets.random_programs import Lines, check, shrunk
+from tests.nets.random_programs import Lines, check, parser_of, shrunk, supervise
 from tests.nets.statements import STATEMENTS, Draw, Shape
-from tests.seed import seed
 
 __all__ = ["assignments", "check_sizes", "generate", "main"]
 
@@ -231,41 +228,19 @@ def report(number: int, lines: Lines, heads: Lines, what: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, prog="python -m tests.nets.dynamic_programs"
-    )
-    parser.add_argument("--count", type=int, default=1000, help="programs to run")
-    parser.add_argument("--seed", type=int, default=None, help="default: TEST_SEED, or that of CI")
-    parser.add_argument("--number", type=int, default=None, help="run this one program")
-    parser.add_argument("--lines", type=int, default=NUM_LINES)
-    parser.add_argument("--child", nargs=2, type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = parser_of("dynamic_programs", __doc__, count=1000, lines=NUM_LINES).parse_args(argv)
     if args.child:
         return _work(args, *args.child)
-    first = args.number
-    if first is None:
-        first = (seed() if args.seed is None else args.seed) * 1_000_000
-    count = 1 if args.number is not None else args.count
     command = [
-        sys.executable,
-        "-m",
-        "tests.nets.dynamic_programs",
-        "--lines",
-        str(args.lines),
-        "--child",
-    ]
+        sys.executable, "-m", "tests.nets.dynamic_programs", "--lines", str(args.lines), "--child",
+    ]  # fmt: skip
     environment = {
         "LTC_CHECK_GRAPHS": "1",
         **os.environ,
         "LTC_NUM_DEVICES": "1",
         "LTC_COMPILE": "off",
     }
-    print(f"programs {first} to {first + count - 1}, torch {torch.__version__}", flush=True)
-    failures = random_programs.supervise(
-        command, environment, range(first, first + count), lambda n: _named(n, args.lines)
-    )
-    print(f"{failures} programs differ" if failures else "all as eager", flush=True)
-    return 1 if failures else 0
+    return supervise(args, command, environment, lambda number: _named(number, args.lines))
 
 
 def _named(number: int, num_lines: int) -> str:

@@ -332,64 +332,67 @@ print(check(LINES, num_devices={num_devices}) or "as eager")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, prog="python -m tests.nets.random_programs"
-    )
-    parser.add_argument("--count", type=int, default=10_000, help="programs to run")
-    parser.add_argument("--seed", type=int, default=None, help="default: TEST_SEED, or that of CI")
-    parser.add_argument("--number", type=int, default=None, help="run this one program")
+    parser = parser_of("random_programs", __doc__, count=10_000, lines=NUM_LINES)
     parser.add_argument("--tier", choices=TIERS, default="ops", help="what runs the graphs")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--lines", type=int, default=NUM_LINES)
-    parser.add_argument("--child", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.child:
-        return _work(args, *args.child)
-    first = args.number
-    if first is None:
-        first = (seed() if args.seed is None else args.seed) * 1_000_000
-    count = 1 if args.number is not None else args.count
-    print(
-        f"programs {first} to {first + count - 1}, {args.tier}, torch {torch.__version__}",
-        flush=True,
-    )
-    return _supervise(args, first, first + count)
+    return _work(args, *args.child) if args.child else _supervise(args)
 
 
-def _supervise(args: argparse.Namespace, start: int, end: int) -> int:
+def parser_of(module: str, doc: str | None, count: int, lines: int) -> argparse.ArgumentParser:
+    """The command line of a net of random programs: so many of them, each of so many lines."""
+    parser = argparse.ArgumentParser(description=doc, prog=f"python -m tests.nets.{module}")
+    parser.add_argument("--count", type=int, default=count, help="programs to run")
+    parser.add_argument("--seed", type=int, default=None, help="default: TEST_SEED, or that of CI")
+    parser.add_argument("--number", type=int, default=None, help="run this one program")
+    parser.add_argument("--lines", type=int, default=lines)
+    parser.add_argument("--child", nargs=2, type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _supervise(args: argparse.Namespace) -> int:
     command = [
         sys.executable, "-m", "tests.nets.random_programs", "--tier", args.tier, "--devices", str(args.devices),
         "--lines", str(args.lines), "--child",
     ]  # fmt: skip
     environment = {**os.environ, "LTC_NUM_DEVICES": str(args.devices), "LTC_COMPILE": "off"}
-    failures = supervise(
+    return supervise(
+        args,
         command,
         environment,
-        range(start, end),
         lambda number: "\n".join(generate(number, args.devices, args.lines)),
     )
-    print(f"{failures} programs differ" if failures else "all as eager", flush=True)
-    return 1 if failures else 0
 
 
 def supervise(
+    args: argparse.Namespace,
     command: Sequence[str],
     environment: dict[str, str],
-    numbers: range,
     text: Callable[[int], str],
 ) -> int:
-    """How many programs fail that a command runs in child processes: a new one after each that died.
+    """Run the programs that the command line asks for in child processes: a new one after each that died.
 
     Args:
+        args: of `parser_of`.
         command: the first number and the end come after it.
         text: the program of a number.
+
+    Returns:
+        Whether a program differs.
     """
-    failures, start = 0, numbers.start
-    while start < numbers.stop:
-        child = [*command, str(start), str(numbers.stop)]
-        found, start = _run_child(child, environment, start, numbers.stop, text)
+    start = args.number
+    if start is None:
+        start = (seed() if args.seed is None else args.seed) * 1_000_000
+    end = start + (1 if args.number is not None else args.count)
+    tier = f", {args.tier}" if "tier" in args else ""
+    print(f"programs {start} to {end - 1}{tier}, torch {torch.__version__}", flush=True)
+    failures = 0
+    while start < end:
+        child = [*command, str(start), str(end)]
+        found, start = _run_child(child, environment, start, end, text)
         failures += found
-    return failures
+    print(f"{failures} programs differ" if failures else "all as eager", flush=True)
+    return 1 if failures else 0
 
 
 def _run_child(

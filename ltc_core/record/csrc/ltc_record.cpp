@@ -257,10 +257,10 @@ PyObject* add(PyObject*, PyObject* given) {
 }
 
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, LazyTensor,
-//       Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry)
+//       Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, OFTEN)
 PyObject* setup(PyObject*, PyObject* given) {
   PyObject *op, *python, *empty, *memory, *stream, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOO", &op, &python, &empty, &memory, &stream, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry))
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOOn", &op, &python, &empty, &memory, &stream, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry, &often))
     return nullptr;
   const auto find = [](PyObject* type, std::initializer_list<std::pair<Slot*, const char*>> slots) {
     for (const auto& [slot, name] : slots) {

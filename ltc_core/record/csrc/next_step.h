@@ -4,8 +4,6 @@
 
 namespace ltc {
 
-constexpr Py_ssize_t often = 24; // `OFTEN` of dynamic_steps.py: Python decides whether such a call gets an exact way
-
 // `is_next` changes nothing, and leaves an interrupt set. If `make` fails, it rewinds the trace.
 class NextStep : Operands {
  public:

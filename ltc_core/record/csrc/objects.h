@@ -122,6 +122,7 @@ inline PyObject *name_acquire, *name_release, *name_handle, *name_rewind;
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL
 inline Py_ssize_t num_followed = 0;
+inline Py_ssize_t often; // `OFTEN` of dynamic_steps.py: Python decides whether such a call gets an exact way
 inline PyObject* make_empty; // (meta, device) -> a lazy tensor without a handle
 inline PyObject* empty_op; // (empty_op, meta) is the key of the step for memory that nobody wrote yet
 inline PyObject *calls, *paused; // lists of ltc_core/uninterrupted.py
