@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["in_own_state"]
+__all__ = ["in_own_state", "num_dispatch_modes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +25,7 @@ _keys = torch._C._ForceDispatchKeyGuard
 _inference_mode = torch._C._InferenceMode
 _no_function_modes = torch._C.DisableTorchFunction
 _set_grad_enabled = torch._C._set_grad_enabled
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def _keys_of_a_new_thread() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
@@ -57,7 +57,7 @@ def in_own_state(function: Callable[P, R]) -> Callable[P, R]:
     # C++ guards in a `with`: each is entered as soon as it is made, so that an interrupt leaves none active.
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _num_dispatch_modes():  # `detach` looks for modes, even if the keys exclude them
+        if num_dispatch_modes():  # `detach` looks for modes, even if the keys exclude them
             with _disable_current_modes():
                 return run(*args, **kwargs)
         with _keys(_included, _excluded), _inference_mode(False), _no_function_modes():

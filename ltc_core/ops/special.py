@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ltc_core import errors, metrics, source
+from ltc_core.executors.reference import replay
 from ltc_core.graph.ir import TensorMeta, ViewStep, contiguous_stride
 from ltc_core.graph.lens import Lens, steps_to_memory
 from ltc_core.graph.op_schema import OpSchema
@@ -185,7 +186,13 @@ def _copy_in(destination: LazyTensor, host: torch.Tensor) -> LazyTensor:
     return destination
 
 
-_number = in_own_state(torch.Tensor.item)
+_number_in_python = in_own_state(torch.Tensor.item)
+
+
+def _number(tensor: torch.Tensor) -> Any:
+    native = replay.extension.loaded
+    number = None if native is None else native.number(tensor)
+    return _number_in_python(tensor) if number is None else number
 
 
 def _item(args: Any, kwargs: Any) -> Any:

@@ -85,6 +85,18 @@ class Program(abc.ABC):
         return self.run(inputs, scalars)
         yield
 
+    @property
+    def runs_in_cpp(self) -> bool:
+        """Whether the next run may be `run_in_cpp`."""
+        return False
+
+    def run_in_cpp(self, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
+        """As `run`, but the state of PyTorch's in the calling thread does not matter, and nothing blocks.
+
+        Donated inputs are taken out of the list: they die at their last use.
+        """
+        raise NotImplementedError
+
     def prefer(self, tier: Tier) -> None:
         """Run in this tier from now on, if there is a choice: it is measured, or has been the quicker one."""
         return

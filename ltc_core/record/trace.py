@@ -36,6 +36,31 @@ _HELD_BY_LIST = next(map(getrefcount, [object()]))
 _HELD_BY_ROW = _HELD_BY_LIST + 1  # by a list that is made for the count, and by the row
 
 
+def _alive(values: list[Value | None]) -> list[tuple[int, Value]]:
+    """Index and value of those that somebody beside the list holds."""
+    counts = list(map(getrefcount, values))
+    return [
+        (index, value)
+        for index, (value, count) in enumerate(zip(values, counts, strict=True))
+        if value is not None and count > _HELD_BY_LIST
+    ]
+
+
+def _held(
+    inputs: list[tuple[int, Value, Any, TensorMeta]],
+) -> list[tuple[int, Value | None, Any]]:
+    """Index, value and buffer of each row; the value is None if only its row holds it."""
+    counts = list(map(getrefcount, [value for _, value, _, _ in inputs]))
+    return [
+        (index, value if count > _HELD_BY_ROW else None, buffer)
+        for (index, value, buffer, _), count in zip(inputs, counts, strict=True)
+    ]
+
+
+if native is not None:
+    _alive, _held = native.alive, native.held
+
+
 class Cut:
     """What a cut takes out of a trace.
 
@@ -259,17 +284,7 @@ class Trace:
 
     def cut(self) -> Cut:
         """End the trace and start the next one at the root of the trie."""
-        counts = list(map(getrefcount, self.values))
-        alive = [
-            (index, value)
-            for index, (value, count) in enumerate(zip(self.values, counts, strict=True))
-            if value is not None and count > _HELD_BY_LIST
-        ]
-        counts = list(map(getrefcount, [value for _, value, _, _ in self.inputs]))
-        inputs = [
-            (index, value if count > _HELD_BY_ROW else None, buffer)
-            for (index, value, buffer, _), count in zip(self.inputs, counts, strict=True)
-        ]
+        alive, inputs = _alive(self.values), _held(self.inputs)
         if self.cursor.dynamic is not None:
             self.sized.update({index: meta for index, _, _, meta in self.inputs})
         cut = Cut(self.cursor, inputs, self.scalars, alive, self.sized)

@@ -33,7 +33,7 @@ from ltc_core.runtime.worker import Job, Worker
 from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer, MemoryCounter
 from ltc_core.tensor.handles import Cell, Value
-from ltc_core.thread_state import in_own_state
+from ltc_core.thread_state import in_own_state, num_dispatch_modes
 from ltc_core.timeline import slices
 from ltc_core.timeline.slices import Slice
 from ltc_core.uninterrupted import uninterrupted
@@ -203,8 +203,8 @@ class DeviceContext:
 
     def _launch(
         self, compiled: CompiledGraph, cut: Cut, is_awaited: bool, seen: Slice | None
-    ) -> Job:
-        """Run a program on the values of a cut: in this thread, or in the worker."""
+    ) -> Job | None:
+        """Run a program on the values of a cut, in this thread or in the worker. None if it has run already."""
         num_threads = torch.get_num_threads()
         placement = self._placement(compiled, num_threads, is_awaited)
         if placement is Placement.HERE and not self.worker.is_idle:
@@ -215,18 +215,12 @@ class DeviceContext:
         if placement is Placement.SPARING:
             num_threads -= 1
         inputs = [cut.inputs[k][2] for k in compiled.input_slots]
+        cut.inputs = []  # those that are donated die at their last use
         outputs = self._output_buffers(compiled, cut, inputs)
-        launch = Launch(
-            self.device,
-            self.memory,
-            compiled,
-            inputs,
-            cut.scalars,
-            cut.sized,
-            outputs,
-            self.failures,
-            num_threads,
-        )
+        if placement is Placement.HERE and seen is None and self._may_run_in_cpp(compiled, inputs):
+            self._run_in_cpp(compiled, cut, inputs, outputs)
+            return None
+        launch = self._new_launch(compiled, cut, inputs, outputs, num_threads)
         if seen is not None:
             launch.arrow, launch.step = seen.send_arrow(), self._num_steps
             self._note_counters()
@@ -261,6 +255,55 @@ class DeviceContext:
                 raise errors.to_raise(failed) from error
             raise
         return launch
+
+    def _may_run_in_cpp(self, compiled: CompiledGraph, inputs: Sequence[Buffer]) -> bool:
+        """Whether a program can run without what a `Launch` is for: other threads, other processes, lost inputs."""
+        is_alone = not compiled.lines and not self._worker_has_team and not num_dispatch_modes()
+        return (
+            is_alone
+            and compiled.program.runs_in_cpp
+            and all(buffer.data is not None for buffer in inputs)
+        )
+
+    def _run_in_cpp(
+        self, compiled: CompiledGraph, cut: Cut, inputs: list[Buffer], outputs: list[Buffer]
+    ) -> None:
+        """Run a program in this thread. Cost: a fifth of a `Launch`."""
+        data = [buffer.data for buffer in inputs]
+        inputs.clear()
+        self.memory.note_peak(compiled.peak_bytes(cut.sized))
+        started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+        try:
+            results = compiled.program.run_in_cpp(data, cut.scalars)
+        except BaseException as failure:
+            self._new_launch(compiled, cut, [], outputs, 1).fail(failure)
+            return
+        for buffer, result in zip(outputs, results, strict=True):
+            buffer.set(result)
+        elapsed_ns = time.perf_counter_ns() - started_ns
+        compiled.placement.note_run(time.thread_time_ns() - started_cpu_ns, elapsed_ns)
+        metrics.observe("ExecuteTime", elapsed_ns)
+        metrics.observe("ExecuteHere", elapsed_ns)
+
+    def _new_launch(
+        self,
+        compiled: CompiledGraph,
+        cut: Cut,
+        inputs: list[Buffer],
+        outputs: list[Buffer],
+        num_threads: int,
+    ) -> Launch:
+        return Launch(
+            self.device,
+            self.memory,
+            compiled,
+            inputs,
+            cut.scalars,
+            cut.sized,
+            outputs,
+            self.failures,
+            num_threads,
+        )
 
     def _note_counters(self) -> None:
         if slices.on is not None:

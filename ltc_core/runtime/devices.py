@@ -110,7 +110,11 @@ def real(handle: Handle, reason: str) -> torch.Tensor:
     Cost: syncs if they are pending.
     """
     ctx = context_of(handle)
-    return _view(ctx, ctx.value_data(base_of(handle), reason), handle)
+    data = ctx.value_data(base_of(handle), reason)
+    is_plain = type(handle) is Cell and type(data) is torch.Tensor and data.is_cpu
+    if is_plain and data.dtype is handle.meta.dtype:
+        return data  # type: ignore[no-any-return]
+    return _view(ctx, data, handle)
 
 
 @in_own_state

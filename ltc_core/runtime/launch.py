@@ -155,14 +155,8 @@ class Launch(Job):
             next(self._steps)
         except StopIteration as end:
             self._finish(end.value, time.thread_time_ns() - started_cpu)
-        except NodeFailure as failure:
-            self._fail(failure)
-        except BaseException as fault:  # an op that exits, or a fault of the executor
-            failed = errors.op_error(
-                fault, what=f"a program was left half done on {self._device}", next="report this"
-            )
-            self._failures.append(Failure(failed))
-            self.resolve(failed)
+        except BaseException as failure:
+            self.fail(failure)
         else:
             self._cost_ns += time.thread_time_ns() - started_cpu
             return False
@@ -178,7 +172,17 @@ class Launch(Job):
         self._compiled.placement.note_run(self._cost_ns + last_cost_ns, elapsed_ns)
         metrics.observe("ExecuteTime", elapsed_ns)
 
-    def _fail(self, failure: NodeFailure) -> None:
+    def fail(self, failure: BaseException) -> None:
+        """Give the outputs what is left after a failure, and keep its error."""
+        if isinstance(failure, NodeFailure):
+            return self._fail_at(failure)
+        failed = errors.op_error(  # an op that exits, or a fault of the executor
+            failure, what=f"a program was left half done on {self._device}", next="report this"
+        )
+        self._failures.append(Failure(failed))
+        return self.resolve(failed)
+
+    def _fail_at(self, failure: NodeFailure) -> None:
         assert failure.__cause__ is not None
         first = self._error_of(failure.node, failure.__cause__)
         found = {id(failure.__cause__): first}  # an exception of the user may be unhashable

@@ -123,7 +123,7 @@ class Worker:
     @property
     def is_this_thread(self) -> bool:
         """Whether the caller runs in the worker's thread: it must not wait for the worker."""
-        return threading.current_thread() is self._thread
+        return self._thread is not None and getattr(_this_thread, "worker", None) is self
 
     @property
     def is_idle(self) -> bool:

@@ -3,15 +3,19 @@
 A `Buffer` is pending until the job that makes it has run, then ready or failed. The `MemoryCounter` of a device counts
 the bytes of its buffers, so that memory figures are exact and cost nothing on the hot path. Made by
 `runtime.device_context`, read when a tensor is fetched.
+
+The classes here say what the types are. Where there is a C++ compiler, `csrc/ltc_objects.cpp` takes their place, with
+the same attributes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ltc_core.errors import to_raise
+from ltc_core.tensor.native_objects import native
 
 __all__ = ["Buffer", "MemoryCounter"]
 
@@ -162,3 +166,8 @@ class Buffer:
         """Raise the error of the op that should have made this value, if it failed."""
         if self.error is not None:
             raise to_raise(self.error)
+
+
+if not TYPE_CHECKING and native is not None:
+    Buffer, MemoryCounter = native.Buffer, native.MemoryCounter
+    native.raise_by(to_raise)

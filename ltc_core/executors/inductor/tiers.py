@@ -145,6 +145,29 @@ class TieredProgram(Program, Reported):
             return results
         return (yield from compiled.run_in_steps(inputs, scalars))
 
+    @property
+    def runs_in_cpp(self) -> bool:
+        return self._is_replay_next() and self._reference.runs_in_cpp
+
+    def _is_replay_next(self) -> bool:
+        """Whether the next run is a replay, and nothing is to be compiled or looked for before it."""
+        if self._is_slower:
+            return True
+        if self._programs:
+            return False
+        is_settled = settings.compile == "off" or self._given_up
+        return is_settled or not self._is_wanted(self._runs + 1)
+
+    def run_in_cpp(self, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
+        self._runs += 1
+        self.last_run = next(_launches)
+        self.op_by_op_runs += 1
+        metrics.count(OP_BY_OP_RUNS)
+        results = self._reference.run_in_cpp(inputs, scalars)
+        if self._reference.is_replayed:
+            metrics.count(REPLAYED_RUNS)
+        return results
+
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
         return self._reference.salvage(inputs, scalars)
 
@@ -165,7 +188,7 @@ class TieredProgram(Program, Reported):
         build = self._build  # the service's thread resets it when the build is done
         if build is not None and build.is_orphan:
             build = self._build = None
-        if build is None and self._is_wanted():
+        if build is None and self._is_wanted(self._runs):
             build = self._start(scalars, flags)
         if settings.compile == "sync" and build is not None:
             waited_for = progress.shown(f"compiling {self.title}")
@@ -173,21 +196,19 @@ class TieredProgram(Program, Reported):
                 build.done.wait()
         return self._programs.find(scalars, flags)
 
-    def _is_wanted(self) -> bool:
-        return self._runs == 1 or self._is_due()
+    def _is_wanted(self, run: int) -> bool:
+        return run == 1 or self._is_due(run)
 
-    def _is_due(self) -> bool:
-        """Whether it is time to compile; before, only libraries that are there are used."""
+    def _is_due(self, run: int) -> bool:
+        """Whether it is time to compile at this run; before, only libraries that are there are used."""
         if settings.compile == "sync":
             return True
         if settings.compile_after:
-            return self._runs >= settings.compile_after
+            return run >= settings.compile_after
         if not self._first_run_s:
             self._first_run_s = time.monotonic()
         runs_s = time.monotonic() - self._first_run_s
-        return self._runs >= _AFTER and runs_s >= _COMPILE_S + _COMPILE_S_PER_OP * len(
-            self.graph.nodes
-        )
+        return run >= _AFTER and runs_s >= _COMPILE_S + _COMPILE_S_PER_OP * len(self.graph.nodes)
 
     def _start(self, scalars: Sequence[Any], flags: NumericFlags) -> _Build | None:
         """Request the compiled program; None if nothing is to be compiled now."""
@@ -207,7 +228,7 @@ class TieredProgram(Program, Reported):
             self._given_up = self._has_none = True
             return None
         is_cached = build.is_cached()
-        if not is_cached and not self._is_due():
+        if not is_cached and not self._is_due(self._runs):
             return None
         self._build = build
         if settings.explain and not is_cached:

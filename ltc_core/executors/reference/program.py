@@ -24,6 +24,7 @@ from ltc_core.program.plan import MemoryPlan
 from ltc_core.program.program import Program, Tier
 from ltc_core.program.salvage import salvage
 from ltc_core.settings import settings
+from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import op_times
 
 __all__ = ["ReferenceProgram", "rest_runner"]
@@ -104,9 +105,19 @@ class ReferenceProgram(Program):
         try:
             return self.run_or_stop(inputs, scalars)
         except SubgraphFailure as failure:
-            assert failure.node is not None
-            found = self._salvage(failure.values, inputs, scalars, failure.node)
-            raise NodeFailure(failure.node, found) from failure.__cause__
+            raise self._salvaged(failure, inputs, scalars) from failure.__cause__
+
+    @property
+    def runs_in_cpp(self) -> bool:
+        return self._replay is not None and self._replay.is_native and settings.replay != "never"
+
+    def run_in_cpp(self, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
+        assert self._replay is not None
+        try:
+            results = self._run_replay(self._replay, inputs, scalars)
+        except SubgraphFailure as failure:
+            raise self._salvaged(failure, inputs, scalars) from failure.__cause__
+        return in_own_state(self.run)(inputs, scalars) if results is None else results
 
     def run_or_stop(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         """As `run`, but without computing what is left after a failure.
@@ -185,6 +196,16 @@ class ReferenceProgram(Program):
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
         return self._salvage({}, inputs, scalars, None)
+
+    @in_own_state
+    def _salvaged(
+        self, failure: SubgraphFailure, inputs: Sequence[Any], scalars: Sequence[Any]
+    ) -> NodeFailure:
+        """The failure of a run, with the outputs that are left after it."""
+        assert failure.node is not None
+        return NodeFailure(
+            failure.node, self._salvage(failure.values, inputs, scalars, failure.node)
+        )
 
     def _salvage(
         self,

@@ -64,14 +64,18 @@ class Replay:
 
     Attributes:
         num_native: number of its nodes that are calls of PyTorch's kernels.
+        is_native: whether all of them are.
     """
 
-    def __init__(self, program: Any, num_native: int) -> None:
+    def __init__(self, program: Any, num_native: int, is_native: bool) -> None:
         self._program = program
         self.num_native = num_native
+        self.is_native = is_native
 
     def run(self, inputs: list[Any], scalars: Sequence[Any]) -> list[torch.Tensor] | Failed | None:
         """Outputs of the graph; None if a scalar is no number of Python's, and nothing has run.
+
+        It runs in the state of a new thread, with grad mode off.
 
         Args:
             inputs: in the graph's order. Those that are donated are taken out: they die at their last use.
@@ -138,7 +142,7 @@ def build(
         for group in element_groups.find(nodes, memory, is_native):
             dying = [[part for pair in each for part in pair] for each in group.frees]
             program.group(group.first, group.last, group.ends, dying)
-    return Replay(program, sum(is_native))
+    return Replay(program, sum(is_native), all(is_native))
 
 
 def _call(program: Any, node: Node, hardware: torch.device) -> int:

@@ -1,5 +1,6 @@
-// `Value`, `Cell` and `View` of tensor/handles.py, and the lock of record/trace.py, as C types: nearly every op makes a
-// value and a handle, and takes the lock.
+// `Value`, `Cell` and `View` of tensor/handles.py, `Buffer` and `MemoryCounter` of tensor/buffer.py, and the lock of
+// record/trace.py, as C types: nearly every op makes a value and a handle, and takes the lock; every cut makes a buffer
+// for each value that it leaves.
 //
 // The numbers of a handle are C integers, and the garbage collector does not know handles. It need not: what they refer
 // to (a buffer, a trace, metas) does not refer to them. Values and cells of Python's kind made the collector run four
@@ -146,6 +147,229 @@ PyMemberDef view_members[] = {
     {"value", T_OBJECT_EX, offsetof(View, value), 0, nullptr},
     {"version", T_PYSSIZET, offsetof(View, version), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
+
+// ---- buffers -------------------------------------------------------------------------------------------------------
+
+// Bytes of the live buffers of a device. Its fields change under the GIL, between which no other code runs.
+struct MemoryCounter {
+  PyObject_HEAD
+  Py_ssize_t used_bytes, peak_bytes;
+};
+struct Buffer {
+  PyObject_HEAD
+  MemoryCounter* memory;
+  PyObject *data, *error, *job;
+  Py_ssize_t nbytes;
+  char is_pending;
+  PyObject* weak_references;
+};
+
+PyTypeObject memory_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ltc_core.tensor.buffer.MemoryCounter", sizeof(MemoryCounter)};
+PyTypeObject buffer_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ltc_core.tensor.buffer.Buffer", sizeof(Buffer)};
+PyObject* to_raise = nullptr; // of errors.py: (error) -> the exception to raise
+
+void count(MemoryCounter* memory, Py_ssize_t nbytes, Py_ssize_t beside) {
+  memory->used_bytes += nbytes;
+  if (memory->used_bytes + beside > memory->peak_bytes)
+    memory->peak_bytes = memory->used_bytes + beside;
+}
+// counter.add(nbytes), counter.free(nbytes), counter.note_peak(nbytes)
+template <int sign, bool is_beside>
+PyObject* change(PyObject* self, PyObject* number) {
+  const Py_ssize_t nbytes = PyLong_AsSsize_t(number);
+  if (nbytes == -1 && PyErr_Occurred())
+    return nullptr;
+  count(reinterpret_cast<MemoryCounter*>(self), is_beside ? 0 : sign * nbytes, is_beside ? nbytes : 0);
+  Py_RETURN_NONE;
+}
+PyObject* reset_peak(PyObject* self, PyObject*) {
+  auto* memory = reinterpret_cast<MemoryCounter*>(self);
+  memory->peak_bytes = memory->used_bytes;
+  Py_RETURN_NONE;
+}
+PyObject* after_fork(PyObject*, PyObject*) {
+  Py_RETURN_NONE; // there is no lock to renew
+}
+
+void free_buffer(PyObject* self) {
+  auto* buffer = reinterpret_cast<Buffer*>(self);
+  if (buffer->weak_references)
+    PyObject_ClearWeakRefs(self);
+  if (buffer->memory)
+    count(buffer->memory, -buffer->nbytes, 0);
+  Py_XDECREF(buffer->memory);
+  Py_XDECREF(buffer->data);
+  Py_XDECREF(buffer->error);
+  Py_XDECREF(buffer->job);
+  Py_TYPE(self)->tp_free(self);
+}
+Buffer* new_buffer(PyObject* memory, Py_ssize_t nbytes, bool is_pending) {
+  if (!PyObject_TypeCheck(memory, &memory_type)) {
+    PyErr_Format(PyExc_TypeError, "a buffer is counted by a MemoryCounter, got %R", memory);
+    return nullptr;
+  }
+  auto* buffer = reinterpret_cast<Buffer*>(buffer_type.tp_alloc(&buffer_type, 0));
+  if (buffer) {
+    buffer->memory = reinterpret_cast<MemoryCounter*>(Py_NewRef(memory));
+    buffer->nbytes = nbytes;
+    buffer->is_pending = is_pending;
+  }
+  return buffer;
+}
+// Buffer(memory, nbytes, pending=True)
+PyObject* make_buffer(PyTypeObject*, PyObject* given, PyObject* named) {
+  static const char* names[] = {"memory", "nbytes", "pending", nullptr};
+  PyObject* memory;
+  Py_ssize_t nbytes;
+  int is_pending = 1;
+  if (!PyArg_ParseTupleAndKeywords(given, named, "On|p", const_cast<char**>(names), &memory, &nbytes, &is_pending))
+    return nullptr;
+  return reinterpret_cast<PyObject*>(new_buffer(memory, nbytes, is_pending));
+}
+// Buffer.ready(memory, data, nbytes)
+PyObject* ready_buffer(PyObject*, PyObject* given) {
+  PyObject *memory, *data;
+  Py_ssize_t nbytes;
+  if (!PyArg_ParseTuple(given, "OOn", &memory, &data, &nbytes))
+    return nullptr;
+  auto* buffer = new_buffer(memory, nbytes, false);
+  if (buffer) {
+    replace(buffer->data, data);
+    count(buffer->memory, nbytes, 0);
+  }
+  return reinterpret_cast<PyObject*>(buffer);
+}
+// Buffer.failed(memory, error)
+PyObject* failed_buffer(PyObject*, PyObject* given) {
+  PyObject *memory, *error;
+  if (!PyArg_ParseTuple(given, "OO", &memory, &error))
+    return nullptr;
+  auto* buffer = new_buffer(memory, 0, false);
+  if (buffer)
+    replace(buffer->error, error);
+  return reinterpret_cast<PyObject*>(buffer);
+}
+PyObject* mark_donated(PyObject* self, PyObject*) {
+  auto* buffer = reinterpret_cast<Buffer*>(self);
+  const Py_ssize_t nbytes = buffer->nbytes;
+  buffer->nbytes = 0;
+  return PyLong_FromSsize_t(nbytes);
+}
+PyObject* made_by(PyObject* self, PyObject* job) {
+  auto* buffer = reinterpret_cast<Buffer*>(self);
+  if (buffer->is_pending)
+    replace(buffer->job, job);
+  Py_RETURN_NONE;
+}
+PyObject* wait_done(PyObject* self, PyObject*) {
+  PyObject* job = reinterpret_cast<Buffer*>(self)->job;
+  if (!job || job == Py_None)
+    Py_RETURN_NONE;
+  Py_INCREF(job);
+  PyObject* waited = PyObject_CallMethod(job, "wait", nullptr);
+  Py_DECREF(job);
+  if (!waited)
+    return nullptr;
+  Py_DECREF(waited);
+  Py_RETURN_NONE;
+}
+// buffer.set(data), buffer.fail(error)
+template <PyObject* Buffer::* place>
+PyObject* settle(PyObject* self, PyObject* object) {
+  auto* buffer = reinterpret_cast<Buffer*>(self);
+  buffer->is_pending = false;
+  replace(buffer->*place, object);
+  Py_CLEAR(buffer->job);
+  Py_RETURN_NONE;
+}
+PyObject* check(PyObject* self, PyObject*) {
+  PyObject* error = reinterpret_cast<Buffer*>(self)->error;
+  if (!error || error == Py_None)
+    Py_RETURN_NONE;
+  PyObject* raised = PyObject_CallOneArg(to_raise, error);
+  if (raised)
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised)), raised);
+  Py_XDECREF(raised);
+  return nullptr;
+}
+PyObject* take_data(PyObject* self, PyObject*) {
+  PyObject* checked = check(self, nullptr);
+  if (!checked)
+    return nullptr;
+  Py_DECREF(checked);
+  PyObject* data = reinterpret_cast<Buffer*>(self)->data;
+  return Py_NewRef(data ? data : Py_None);
+}
+// raise_by(function): what gives the exception that `take` and `check` raise for an error.
+PyObject* raise_by(PyObject*, PyObject* function) {
+  replace(to_raise, function);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef memory_methods[] = {
+    {"add", change<1, false>, METH_O, nullptr},
+    {"free", change<-1, false>, METH_O, nullptr},
+    {"note_peak", change<0, true>, METH_O, nullptr},
+    {"reset_peak", reset_peak, METH_NOARGS, nullptr},
+    {"after_fork", after_fork, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef buffer_methods[] = {
+    {"ready", ready_buffer, METH_VARARGS | METH_STATIC, nullptr},
+    {"failed", failed_buffer, METH_VARARGS | METH_STATIC, nullptr},
+    {"mark_donated", mark_donated, METH_NOARGS, nullptr},
+    {"made_by", made_by, METH_O, nullptr},
+    {"wait_done", wait_done, METH_NOARGS, nullptr},
+    {"set", settle<&Buffer::data>, METH_O, nullptr},
+    {"fail", settle<&Buffer::error>, METH_O, nullptr},
+    {"take", take_data, METH_NOARGS, nullptr},
+    {"check", check, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef memory_members[] = {
+    {"used_bytes", T_PYSSIZET, offsetof(MemoryCounter, used_bytes), READONLY, nullptr},
+    {"peak_bytes", T_PYSSIZET, offsetof(MemoryCounter, peak_bytes), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+PyMemberDef buffer_members[] = {
+    {"data", T_OBJECT, offsetof(Buffer, data), 0, nullptr},
+    {"error", T_OBJECT, offsetof(Buffer, error), 0, nullptr},
+    {"job", T_OBJECT, offsetof(Buffer, job), READONLY, nullptr},
+    {"nbytes", T_PYSSIZET, offsetof(Buffer, nbytes), READONLY, nullptr},
+    {"is_pending", T_BOOL, offsetof(Buffer, is_pending), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+// ---- what a cut takes ----------------------------------------------------------------------------------------------
+
+// alive(values): [(index, value)] of the values that somebody beside the list holds. A weak reference would not tell: the
+// garbage collector clears those to all garbage before it calls the first finalizer, and the others may record ops on it.
+PyObject* alive(PyObject*, PyObject* values) {
+  PyObject* found = PyList_New(0);
+  for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(values); ++i) {
+    PyObject* value = PyList_GET_ITEM(values, i);
+    if (value == Py_None || Py_REFCNT(value) == 1)
+      continue;
+    PyObject* row = Py_BuildValue("nO", i, value);
+    if (!row || PyList_Append(found, row) < 0)
+      Py_CLEAR(found);
+    Py_XDECREF(row);
+  }
+  return found;
+}
+// held(inputs): [(index, value, buffer)] of rows (index, value, buffer, meta); the value is None if only its row holds it.
+PyObject* held(PyObject*, PyObject* inputs) {
+  const Py_ssize_t size = PyList_GET_SIZE(inputs);
+  PyObject* found = PyList_New(size);
+  for (Py_ssize_t i = 0; found && i < size; ++i) {
+    PyObject* row = PyList_GET_ITEM(inputs, i);
+    PyObject* value = PyTuple_GET_ITEM(row, 1);
+    PyObject* kept = Py_REFCNT(value) == 1 ? Py_None : value;
+    PyObject* item = PyTuple_Pack(3, PyTuple_GET_ITEM(row, 0), kept, PyTuple_GET_ITEM(row, 2));
+    if (item)
+      PyList_SET_ITEM(found, i, item);
+    else
+      Py_CLEAR(found);
+  }
+  return found;
+}
 
 // ---- the lock of a trace -------------------------------------------------------------------------------------------
 
@@ -308,7 +532,12 @@ PyMethodDef lock_methods[] = {
 
 // ---- the module ----------------------------------------------------------------------------------------------------
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_objects", nullptr, -1, nullptr};
+PyMethodDef functions_of_module[] = {
+    {"raise_by", raise_by, METH_O, nullptr},
+    {"alive", alive, METH_O, nullptr},
+    {"held", held, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_objects", nullptr, -1, functions_of_module};
 
 } // namespace
 
@@ -324,10 +553,14 @@ PyMODINIT_FUNC PyInit__ltc_objects() {
   describe(value_type, free_value, init_value, value_members, value_methods);
   describe(cell_type, free_cell, init_cell, cell_members, cell_methods);
   describe(view_type, free_view, init_view, view_members, nullptr);
+  describe(memory_type, nullptr, nullptr, memory_members, memory_methods);
+  describe(buffer_type, free_buffer, nullptr, buffer_members, buffer_methods);
   describe(lock_type, nullptr, nullptr, nullptr, lock_methods);
+  buffer_type.tp_new = make_buffer;
   value_type.tp_weaklistoffset = offsetof(Value, weak_references);
+  buffer_type.tp_weaklistoffset = offsetof(Buffer, weak_references);
   PyObject* module = PyModule_Create(&definition);
-  for (PyTypeObject* type : {&value_type, &cell_type, &view_type, &lock_type}) {
+  for (PyTypeObject* type : {&value_type, &cell_type, &view_type, &memory_type, &buffer_type, &lock_type}) {
     if (!module || PyModule_AddType(module, type) < 0) {
       Py_XDECREF(module);
       return nullptr;

@@ -272,15 +272,13 @@ print(gc.isenabled(), signal.getsignal(signal.SIGINT) is signal.default_int_hand
     assert (out.split(), err) == (["0", "True", "True"], "")
 
 
-OF_A_BUFFER = """
-from ltc_core.tensor.buffer import Buffer
-
-class Interrupted:
-    def add(self, nbytes): pass
-    def free(self, nbytes):
+OF_THE_RUNTIME = """
+class Held:
+    def __del__(self):
         signal.raise_signal(signal.SIGINT)
 
-held = Buffer.ready(Interrupted(), torch.ones(2), 8)
+Held.__del__.__module__ = "ltc_core.runtime.held"
+held = Held()
 """
 
 # The loaders' finalizers are such calls, and PyTorch's own.
@@ -293,7 +291,7 @@ weakref.finalize(held, signal.raise_signal, signal.SIGINT)
 """
 
 
-@pytest.mark.parametrize("finalizer", [OF_A_BUFFER, OF_WEAKREF])
+@pytest.mark.parametrize("finalizer", [OF_THE_RUNTIME, OF_WEAKREF])
 def test_ctrl_c_within_a_finalizer_is_not_lost(finalizer: str) -> None:
     """Python drops what a finalizer raises; then a loop that is interrupted there would go on for ever."""
     loop = """

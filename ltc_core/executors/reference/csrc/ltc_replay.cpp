@@ -159,6 +159,7 @@ PyObject* py_run(PyObject* self, PyObject* args) {
         Py_RETURN_NONE; // not of this kind: the caller runs it in Python
       scalars.push_back(*number);
     }
+    const StateOfANewThread state;
     Run run{program, scalars, numbers};
     run.values.resize(program.size);
     run.stack.reserve(32);
@@ -251,7 +252,30 @@ PyObject* py_program(PyObject*, PyObject* args) {
   });
 }
 
+// number(tensor): the Python number of a CPU tensor of one element; None where PyTorch has to be asked.
+PyObject* py_number(PyObject*, PyObject* object) {
+  if (!is_tensor(object))
+    Py_RETURN_NONE;
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.numel() != 1 || tensor.is_conj() || tensor.is_neg())
+    Py_RETURN_NONE;
+  const void* data = tensor.const_data_ptr();
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return PyFloat_FromDouble(*static_cast<const float*>(data));
+    case at::kDouble:
+      return PyFloat_FromDouble(*static_cast<const double*>(data));
+    case at::kLong:
+      return PyLong_FromLongLong(*static_cast<const int64_t*>(data));
+    case at::kBool:
+      return PyBool_FromLong(*static_cast<const bool*>(data));
+    default:
+      Py_RETURN_NONE;
+  }
+}
+
 PyMethodDef methods[] = {
+    {"number", py_number, METH_O, "number(tensor): the number of a tensor of one element; None where PyTorch has to be asked."},
     {"program", py_program, METH_VARARGS, 
      "program(size, inputs, donated, (slot, copied, ...), dtypes of outputs, in_python, generator): a Program."},
     {nullptr, nullptr, 0, nullptr},

@@ -13,6 +13,7 @@
 #include <ATen/ops/conj_physical.h>
 #include <ATen/ops/neg.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
@@ -29,6 +30,13 @@ using Stack = std::vector<IValue>;
 using Values = std::vector<IValue>;
 
 struct InPython {}; // thrown where an instruction cannot be a boxed call this time
+
+// The state of PyTorch's that a new thread has, with grad mode off: a run does not depend on the modes of its caller.
+struct StateOfANewThread {
+  const c10::impl::ForceDispatchKeyGuard keys{c10::default_included_set, c10::default_excluded_set};
+  const c10::InferenceMode no_inference{false};
+  const c10::AutoGradMode no_grad{false};
+};
 
 struct Run {
   Program& program;
@@ -250,7 +258,6 @@ struct Run {
 
   // Runs all; the position of the instruction that failed, or -1. Begins and ends with the GIL held.
   int32_t all(std::vector<at::Tensor>& outputs) {
-    const c10::AutoGradMode no_grad(false);
     std::exception_ptr problem;
     int32_t at = 0;
     state = PyEval_SaveThread();
