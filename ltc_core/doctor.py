@@ -43,7 +43,7 @@ LIBRARIES = {
     "transformers": "its Trainer takes the device of accelerate",
     "lightning": _BY_ITSELF,
     "pytorch-lightning": _BY_ITSELF,
-    "pytorch-ignite": "through ltc-launch --compat",
+    "pytorch-ignite": _BY_ITSELF,
     "safetensors": "saves tensors of the device; load, then move",
     "torch-xla": "used by LTC_DEVICE=xla; scripts that import it get ours with --compat alone",
 }

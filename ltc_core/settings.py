@@ -290,7 +290,7 @@ SETTINGS: tuple[Setting, ...] = (
             "Where built files are kept (default: ltc in XDG_CACHE_HOME, or in ~/.cache).",
             default_of=_default_cache_dir),
     Setting("autoload", "LTC_AUTOLOAD", (), bool, False,
-            "Register the device when torch is imported; accelerate and transformers choose it then."),
+            "Register the device when torch is imported; accelerate, Lightning and ignite choose it then."),
     Setting("compat", "LTC_COMPAT", (), bool, False,
             "Serve torch_xla, torch._lazy and lazy_tensor_core to old scripts once torch is imported."),
     Setting("zygote", "LTC_ZYGOTE", (), bool, True,

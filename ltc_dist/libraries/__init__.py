@@ -1,4 +1,4 @@
-"""Libraries that choose a device by themselves take this one: accelerate, the Trainer of transformers, Lightning.
+"""Libraries that choose a device by themselves take this one: accelerate, transformers' Trainer, Lightning, ignite.
 
 They know CUDA and others by name, and would train on the CPU without a word, in a job each process by itself. Called by
 the launcher for the script that it runs, and where LTC_AUTOLOAD asks for it; a script calls `use_device()` itself. Each
@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ltc_dist.libraries import accelerate, lightning
+from ltc_dist.libraries import accelerate, ignite, lightning
 
 __all__ = ["serve_compat", "use_device"]
 
@@ -23,7 +23,7 @@ Changes = dict[str, Callable[[Any], None]]  # module of a library -> what change
 
 
 def use_device() -> None:
-    """Let accelerate and Lightning choose the device of this process, and join the processes of a job by gloo.
+    """Let accelerate, Lightning and ignite choose the device of this process, and join the processes of a job by gloo.
 
     What the script says itself comes first: `Accelerator(cpu=True)`, `TrainingArguments(use_cpu=True)`, another device
     in ACCELERATE_TORCH_DEVICE, `accelerator="cpu"` of Lightning, or torch_xla, installed or served by
@@ -83,5 +83,7 @@ _CHANGES: Changes = {
     "pytorch_lightning.trainer.connectors.accelerator_connector": lightning.change_connector,
     "lightning.fabric.connector": lightning.change_fabric,
     "lightning_fabric.connector": lightning.change_fabric,
+    "ignite.distributed.comp_models.base": ignite.change_single,
+    "ignite.distributed.comp_models.native": ignite.change_job,
 }
 _CHANGES_FOR_COMPAT: Changes = {"accelerate.state": accelerate.change_local_rank}

@@ -12,9 +12,7 @@ __all__ = ["tell"]
 
 
 @functools.cache  # once
-def tell(library: str, otherwise: str) -> None:
+def tell(library: str, otherwise: str, verb: str = "trains on") -> None:
     """Say it on stderr, in rank 0. `otherwise`: what chooses the CPU."""
     if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
-        print(
-            f"ltc: {library} trains on {settings.device_name}; {otherwise} the CPU", file=sys.stderr
-        )
+        print(f"ltc: {library} {verb} {settings.device_name}; {otherwise} the CPU", file=sys.stderr)

@@ -10,14 +10,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
-# script -> the library, and the name by which it is said to train on the device
+# script -> the library, and what it says of the device
 LIBRARIES = {
-    "with_accelerate.py": ("accelerate", "accelerate"),
-    "with_trainer.py": ("transformers", "accelerate"),
-    "with_lightning.py": ("lightning", "Lightning"),
-    "with_lightning.py --standalone": ("pytorch_lightning", "Lightning"),
-    "with_fabric.py": ("lightning", "Lightning"),
-    "with_fabric.py --standalone": ("lightning_fabric", "Lightning"),
+    "with_accelerate.py": ("accelerate", "accelerate trains on ltc"),
+    "with_trainer.py": ("transformers", "accelerate trains on ltc"),
+    "with_lightning.py": ("lightning", "Lightning trains on ltc"),
+    "with_lightning.py --standalone": ("pytorch_lightning", "Lightning trains on ltc"),
+    "with_fabric.py": ("lightning", "Lightning trains on ltc"),
+    "with_fabric.py --standalone": ("lightning_fabric", "Lightning trains on ltc"),
+    "with_ignite.py": ("ignite", "idist.device() of ignite is ltc"),
 }
 
 
@@ -51,8 +52,10 @@ def result(command: list[str], directory: Path, **environ: str) -> list[str]:
         command[-1].split()[0] not in LIBRARIES
     ):  # its tensors name the device, no library chooses it
         return lines[0].partition("result ")[2].split(" ", 2)
-    told = f"{LIBRARIES[command[-1].removesuffix(' --cpu')][1]} trains on ltc"
-    assert (told in done.stderr) == (" ltc " in lines[0])
+    library, told = LIBRARIES[command[-1].removesuffix(" --cpu")]
+    # ignite asks for its device itself, whatever the script uses
+    assert (told in done.stderr) == (" ltc " in lines[0] or library == "ignite")
+    assert "Time stats" not in done.stderr  # of DistributedDataParallel, which nobody can act on
     return lines[0].partition("result ")[2].split(" ", 2)
 
 
@@ -100,6 +103,16 @@ def test_lightning_starts_two_processes(script: str, tmp_path: Path) -> None:
     device, count, wanted = result([f"{script} --cpu"], tmp_path, **environ)
     assert (device, count) == ("cpu", "2")
     assert result([script], tmp_path, **environ) == ["ltc", "2", wanted]
+
+
+@pytest.mark.dist
+def test_ignite_starts_two_processes(tmp_path: Path) -> None:
+    """By `idist.Parallel`: PyTorch spawns them."""
+    skip_without("ignite")
+    environ = {"LTC_AUTOLOAD": "1", "NPROC": "2"}
+    device, count, wanted = result(["with_ignite.py --cpu"], tmp_path, **environ)
+    assert (device, count) == ("cpu", "2")
+    assert result(["with_ignite.py"], tmp_path, **environ) == ["ltc", "2", wanted]
 
 
 @pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])

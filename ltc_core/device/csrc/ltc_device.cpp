@@ -17,6 +17,7 @@
 #include <pthread.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Generator.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <array>
 #include <atomic>
@@ -499,9 +500,24 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+// When DistributedDataParallel does what, by the clock of the host: here ops are recorded, and run later. Without a timer
+// for the device PyTorch warns that it measures nothing.
+class DistributedTimer final : public c10d::Timer {
+ public:
+  explicit DistributedTimer(Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    const int64_t from = getTimeRef(start), to = getTimeRef(end);
+    return from == c10d::kUnsetTime || to < from ? std::nullopt : std::optional(to - from);
+  }
+};
+
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ltc_device", "The device seen by PyTorch.", -1, methods};
 
 } // namespace
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, kLtc, DistributedTimer)
+}
 
 PyMODINIT_FUNC PyInit__ltc_device() {
   return PyModule_Create(&module);
