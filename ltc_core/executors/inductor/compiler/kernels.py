@@ -8,7 +8,7 @@ each kernel with its FX nodes to a function for its own tracing, in place of whi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -36,22 +36,15 @@ def noted() -> Iterator[list[Call]]:
     calls: list[Call] = []
 
     def note(computed: Any, kernel: str, is_extern: bool = False) -> None:
-        positions = map(position_of, _origins(computed, is_extern))
-        found = {at for at in positions if at is not None}
+        parts = [computed] if is_extern else [getattr(part, "node", None) for part in computed]
+        origins = [node for part in parts if part is not None for node in part.origins]
+        found = {at for at in map(position_of, origins) if at is not None}
         if found:
-            calls.append((kernel, sorted(found)))
+            # The origins of a call of a library have the nodes before it that make its operands, too.
+            calls.append((kernel, [max(found)] if is_extern else sorted(found)))
 
     with contextlib.ExitStack() as patches:
         for module in (of_all, of_cpp, of_triton):
             if hasattr(module, _REPORTED_TO):
                 patches.enter_context(mock.patch.object(module, _REPORTED_TO, note))
         yield calls
-
-
-def _origins(computed: Any, is_extern: bool) -> Iterable[Any]:
-    """The FX nodes that a kernel computes: those of its loops, or the one that calls a library."""
-    if not is_extern:
-        parts = [part.node for part in computed if getattr(part, "node", None) is not None]
-        return [node for part in parts for node in part.origins]
-    # `origins` of a call has the nodes that make its operands, too.
-    return [computed.origin_node] if computed.origin_node else computed.origins
