@@ -103,8 +103,19 @@ class Graphs {
         el("button", { class: "button", onclick: () => this.viewers.forEach((v) => v.fit()) }, "whole graph")),
       this.results, this.changes, this.panes);
     const most = this.known.reduce((a, b) => (b.total_ms > a.total_ms ? b : a));
-    requestAnimationFrame(() => this.show(most));
+    requestAnimationFrame(() => { this.show(most); this._prepare([...this.known]); });
     return made;
+  }
+
+  /** Make the models of all programs while the page is idle, one at a time: a model of 20,000 ops takes 30 to 60 ms. */
+  _prepare(rest) {
+    const p = rest.shift();
+    if (p === undefined) return;
+    (window.requestIdleCallback || setTimeout)(() => {
+      if (!this.known.includes(p)) return;  // another rank is shown
+      this.model(p);
+      this._prepare(rest);
+    });
   }
 
   model(p) {
