@@ -208,7 +208,7 @@ check: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 
-# The pictures of docs/report.md: three runs, and a browser (Debian's package chromium).
+# The pictures of docs/report.md: four runs, and a browser (Debian's package chromium).
 pictures: $(STAMP)
 	$(BIN)/python -m tests.report.pictures
 

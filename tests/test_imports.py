@@ -50,6 +50,7 @@ INSIDE_FUNCTIONS = {
 OF_THE_COMPILER = (
     "compiler.build_artifact",
     "compiler.child",
+    "compiler.kernels",
     *(f"lowering.{name}" for name in ("gemm", "gemm_lowering", "lower")),
 )
 

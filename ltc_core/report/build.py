@@ -52,11 +52,9 @@ def page_of(data: dict[str, Any]) -> str:
     """The page with its data. No text in it can end the script that holds it: `<` is written as an escape."""
     files = resources.files("ltc_core.report") / "page"
     page = (files / "page.html").read_text(encoding="utf-8")
-    scripts = [files / "vendor" / "dagre.min.js"]
-    scripts += [files / name for name in ("charts.js", "graph.js", "page.js")]
+    scripts = [files / name for name in ("charts.js", "layers.js", "graph.js", "page.js")]
     parts = {
         "STYLE": (files / "page.css").read_text(encoding="utf-8"),
-        "LICENSE": (files / "vendor" / "LICENSE").read_text(encoding="utf-8"),
         "SCRIPTS": "\n".join(script.read_text(encoding="utf-8") for script in scripts),
         "DATA": encode(data).replace("<", "\\u003c").replace("\u2028", "\\u2028"),
     }

@@ -49,6 +49,7 @@ def program_table(rank: Rank) -> list[dict[str, Any]]:
         graph = facts.get("graph")
         if graph is not None:
             row["graph"] = graph
+            row["kernels"], row["eager"] = rank.kernels.get(facts["id"], ([], []))
             row.update(_work(rank, facts["id"], graph, mean_us))
         seen[facts["id"]] = row
     return list(seen.values())

@@ -1,4 +1,4 @@
-"""What a report is made of, while the run goes on: a timeline, the facts of each program, the times of its ops.
+"""What a report is made of, while the run goes on: a timeline, and each program with its kernels and times of ops.
 
 Each process writes two files into the directory, both readable at every moment: its timeline (`timeline.slices`) and
 its programs. `start` and `stop` are called by `profiler`, `start_as_set` (LTC_REPORT) when the first device is used;
@@ -28,7 +28,7 @@ from ltc_core.record import modules
 from ltc_core.report.build import PROGRAMS, TRACE, build
 from ltc_core.report.program_facts import program_facts
 from ltc_core.settings import rank_in_job, settings
-from ltc_core.timeline import as_set, op_times, slices
+from ltc_core.timeline import as_set, op_kernels, op_times, slices
 from ltc_core.timeline.trace_file import (
     TraceFile,
     encode,
@@ -81,6 +81,7 @@ class Recording:
         self._write(self._facts())
         modules.is_on = True
         op_times.on = self._note_times
+        op_kernels.on = self._note_kernels
 
     def _write(self, facts: dict[str, Any]) -> None:
         try:
@@ -154,6 +155,30 @@ class Recording:
                 found[at] = took_ns
         self._write({"kind": "times", "id": name, "ns": found})
 
+    def _note_kernels(
+        self, graph: Graph, calls: Sequence[tuple[str, Sequence[Node]]], eager: Sequence[Node]
+    ) -> None:
+        name = graph_hash(graph)
+        with self._lock:
+            known = name in self._kept
+        if not known:
+            return
+        # The compiled graph has other nodes for the same values, and more of them where reductions are divided.
+        makers = {node.first: at for at, node in enumerate(graph.nodes) if node.outs}
+
+        def positions(nodes: Sequence[Node]) -> list[int]:
+            return sorted({makers[node.first] for node in nodes if node.first in makers})
+
+        rows = [(kernel, positions(nodes)) for kernel, nodes in calls]
+        self._write(
+            {
+                "kind": "kernels",
+                "id": name,
+                "calls": [row for row in rows if row[1]],
+                "eager": positions(eager),
+            }
+        )
+
     def close(self) -> None:
         """Measure the machine, end the files, and make the page if this process is the last one.
 
@@ -191,6 +216,7 @@ class Recording:
             on = None
         modules.is_on = False
         op_times.on = None
+        op_kernels.on = None
 
     def drop(self) -> None:
         """Leave the file to the parent, in a forked child."""

@@ -43,6 +43,8 @@ class Rank:
         is_whole: whether it has ended by itself.
         programs: facts of each compile, in order.
         times: id of a program -> position of a node -> least nanoseconds in runs that called the ops one by one.
+        kernels: id of a program -> its kernel calls in the order in which they run (name, positions of the nodes it
+            computes), and the positions of nodes that are called one by one between them; none if it was not compiled.
         threads: name of a thread -> its slices, each inside or after the one before.
         lanes: name of a lane of slices that may overlap -> them.
         curves: name -> points (time, value).
@@ -55,6 +57,7 @@ class Rank:
         self.is_whole = False
         self.programs: list[dict[str, Any]] = []
         self.times: dict[str, dict[int, int]] = {}
+        self.kernels: dict[str, tuple[list[tuple[str, list[int]]], list[int]]] = {}
         self.threads: dict[str, list[Slice]] = {}
         self.lanes: dict[str, list[Slice]] = defaultdict(list)
         self.curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -119,6 +122,8 @@ def _read_programs(rank: Rank, file: Path) -> None:
             rank.is_whole = True
         elif kind == "program":
             rank.programs.append(facts)
+        elif kind == "kernels":  # of several sets of constants those compiled last
+            rank.kernels[facts["id"]] = facts["calls"], facts["eager"]
         elif kind == "times":
             times = rank.times.setdefault(facts["id"], {})
             for at, took_ns in facts["ns"].items():  # the least of several runs

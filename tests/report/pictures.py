@@ -1,4 +1,4 @@
-"""`make pictures`: runs three scripts with a report each, and writes pictures of the reports into docs/pictures.
+"""`make pictures`: runs four scripts with a report each, and writes pictures of the reports into docs/pictures.
 
 docs/report.md shows them. They are made again when the page changes, so that they stay true.
 """
@@ -123,7 +123,30 @@ for (x,) in ltd.MpDeviceLoader(torch.utils.data.DataLoader(data, 64), device):
 """
 
 
-def run(script: str, name: str, directory: Path, command: Sequence[str]) -> Path:
+COMPILED = """
+import torch
+from torch import nn
+import ltc_core as ltc
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+device = ltc.lazy_device()
+torch.manual_seed(0)
+net = nn.Sequential(Block(), Block()).to(device)
+for step in range(10):
+    net.zero_grad()
+    net(torch.randn(32, 64).to(device)).square().mean().backward()
+    ltc.mark_step()
+"""
+
+
+def run(script: str, name: str, directory: Path, command: Sequence[str], **settings: str) -> Path:
     """Run a script with a report; returns the page."""
     (directory / name).write_text(script)
     where = directory / f"run-{name}"
@@ -132,6 +155,7 @@ def run(script: str, name: str, directory: Path, command: Sequence[str]) -> Path
         "PYTHONPATH": str(ROOT),
         "LTC_REPORT": str(where),
         "LTC_FALLBACK": "allow",
+        **settings,
     }
     subprocess.run([*command, name], cwd=directory, env=environ, check=True, timeout=300)
     return where / "report.html"
@@ -143,6 +167,7 @@ def main() -> None:
         place = Path(directory)
         cnn = run(CNN, "cnn.py", place, [sys.executable])
         gpt = run(GPT, "gpt.py", place, [sys.executable])
+        compiled = run(COMPILED, "mlp.py", place, [sys.executable], LTC_COMPILE="sync")
         job = run(JOB, "job.py", place, launcher("--nprocs", "2"))
         with Page(cnn, width=1100) as page:
             for section in ("summary", "steps", "waits", "data"):
@@ -156,6 +181,15 @@ def main() -> None:
             page.picture(PICTURES / "graph.png", "#graph")
             page.click('[data-compare="3"]')
             page.picture(PICTURES / "difference.png", "#graph")
+        with Page(compiled, width=1100) as page:
+            for module in ("/Sequential", "/Sequential (backward)"):
+                for key in (module, f"{module}/0"):
+                    page.click(f'.viewer [data-key="{key}"]')
+            page.ask("document.querySelector('#color').value = 'kernel'")
+            page.ask("document.querySelector('#color').dispatchEvent(new Event('change'))")
+            page.click(".viewer [data-kernel]")
+            page.ask("graphs.viewers[0].fit()")
+            page.picture(PICTURES / "kernels.png", "#graph")
         with Page(job, width=1100) as page:
             page.picture(PICTURES / "ranks.png", "#job")
     for path in sorted(PICTURES.iterdir()):

@@ -159,11 +159,154 @@ class TestOfANet:
             assert page.ask("document.querySelectorAll('.item.changed').length") > 2
             assert page.problems == [] and page.requests == []
 
+    def test_places_of_boxes(self, of_a_net: Path) -> None:
+        """Of random graphs no boxes overlap and edges go down; a chain is straight, and two chains do not cross."""
+        check = """(() => {
+            let seed = 1;
+            const below = (n) => { seed = (seed * 1103515245 + 12345) % 2147483648; return seed % n; };
+            const problems = [];
+            for (let k = 0; k < 60; k++) {
+                const sizes = Array.from({length: 1 + below(40)}, () => [40 + below(200), 20 + below(300)]);
+                const edges = Array.from({length: below(90)}, () => [below(sizes.length), below(sizes.length), 1]);
+                const {width, height, places, routes} = layered(sizes, edges.filter(([a, b]) => a !== b));
+                places.forEach((p, i) => {
+                    const [w, h] = [p.width / 2, p.height / 2];
+                    const gaps = [p.x - w, p.y - h, width - p.x - w, height - p.y - h];
+                    if (!gaps.every((gap) => gap >= 11.9)) problems.push(["outside", k, i, gaps]);
+                    for (const q of places.slice(i + 1)) {
+                        const apart = [
+                            Math.abs(p.x - q.x) - w - q.width / 2, Math.abs(p.y - q.y) - h - q.height / 2];
+                        if (Math.max(...apart) < 17.9) problems.push(["overlap", k, i, apart]);
+                    }
+                });
+                edges.filter(([a, b]) => a !== b).forEach(([a, b], n) => {
+                    const route = routes[n];
+                    if (a > b && route) problems.push(["a way back", k, a, b]);
+                    if (a < b && places[a].y >= places[b].y) problems.push(["up", k, a, b]);
+                    const goesUp = (point, i) => i && point.y <= route[i - 1].y;
+                    if (route && route.some(goesUp)) problems.push(["route", k, a, b]);
+                });
+            }
+            return problems.slice(0, 5);
+        })()"""
+        with Page(of_a_net / "report.html") as page:
+            assert page.ask(check) == []
+            boxes = "const boxes = [[90, 20], [30, 20], [50, 20], [70, 20]];"
+            chain = page.ask(
+                f"(() => {{ {boxes} return layered(boxes, [[0, 1], [1, 2], [2, 3]]).places.map((p) => p.x); }})()"
+            )
+            assert chain == [pytest.approx(chain[0])] * 4
+            left, right, below_right, below_left = page.ask(
+                f"(() => {{ {boxes} return layered(boxes, [[0, 3], [1, 2]]).places.map((p) => p.x); }})()"
+            )
+            assert (left < right) == (below_left < below_right)
+
     @staticmethod
     def look_for(page: Page, text: str) -> None:
         page.ask(
             f"((box) => {{ box.value = {json.dumps(text)}; box.dispatchEvent(new Event('input')); }})"
             "(document.querySelector('#search'))"
+        )
+
+
+COMPILED = """
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(device)
+for k in range(4):
+    net.zero_grad()
+    net(torch.ones(3, 4).to(device)).square().mean().backward()
+    drawn = torch.rand(2, device=device)
+    ltc.mark_step()
+ltc.wait_device_ops()
+print(*(ltc.metrics.counter_value(f"PersistentCache{name}") for name in ("Miss", "Hit")))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The reports of two processes that run one compiled program: the first builds it, the second finds it."""
+    place = tmp_path_factory.mktemp("compiled")
+    found = []
+    for name, counts in (("built", "1 None\n"), ("found", "None 1\n")):
+        run = place / name
+        out, _ = child.run(
+            COMPILED,
+            LTC_REPORT=str(run),
+            LTC_COMPILE="sync",
+            LTC_COMPILED_CACHE_DIR=str(place / "programs"),
+        )
+        assert out == counts
+        found.append(run)
+    return found
+
+
+class TestKernels:
+    """What a compiled program runs as one kernel."""
+
+    def test_a_program_has_them_also_from_the_cache(self, compiled: list[Path]) -> None:
+        built, found = (data(run)["ranks"][0]["programs"][0] for run in compiled)
+        assert built["kernels"] == found["kernels"] and built["eager"] == found["eager"]
+        assert "compiled" in {tier["tier"] for tier in found["tiers"]}
+        names = [built["graph"]["names"][node[0]] for node in built["graph"]["nodes"]]
+        eager = built["eager"]
+        assert [names[at] for at in eager] == ["empty_strided", "uniform_"]
+        ops = [[names[at] for at in computed] for _, computed in built["kernels"]]
+        assert ops.count(["addmm"]) == 2 and ops.count(["mm"]) == 3 and ["gelu"] in ops
+        assert any({"gelu_backward", "gelu"} <= set(computed) for computed in ops), ops
+        assert not {at for _, computed in built["kernels"] for at in computed} & set(eager)
+
+    def test_in_a_browser(self, compiled: list[Path]) -> None:
+        program = data(compiled[1])["ranks"][0]["programs"][0]
+        kernels, graph = program["kernels"], program["graph"]
+        names = [graph["names"][node[0]] for node in graph["nodes"]]
+        backward = names.index("gelu_backward")
+        (mine,) = [k for k, (_, computed) in enumerate(kernels) if backward in computed]
+        with Page(compiled[1] / "report.html") as page:
+            assert f"which {len(kernels)} kernel calls compute" in page.text(".viewer .head")
+            computed = {at for _, ops in kernels for at in ops}
+            assert f"{len(kernels)} kernel calls compute {len(computed)} ops." in page.text(
+                ".viewer .details"
+            )
+            # By the name of a kernel the search finds its ops.
+            TestOfANet.look_for(page, kernels[mine][0])
+            assert self.numbers(page, "#results button", "at") == kernels[mine][1]
+            # An op shows its kernel, and the other ops of it.
+            page.click(f'#results [data-at="{backward}"]')
+            assert f"{mine + 1}: {kernels[mine][0]}" in page.text(".viewer .details")
+            others = [at for at in kernels[mine][1] if at != backward]
+            assert f"together with {len(others)} other op" in page.text(".viewer .details")
+            assert page.ask("document.querySelectorAll('.item.op.fused.selected').length") == 1
+            # The kernel outlines its ops, and no others.
+            page.click(f'.details [data-kernel="{mine}"]')
+            assert self.numbers(page, ".details button", "op") == kernels[mine][1]
+            outlined = page.ask(
+                "[...document.querySelectorAll('.item.op.fused')].map((e) => e.dataset.key.split('#')[1])"
+            )
+            assert str(backward) in outlined and set(map(int, outlined)) <= set(kernels[mine][1])
+            # Coloured by kernel, ops of one kernel have one colour.
+            page.ask(
+                "((box) => { box.value = 'kernel'; box.dispatchEvent(new Event('change')); })"
+                "(document.querySelector('#color'))"
+            )
+            colours = page.ask(
+                "[...document.querySelectorAll('.item.op')].map("
+                "(e) => [+e.dataset.key.split('#')[1], e.querySelector('.heat').style.fill])"
+            )
+            shown = {at: colour for at, colour in colours if colour != "none"}
+            assert shown and set(shown) <= computed
+            first = {at: next(k for k, (_, ops) in enumerate(kernels) if at in ops) for at in shown}
+            assert len(set(shown.values())) == len(set(first.values()))
+            # An op that no kernel computes says why.
+            TestOfANet.look_for(page, "uniform_")
+            page.click(f'#results [data-at="{program["eager"][1]}"]')
+            assert "it is called by itself, between compiled code" in page.text(".viewer .details")
+            assert page.problems == []
+
+    @staticmethod
+    def numbers(page: Page, selector: str, name: str) -> list[int]:
+        return page.ask(  # type: ignore[no-any-return]
+            f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => +e.dataset.{name})"
         )
 
 

@@ -48,7 +48,7 @@ from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.specialize import Specialized
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
-from ltc_core.timeline import slices
+from ltc_core.timeline import op_kernels, slices
 
 __all__ = ["TieredProgram"]
 
@@ -396,6 +396,7 @@ class _Build:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._models: dict[int, tuple[Model, Sequence[int]]] = {}
+        self._kernels: dict[int, list[tuple[str, list[int]]]] = {}
         self._failed = False
         self._num_found = 0
         num_threads = torch.get_num_threads()
@@ -441,6 +442,7 @@ class _Build:
                 metas = _input_metas(self._subgraphs[k])
                 model = load(outcome.path / outcome.facts["library"], metas, str(self._hardware))
                 self._models[k] = (model, outcome.facts["returned"])
+                self._kernels[k] = outcome.facts["kernels"]
                 if len(self._models) == len(self.requests):
                     self._install()
             except Exception as error:  # whatever it is, a run may wait for the outcome
@@ -452,8 +454,20 @@ class _Build:
             compiled = compiled_program(self._graph, self._subgraphs, self._models, self._hardware)
             file = step_times.file_of(self._compiler.place, [*self._keys.values()])
             program.install(compiled, self._flags, self.seconds, file)
+            if op_kernels.on is not None:
+                self._report(op_kernels.on)
         is_found = self._num_found == len(self.requests)
         self._end("found in the cache" if is_found else "compiled")
+
+    def _report(self, report: Any) -> None:
+        """Report which nodes each kernel computes."""
+        calls = [
+            (name, [self._subgraphs[k].nodes[at] for at in computed])
+            for k, found in sorted(self._kernels.items())
+            for name, computed in found
+        ]
+        eager = [n for subgraph in self._subgraphs if not subgraph.compiled for n in subgraph.nodes]
+        report(self._graph, calls, eager)
 
     def _fail(self, outcome: Outcome) -> None:
         self._failed = True

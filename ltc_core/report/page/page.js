@@ -61,6 +61,7 @@ function programs() {
       { title: "runs", number: true, of: (p) => p.runs },
       { title: "a run", number: true, of: (p) => milliseconds(p.mean_ms) },
       { title: "how it ran", of: (p) => p.tiers.map((t) => `${t.tier} ${t.runs}× ${milliseconds(t.mean_ms)}`).join(", ") },
+      { title: "kernels", number: true, of: (p) => (p.kernels && p.kernels.length) || "-" },
       { title: "GFLOP", number: true, of: (p) => p.flops === undefined ? "-" : number(p.flops / 1e9) },
       { title: "moved", number: true, of: (p) => p.bytes === undefined ? "-" : bytes(p.bytes) },
       { title: "GFLOP/s", number: true, of: (p) => p.flops && p.mean_ms ? number(p.flops / p.mean_ms / 1e6) : "-" },
@@ -82,11 +83,11 @@ class Graphs {
     this.panes = el("div", { class: "panes" });
     this.changes = el("div");
     this.results = el("div");
-    this.search = el("input", { type: "search", id: "search", placeholder: "op, module or line", oninput: () => this._find() });
+    this.search = el("input", { type: "search", id: "search", placeholder: "op, module, line or kernel", oninput: () => this._find() });
     this.choice = el("select", { id: "program", onchange: () => this.show(this.known[+this.choice.value]) });
     this.other = el("select", { id: "other", onchange: () => this._choose() });
     this.color = el("select", { id: "color", onchange: () => this.viewers.forEach((v) => v.setColor(this.color.value)) },
-      [["us", "time"], ["bytes", "memory moved"], ["flops", "arithmetic"]].map(([value, text]) => el("option", { value }, text)));
+      [["us", "time"], ["bytes", "memory moved"], ["flops", "arithmetic"], ["kernel", "kernel"]].map(([value, text]) => el("option", { value }, text)));
     this.viewers = [];
   }
 
@@ -102,8 +103,19 @@ class Graphs {
         el("button", { class: "button", onclick: () => this.viewers.forEach((v) => v.fit()) }, "whole graph")),
       this.results, this.changes, this.panes);
     const most = this.known.reduce((a, b) => (b.total_ms > a.total_ms ? b : a));
-    requestAnimationFrame(() => this.show(most));
+    requestAnimationFrame(() => { this.show(most); this._prepare([...this.known]); });
     return made;
+  }
+
+  /** Make the models of all programs while the page is idle, one at a time: a model of 20,000 ops takes 30 to 60 ms. */
+  _prepare(rest) {
+    const p = rest.shift();
+    if (p === undefined) return;
+    (window.requestIdleCallback || setTimeout)(() => {
+      if (!this.known.includes(p)) return;  // another rank is shown
+      this.model(p);
+      this._prepare(rest);
+    });
   }
 
   model(p) {
@@ -142,7 +154,7 @@ class Graphs {
     this.viewers = viewers;
     this.panes.classList.toggle("two", viewers.length > 1);
     this.panes.replaceChildren(...viewers.map((v) => v.element));
-    for (const v of viewers) { v.by = this.color.value; v.draw(); }
+    for (const v of viewers) { v.by = this.color.value; v.draw(); v.select(null); }
     this._find();
   }
 
@@ -156,7 +168,7 @@ class Graphs {
 }
 
 function follow(viewer, key, isOpen) {
-  const item = viewer.model.byKey.get(key);
+  const item = viewer.model.group(key);
   if (item && viewer.open.has(key) !== isOpen) viewer.toggle(item, true);
 }
 

@@ -14,7 +14,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import codecache
 from torch._inductor.virtualized import V
 
-from ltc_core.executors.inductor.compiler import shared_runtime
+from ltc_core.executors.inductor.compiler import kernels, shared_runtime
 from ltc_core.executors.inductor.compiler.request import decode
 from ltc_core.executors.inductor.lowering import fusion_repair, gemm_lowering
 from ltc_core.executors.inductor.lowering.lower import lower
@@ -44,7 +44,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
     """Compile an encoded request into a library in `directory`.
 
     Returns:
-        Name of the library, and the outputs that it returns (`lower.Lowered.returned`).
+        Name of the library, the outputs that it returns (`lower.Lowered.returned`), its kernel calls (`kernels.noted`).
     Raises:
         Refused: an op cannot be traced.
         AliasingError: the compiled code would return other memory than the plan counts on.
@@ -68,6 +68,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         inductor_config.patch(options),
         fusion_repair.repaired(),
         shared_runtime.shared(),
+        kernels.noted() as calls,
     ):
         compiled = compile_fx.compile_fx_inner(
             lowered.module, lowered.fakes, cpp_wrapper=True, aot_mode=True
@@ -82,7 +83,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
             path.rename((directory / library).with_suffix(".json"))  # where the loader expects it
         elif path.suffix not in _KEPT or "metadata" in path.name:
             path.unlink()
-    return {"library": library, "returned": list(lowered.returned)}
+    return {"library": library, "returned": list(lowered.returned), "kernels": calls}
 
 
 def _headers_pay(root: Path) -> bool:

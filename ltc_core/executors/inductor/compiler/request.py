@@ -41,6 +41,7 @@ _SOURCES = (
     "executors/inductor/lowering/*.py",
     "executors/inductor/numeric_flags.py",
     "executors/inductor/compiler/build_artifact.py",
+    "executors/inductor/compiler/kernels.py",
     "executors/inductor/compiler/shared_runtime.py",
     "executors/inductor/compiler/compiler_variables.py",
     "executors/inductor/compiler/request.py",

@@ -9,6 +9,7 @@ Called by `build_artifact`, in the compiler's process only.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, traceback
 from torch.fx.node import map_aggregate
 
 from ltc_core.executors.inductor.lowering.exact import exact_decompositions
@@ -31,10 +32,13 @@ from ltc_core.program.plan import plan
 from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.subgraph import Subgraph
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["Lowered", "lower", "position_of"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
+_POSITION = (
+    "ltc_position"  # in an FX node's "custom" metadata, which passes of PyTorch's compiler copy
+)
 _CONVOLUTIONS = {aten.convolution.default: (0, 1), aten.convolution_backward.default: (0, 2)}
 
 
@@ -74,12 +78,18 @@ def lower(subgraph: Subgraph, device: str) -> Lowered:
         fakes = [_fake(meta, device) for meta in subgraph.graph.inputs.values()]
         fakes += [_fake(meta, device) for meta in vector_metas(subgraph.scalar_types)]
     run = _Retrace(subgraph, memory.copied, device).run
-    module = trace(run, fakes, mode, exact_decompositions(select_decomp_table()))
+    with traceback.preserve_node_meta():
+        module = trace(run, fakes, mode, exact_decompositions(select_decomp_table()))
     _merge_equal_calls(module)
     use_onednn(module)
     _write_numbers_out(module)
     returned = _write_back(module, subgraph.graph, memory.reuses, mode)
     return Lowered(module, fakes, returned, mode)
+
+
+def position_of(node: torch.fx.Node) -> int | None:
+    """Position in the subgraph of the node that an FX node was traced from; None for what `lower` has added."""
+    return node.meta.get("custom", {}).get(_POSITION)  # type: ignore[no-any-return]
 
 
 class _MinusZero(float):
@@ -160,7 +170,12 @@ class _Retrace(Retrace):
 
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         self._packed: dict[int, Tensor] = {}
+        self._positions = itertools.count()
         return super().run(*inputs)
+
+    def call_node(self, node: Node) -> None:
+        with traceback.annotate({_POSITION: next(self._positions)}):
+            super().call_node(node)
 
     def call(self, node: Node, op: Callable[..., Any], args: list[Any], kwargs: Any) -> Any:
         for position in _CONVOLUTIONS.get(node.op, ()):

@@ -54,7 +54,8 @@ class Service:
     def _answer(self, outcome: Outcome | None) -> None:
         requests, self.requests = self.requests, {}
         for key, (payload, done) in requests.items():
-            built = Outcome(Path(key), facts={"library": "model.so", "returned": []})
+            facts = {"library": "model.so", "returned": [], "kernels": []}
+            built = Outcome(Path(key), facts=facts)
             MODELS[key] = lower(decode(payload).subgraph, "cpu")
             built.facts["returned"] = list(MODELS[key].returned)
             done(outcome or built)

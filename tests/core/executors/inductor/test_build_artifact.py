@@ -85,7 +85,11 @@ def test_what_its_check_approves_is_kept(
     monkeypatch.setattr(Lowerings, "check", lambda self, metas: None)
     found, path = answer(request_, root)
     assert found == ("built", str(path), 0) and path is not None
-    assert Artifacts(root).facts(path) == {"library": "model.so", "returned": [1]}
+    assert Artifacts(root).facts(path) == {
+        "library": "model.so",
+        "returned": [1],
+        "kernels": [],
+    }
 
 
 @pytest.mark.parametrize(
