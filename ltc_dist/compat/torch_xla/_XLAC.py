@@ -8,13 +8,18 @@ import torch
 
 import ltc_core as ltc
 from ltc_core import metrics
+from ltc_core.api.verbs import pending_graph
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_model
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
+from ltc_dist.compat.xla_text import graph_text, shape_text
 from ltc_dist.spmd import sharding_of
 
 __all__ = [
+    "_clear_xla_counters",
+    "_clear_xla_metrics",
+    "_get_executed_fallback_ops",
     "_get_git_revs",
     "_get_graph_hash",
     "_get_xla_sharding_spec",
@@ -22,6 +27,7 @@ __all__ = [
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
+    "_short_xla_metrics_report",
     "_xla_counter_names",
     "_xla_counter_value",
     "_xla_get_all_devices",
@@ -31,6 +37,7 @@ __all__ = [
     "_xla_get_replication_devices_count",
     "_xla_get_tensor_dimension_size",
     "_xla_get_tensor_id",
+    "_xla_increment_counter",
     "_xla_memory_info",
     "_xla_metric_data",
     "_xla_metric_names",
@@ -46,6 +53,11 @@ __all__ = [
     "_xla_wait_device_ops",
 ]
 
+_clear_xla_counters = metrics.clear_counters
+_clear_xla_metrics = metrics.clear_metrics
+_get_executed_fallback_ops = metrics.executed_fallback_ops
+_short_xla_metrics_report = metrics.short_metrics_report
+_xla_increment_counter = metrics.count
 _xla_counter_names = metrics.counter_names
 _xla_counter_value = metrics.counter_value
 _xla_metric_data = metrics.metric_data
@@ -99,7 +111,7 @@ def _xla_sync_multi(
 def _xla_step_marker(
     device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
 ) -> None:
-    ltc.mark_step(wait, device=device)
+    xla_model.mark_step(wait, reset_scope, device=device)
 
 
 def _xla_set_default_device(device: str) -> str:
@@ -158,13 +170,27 @@ def _get_xla_tensors_dot(tensors: Sequence[torch.Tensor]) -> str:
 
 def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
     """Description of a tensor: its device, its value or the pending ops; nothing is run."""
-    pending = ltc.dump_ir([tensor])
-    kind = str(tensor.dtype).removeprefix("torch.")
+    if not xla_model.is_xla_tensor(tensor):
+        return "Not a XLATensor\n"
+    shape, graph = shape_text(tensor), pending_graph([tensor])
+    pending = graph_text(graph, {}, _hardware(tensor)) if graph.nodes else "None\n"
+    data = (
+        "None" if graph.nodes else f"\n  Data Device: {_hardware(tensor)}\n  Data Shape: {shape}"
+    )
     return (
-        f"Tensor id: {id(tensor)}\nDevice: {tensor.device}\nShape: {kind}{list(tensor.shape)}\n"
-        f"IR:\n{pending}\n"
+        f"XLATensor {{\nTensorID: {_xla_get_tensor_id(tensor)}\nDevice: {tensor.device}\nXLA Shape: {shape}\n"
+        f"ShardingSpec: {_get_xla_sharding_spec(tensor) or None}\nIR: {pending}XLAData: {data}\n"
+        "Tensor on host: None\n}\n"
     )
 
 
 def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
-    return ltc.dump_ir(tensors)
+    """The pending graph as torch_xla writes it, with a tensor that has its value as `xla::device_data`."""
+    if not tensors:
+        return "IR {\n}\n"
+    ready = {k: t for k, t in enumerate(tensors) if not pending_graph([t]).outputs}
+    return graph_text(pending_graph(tensors), ready, _hardware(tensors[0]))
+
+
+def _hardware(tensor: torch.Tensor) -> str:
+    return f"{ltc.lazy_device_hw()}:{tensor.device.index}"
