@@ -116,14 +116,15 @@ _FSDP = (
     "torch_xla.distributed.zero_redundancy_optimizer shards the optimizer's state"
 )
 _XRT = "there are no XRT workers; start the script with ltc-launch --nnodes N on each host, or with torchrun"
-_BUILDER = "XLA computations are not built by hand; write the op with PyTorch's own, or as a torch.library.custom_op"
+_BUILDER = (
+    "computations of this package are not built by hand; write the op with PyTorch's own, or with "
+    "torch_xla.core.xla_builder"
+)
 STABLEHLO = "graphs are not exported as StableHLO; ltc_core.dump_ir writes them as text, torch.export exports a model"
 
 # Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
     "lazy_tensor_core.core.lazy_builder": _BUILDER,
-    "torch_xla.core.xla_builder": _BUILDER,
-    "torch_xla.core.xla_op_registry": _BUILDER,
     "torch_xla.distributed.fsdp": _FSDP,
     "torch_xla.distributed.fsdp.state_dict_utils": _FSDP,
     "torch_xla.distributed.fsdp.utils": _FSDP,

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 
 import ltc_core as ltc
-from ltc_core import metrics
+from ltc_core import metrics, source
 from ltc_core.api.verbs import pending_graph
+from ltc_core.errors import DeviceMismatchError
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_model
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
+from ltc_dist.compat.xla_ops import dot_general
 from ltc_dist.compat.xla_text import graph_text, shape_text
 from ltc_dist.spmd import sharding_of
 
@@ -30,6 +32,7 @@ __all__ = [
     "_short_xla_metrics_report",
     "_xla_counter_names",
     "_xla_counter_value",
+    "_xla_dot_general",
     "_xla_get_all_devices",
     "_xla_get_cpu_tensors",
     "_xla_get_default_device",
@@ -75,6 +78,39 @@ def _get_xla_sharding_spec(tensor: torch.Tensor) -> str:
 
 def _xla_metrics_report() -> str:
     return ltc.metrics.metrics_report()
+
+
+def _xla_dot_general(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    dimension_numbers: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
+    precision_config: str | None = None,
+    preferred_element_type: torch.dtype | None = None,
+) -> torch.Tensor:
+    """XLA's DotGeneral.
+
+    Args:
+        dimension_numbers: ((contracting dims of lhs, of rhs), (batch dims of lhs, of rhs)); () for none.
+        preferred_element_type: in which the products are summed; that of the operands by default.
+
+    Raises:
+        DeviceMismatchError: an operand is not on the device.
+    """
+    assert precision_config is None, "_xla_dot_general: precision_config is not supported"
+    for position, t in (("first", lhs), ("second", rhs)):
+        if not xla_model.is_xla_tensor(t):
+            kind = t.type().replace("torch.", "CPU").replace("Tensor", "Type")
+            where = f"({position} argument)"
+            raise DeviceMismatchError(
+                f"Expected input tensor {where} to be an actual XLA tensor. Got: {kind}. Consider moving it {where} "
+                "to XLA.",
+                got=f"{list(t.shape)} on {t.device}",
+                where=source.user_line(),
+                next="t.to('xla')",
+            )
+    if preferred_element_type is not None:
+        lhs, rhs = lhs.to(preferred_element_type), rhs.to(preferred_element_type)
+    return dot_general(lhs, rhs, *dimension_numbers)
 
 
 def _get_git_revs() -> dict[str, str]:
@@ -174,9 +210,7 @@ def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
         return "Not a XLATensor\n"
     shape, graph = shape_text(tensor), pending_graph([tensor])
     pending = graph_text(graph, {}, _hardware(tensor)) if graph.nodes else "None\n"
-    data = (
-        "None" if graph.nodes else f"\n  Data Device: {_hardware(tensor)}\n  Data Shape: {shape}"
-    )
+    data = "None" if graph.nodes else f"\n  Data Device: {_hardware(tensor)}\n  Data Shape: {shape}"
     return (
         f"XLATensor {{\nTensorID: {_xla_get_tensor_id(tensor)}\nDevice: {tensor.device}\nXLA Shape: {shape}\n"
         f"ShardingSpec: {_get_xla_sharding_spec(tensor) or None}\nIR: {pending}XLAData: {data}\n"
