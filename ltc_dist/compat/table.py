@@ -64,6 +64,9 @@ ALIASES: dict[str, str | Served] = {
             "transformer_auto_wrap_policy",
         ),
     ),
+    "torch_xla.distributed.fsdp.utils": Served(
+        f"{_OURS}.torch_xla.distributed.spmd.xla_sharding", ("apply_xla_patch_to_nn_linear",)
+    ),
     "torch_xla.experimental.pjrt_backend": "torch_xla.distributed.xla_backend",
     "torch_xla.experimental.tpu": "torch_xla._internal.tpu",
     "torch_xla.utils.serialization": Served("ltc_dist.serialization"),
@@ -127,7 +130,6 @@ ABSENT: dict[str, str] = {
     "lazy_tensor_core.core.lazy_builder": _BUILDER,
     "torch_xla.distributed.fsdp": _FSDP,
     "torch_xla.distributed.fsdp.state_dict_utils": _FSDP,
-    "torch_xla.distributed.fsdp.utils": _FSDP,
     "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FSDP,
     "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
     "torch_xla.distributed.xla_dist": _XRT,

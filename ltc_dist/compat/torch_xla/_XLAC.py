@@ -15,7 +15,7 @@ from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_model
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
 from ltc_dist.compat.xla_ops import dot_general
-from ltc_dist.compat.xla_text import graph_text, shape_text
+from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text
 from ltc_dist.spmd import sharding_of
 
 __all__ = [
@@ -26,6 +26,8 @@ __all__ = [
     "_get_graph_hash",
     "_get_xla_sharding_spec",
     "_get_xla_tensor_debug_info",
+    "_get_xla_tensor_dimension_size",
+    "_get_xla_tensor_shape_type",
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
@@ -185,6 +187,14 @@ def _xla_get_replication_devices_count() -> int:
 def _xla_get_tensor_dimension_size(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """The size of a dim as an int32 tensor of no dims, on the device of `tensor`. Shapes are known here: no sync."""
     return torch.tensor(tensor.shape[dim], dtype=torch.int32, device=tensor.device)
+
+
+_get_xla_tensor_dimension_size = _xla_get_tensor_dimension_size
+
+
+def _get_xla_tensor_shape_type(tensor: torch.Tensor) -> str:
+    """XLA's name of the dtype: 'f16'."""
+    return KINDS[tensor.dtype]
 
 
 def _xla_get_tensor_id(tensor: torch.Tensor) -> int:
