@@ -109,15 +109,18 @@ def count_ops(names_to_counts: Mapping[str, int]) -> None:
     """
     counts = _local.counts
     for name, n in names_to_counts.items():
-        counts[_op_counters.get(name) or _op_counter(name)] += n
+        counts[_op_counters.get(name) or op_counter(name)] += n
 
 
 _op_counters: dict[str, str] = {}
 
 
-def _op_counter(name: str) -> str:
+def op_counter(name: str) -> str:
+    """Name of the counter of an op."""
     prefix = f"{settings.device_name}::"
     bare = name.removeprefix(prefix).removeprefix(_FALLBACK_PREFIX).partition(".")[0]
+    if settings.compat and not bare.endswith("__"):  # torch_xla counts add_ as xla::add
+        bare = bare.removesuffix("_")
     return _op_counters.setdefault(name, prefix + bare)
 
 
@@ -129,14 +132,21 @@ def _totals() -> dict[str, int]:
         for _, counts in list(_cells):
             for name, value in list(counts.items()):
                 totals[name] += value
-        return totals
+    for _, read in _derived:  # without the lock: it may take that of a trace
+        for name, value in read(totals).items():
+            totals[name] += value
+    return totals
 
 
 def _counters() -> dict[str, int]:
     """Return the counters that are not zero, sorted by name."""
+    totals = _totals()
     with _lock:
-        values = ((name, total - _cleared.get(name, 0)) for name, total in _totals().items())
-        return dict(sorted((name, value) for name, value in values if value))
+        names = {**_cleared, **totals}
+        values = {name: totals.get(name, 0) - _cleared.get(name, 0) for name in names}
+        # Ops that were pending at a clear may never have run.
+        _cleared.update({name: totals.get(name, 0) for name, value in values.items() if value < 0})
+    return dict(sorted((name, value) for name, value in values.items() if value > 0))
 
 
 def counter_names() -> list[str]:
@@ -145,12 +155,29 @@ def counter_names() -> list[str]:
 
 
 def counter_value(name: str) -> int | None:
-    """Return a counter's value, or None if nothing was counted under that name. Cost: 1 us."""
+    """Return a counter's value, or None if nothing was counted under that name. Cost: 1 us if it is not derived."""
+    if any(is_name(name) for is_name, _ in _derived):
+        return _counters().get(name)
     _ = _local.counts  # as in `_totals`
     with _lock:
         _fold_ended_threads()
         total = _ended.get(name, 0) + sum(counts.get(name, 0) for _, counts in list(_cells))
         return total - _cleared.get(name, 0) or None
+
+
+_derived: list[tuple[Callable[[str], bool], Callable[[Mapping[str, int]], Mapping[str, int]]]] = []
+
+
+def register_counters(
+    is_name: Callable[[str], bool], read: Callable[[Mapping[str, int]], Mapping[str, int]]
+) -> None:
+    """Register counters that are computed when they are read.
+
+    Args:
+        is_name: whether a counter is one of them.
+        read: takes the totals of all counters, returns what is added to them.
+    """
+    _derived.append((is_name, read))
 
 
 def executed_fallback_ops() -> list[str]:
@@ -233,12 +260,21 @@ class timer:
 
 
 def _metrics() -> dict[str, Metric]:
-    return {name: ring.snapshot() for name, ring in sorted(_rings.items())}
+    rings = {**_rings, **{name: _rings[of] for name, of in _same.items() if of in _rings}}
+    return {name: ring.snapshot() for name, ring in sorted(rings.items())}
+
+
+_same: dict[str, str] = {}
+
+
+def register_metric(name: str, of: str) -> None:
+    """Give a metric a second name."""
+    _same[name] = of
 
 
 def metric_names() -> list[str]:
     """Return the names of the metrics that have samples, sorted."""
-    return sorted(_rings)
+    return list(_metrics())
 
 
 def metric_data(name: str) -> tuple[int, float, list[tuple[float, float]]] | None:
@@ -277,8 +313,9 @@ def register_sentences(read: Callable[[Mapping[str, int]], list[str]]) -> None:
 
 def clear_counters() -> None:
     """Set every counter to zero."""
+    totals = _totals()
     with _lock:
-        _cleared.update(_totals())
+        _cleared.update(totals)
 
 
 def clear_metrics() -> None:

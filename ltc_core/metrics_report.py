@@ -5,6 +5,7 @@ the one that torch_xla's tools parse (`debug/metrics_compare_utils.py`). `metric
 calls this module.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -159,7 +160,9 @@ def _causes(counters: Mapping[str, int]) -> Iterable[str]:
 
 
 def _times(metrics: Mapping[str, Metric]) -> Iterable[str]:
-    seconds = {name: metric.accumulator / 1e9 for name, metric in metrics.items()}
+    seconds: dict[str, float] = defaultdict(float)
+    for name, metric in metrics.items():
+        seconds[name.replace("EagerOp", "")] += metric.accumulator / 1e9
     loop = list(_loop(seconds))
     parts = []
     for words, names in _OTHER_TIMES if loop else _TIMES:

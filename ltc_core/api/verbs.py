@@ -318,6 +318,11 @@ def dump_ir(tensors: Sequence[torch.Tensor], fmt: str = "text", device: DeviceLi
 
     Under LTC_IR_DEBUG each node shows the user's line. Source: `torch._lazy.debug.dump_ir`.
     """
+    return graph_text(pending_graph(tensors, device), fmt, lines=settings.ir_debug)
+
+
+def pending_graph(tensors: Sequence[torch.Tensor], device: DeviceLike = None) -> Graph:
+    """The graph that tensors come from; those with a value are no outputs of it. Nothing is run."""
     lazy = [t for t in _listed(tensors) if type(t) is LazyTensor]
     trace = lazy[0]._h.trace if lazy else context(_index(device)).trace
     with trace.lock:
@@ -326,5 +331,4 @@ def dump_ir(tensors: Sequence[torch.Tensor], fmt: str = "text", device: DeviceLi
         path = trace.path(trace.cursor)
         metas = {index: meta for s in path for index, meta in s.inputs}
         nodes = prune([s.node for s in path if s.node is not None], outputs)
-        graph = Graph(nodes, metas, tuple(outputs))
-    return graph_text(graph, fmt, lines=settings.ir_debug)
+    return Graph(nodes, metas, tuple(outputs))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ltc_core import errors, source
+from ltc_core import errors, metrics, source
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.ops import cpu_draws
 from ltc_core.ops.composites import RULE_MAKERS, RULES
@@ -59,6 +59,30 @@ _MAY_BE_ON_CPU: dict[str, frozenset[int]] = {
     ),
     "_ctc_loss": frozenset({1, 2, 3}),
     "_ctc_loss_backward": frozenset({2, 3, 4}),
+}
+# Position of the class labels.
+_LABELS = {
+    "nll_loss_forward": 1,
+    "nll_loss_backward": 2,
+    "nll_loss2d_forward": 1,
+    "nll_loss2d_backward": 2,
+}
+# Further ones that torch_xla uploads: scripts for it get that, counted as CpuOperand.
+_BINARY = (
+    "add",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "div",
+    "fmod",
+    "mul",
+    "pow",
+    "rsub",
+    "sub",
+)
+_MAY_BE_ON_CPU_FOR_TORCH_XLA: dict[str, frozenset[int]] = {
+    **dict.fromkeys(("__lshift__", "__rshift__", *_BINARY), frozenset({0, 1})),
+    **dict.fromkeys((f"{name}_" for name in _BINARY), frozenset({1})),
 }
 
 
@@ -140,7 +164,26 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if schema.draws and cpu_draws.are_chosen():
         return cpu_draws.draw_at_once(schema, record)
     add_op(op, schema)
+    if schema.name in _LABELS and _serves_torch_xla():
+        return _with_labels_of_any_dtype(_LABELS[schema.name], record)
     return record
+
+
+def _serves_torch_xla() -> bool:
+    return settings.compat and settings.device_name == "xla"
+
+
+def _with_labels_of_any_dtype(position: int, record: Handler) -> Handler:
+    """Take class labels as floats, as torch_xla does, which compares them with the classes."""
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        labels = args[position]
+        if labels.dtype.is_floating_point:
+            labels = torch.ops.aten._to_copy.default(labels, dtype=torch.int64)
+            args = (*args[:position], labels, *args[position + 1 :])
+        return record(args, kwargs)
+
+    return handle
 
 
 def _on_real_values(schema: OpSchema) -> Handler:
@@ -217,8 +260,11 @@ class _Mover:
             return [self.argument(i, position) for i in item]
         if not isinstance(item, torch.Tensor) or type(item) is LazyTensor:
             return item
-        may_be = position in _MAY_BE_ON_CPU.get(self._schema.name, ())
-        if item.device.type != "cpu" or (item.dim() > 0 and not may_be):
+        may_be = item.dim() == 0 or position in _MAY_BE_ON_CPU.get(self._schema.name, ())
+        if not may_be and _serves_torch_xla():
+            may_be = position in _MAY_BE_ON_CPU_FOR_TORCH_XLA.get(self._schema.name, ())
+            metrics.count("CpuOperand", int(may_be))
+        if item.device.type != "cpu" or not may_be:
             raise errors.DeviceMismatchError(
                 f"Input tensor is not {_A_TENSOR}: {_type_name(item)}",
                 got=f"{list(item.shape)} on {item.device} among the operands of {self._schema.op} on {self._device}",

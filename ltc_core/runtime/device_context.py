@@ -484,6 +484,7 @@ class DeviceContext:
                 seen.note(step=self._num_steps, bytes=num_bytes, tensors=len(tensors), line=line)
             placed = self.executor.upload_all(tensors)
         metrics.observe("OutboundData", num_bytes)
+        metrics.count("CreateDataHandles", len(tensors))
         sizes = map(self.executor.nbytes, metas)
         return [
             Value.of(Buffer.ready(self.memory, data, nbytes))

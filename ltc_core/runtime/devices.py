@@ -19,6 +19,7 @@ from ltc_core import errors, metrics, source
 from ltc_core.device import register
 from ltc_core.graph.ir import TensorMeta, contiguous_stride
 from ltc_core.graph.lens import apply_lens
+from ltc_core.graph.passes import count_ops
 from ltc_core.report import recording
 from ltc_core.runtime import fork_gate
 from ltc_core.runtime.device_context import DeviceContext, forget_jobs
@@ -94,6 +95,17 @@ def at_first_use(call: Callable[[], None]) -> None:
 def contexts() -> list[DeviceContext]:
     """List the devices used so far."""
     return [_contexts[i] for i in sorted(_contexts)]
+
+
+def count_pending_ops() -> dict[str, int]:
+    """Count the ops that are recorded and not cut, on all devices, by ATen name. Cost: a walk over them."""
+    nodes = []
+    for ctx in contexts():
+        with ctx.trace.lock:
+            nodes += [
+                step.node for step in ctx.trace.path(ctx.trace.cursor) if step.node is not None
+            ]
+    return count_ops(nodes)
 
 
 def context_of(handle: Handle) -> DeviceContext:

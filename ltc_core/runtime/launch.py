@@ -21,6 +21,7 @@ from ltc_core.graph.ir import Graph, Node, TensorMeta, references
 from ltc_core.program.failure import NodeFailure
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.worker import Job
+from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer, MemoryCounter
 from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import slices
@@ -170,7 +171,7 @@ class Launch(Job):
             buffer.set(result)
         elapsed_ns = time.perf_counter_ns() - self._started_ns
         self._compiled.placement.note_run(self._cost_ns + last_cost_ns, elapsed_ns)
-        metrics.observe("ExecuteTime", elapsed_ns)
+        metrics.observe("EagerOpExecuteTime" if settings.eager else "ExecuteTime", elapsed_ns)
 
     def fail(self, failure: BaseException) -> None:
         """Give the outputs what is left after a failure, and keep its error."""

@@ -155,8 +155,10 @@ class ProgramCache:
             check(graph)
         slots = tuple(k for k, (index, _, _) in enumerate(cut.inputs) if index in read)
         program = self.executor.compile(graph)
-        metrics.observe("CompileTime", time.perf_counter_ns() - started)
+        metric = "EagerOpCompileTime" if settings.eager else "CompileTime"
+        metrics.observe(metric, time.perf_counter_ns() - started)
         metrics.observe("TensorsGraphSize", len(kept))
+        metrics.observe("InputOutputAliasCount", len(program.reuses))
         return CompiledGraph(graph, program, slots, self._outputs(graph, program), count_ops(nodes))
 
     def _outputs(self, graph: Graph, program: Program) -> tuple[tuple[int, int], ...]:

@@ -64,6 +64,9 @@ ALIASES: dict[str, str | Served] = {
             "transformer_auto_wrap_policy",
         ),
     ),
+    "torch_xla.distributed.fsdp.utils": Served(
+        f"{_OURS}.torch_xla.distributed.spmd.xla_sharding", ("apply_xla_patch_to_nn_linear",)
+    ),
     "torch_xla.experimental.pjrt_backend": "torch_xla.distributed.xla_backend",
     "torch_xla.experimental.tpu": "torch_xla._internal.tpu",
     "torch_xla.utils.serialization": Served("ltc_dist.serialization"),
@@ -116,17 +119,17 @@ _FSDP = (
     "torch_xla.distributed.zero_redundancy_optimizer shards the optimizer's state"
 )
 _XRT = "there are no XRT workers; start the script with ltc-launch --nnodes N on each host, or with torchrun"
-_BUILDER = "XLA computations are not built by hand; write the op with PyTorch's own, or as a torch.library.custom_op"
+_BUILDER = (
+    "computations of this package are not built by hand; write the op with PyTorch's own, or with "
+    "torch_xla.core.xla_builder"
+)
 STABLEHLO = "graphs are not exported as StableHLO; ltc_core.dump_ir writes them as text, torch.export exports a model"
 
 # Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
     "lazy_tensor_core.core.lazy_builder": _BUILDER,
-    "torch_xla.core.xla_builder": _BUILDER,
-    "torch_xla.core.xla_op_registry": _BUILDER,
     "torch_xla.distributed.fsdp": _FSDP,
     "torch_xla.distributed.fsdp.state_dict_utils": _FSDP,
-    "torch_xla.distributed.fsdp.utils": _FSDP,
     "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FSDP,
     "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
     "torch_xla.distributed.xla_dist": _XRT,

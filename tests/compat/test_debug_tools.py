@@ -44,7 +44,7 @@ for step, x in enumerate(pl.MpDeviceLoader(data, "xla")):
     with xp.StepTrace("train_step", step_num=step):
         with xp.Trace("forward"):
             loss = loss_of(x)
-            torch_xla.sync()
+            torch_xla.sync(reset_scope=False)
         loss.backward()
 xp.stop_trace()
 with pytest.raises(RuntimeError, match="No profile started"):
@@ -197,3 +197,30 @@ done = subprocess.run([*compare, "b", "c", "--rtol", "1e-3", "--max_diffs", "1"]
 assert done.returncode == 1 and done.stderr.count("aborting after 1 differences") >= 1, done.stderr
 """
     run(tmp_path, code, is_served=False)
+
+
+def test_no_step_ends_inside_of_a_trace(tmp_path: Path) -> None:
+    code = """
+import pytest, torch, torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.debug.profiler as xp
+
+x = torch.ones(2, device=torch_xla.device())
+with pytest.raises(RuntimeError, match=r"(?s)Expecting scope to be empty but it is conv1.1.*reset_scope=False"):
+    with xp.Trace("conv1"):
+        x += 1
+        torch_xla.sync()
+assert met.counter_value("MarkStep") == 1 and x.tolist() == [2, 2]
+xm.mark_step()  # the scope is closed
+with pytest.raises(RuntimeError, match=r"scope to be empty but it is outer.1/inner.2 "):
+    with xp.Trace("outer"):
+        with xp.Trace("inner"):
+            torch_xla.sync(reset_scope=False)
+        xp.trace_me("inner")(xm.mark_step)()
+xm.mark_step()
+with xp.StepTrace("step"):
+    x += 1
+assert met.counter_value("MarkStep") == 6
+"""
+    run(tmp_path, code)

@@ -187,11 +187,21 @@ from torch_xla import _XLAC
 xr.initialize_cache("programs", readonly=True)
 x = torch.ones(2, 3, device="xla") + 1
 text = _XLAC._get_xla_tensor_debug_info(x)
-assert "Device: xla:0" in text and "Shape: float32[2, 3]" in text and "aten.add" in text
-assert "aten.add" in _XLAC._get_xla_tensors_text([x]) and "digraph" in _XLAC._get_xla_tensors_dot([x])
+assert "Device: xla:0" in text and "XLA Shape: f32[2,3]" in text and "aten::add" in text and "XLAData: None" in text
+assert "aten::add" in _XLAC._get_xla_tensors_text([x]) and "digraph" in _XLAC._get_xla_tensors_dot([x])
 assert _XLAC._get_graph_hash([x]) == _XLAC._get_graph_hash([torch.ones(2, 3, device="xla") + 1])
 _XLAC._xla_sync_multi([x], [])
-assert "aten.add" not in _XLAC._get_xla_tensor_debug_info(x)
+text = _XLAC._get_xla_tensor_debug_info(x)
+assert "IR: None" in text and "Data Shape: f32[2,3]" in text and "XLAData: None" not in text
+assert _XLAC._get_xla_tensor_debug_info(torch.ones(2)).strip() == "Not a XLATensor"
+x2 = torch.ones(4, 2, dtype=torch.bfloat16).to("xla")
+assert _XLAC._get_xla_tensors_text([(x2 * 3).sum(), x2]).splitlines() == [
+    "IR {{",
+    "  %0 = bf16[4,2]{{1,0}} xla::device_data(), device=CPU:0, ROOT=1",
+    "  %1 = bf16[4,2]{{1,0}} aten::mul(%0)",
+    "  %2 = bf16[] aten::sum(%1), ROOT=0",
+    "}}",
+]
 assert _XLAC._xla_get_cpu_tensors([x])[0].tolist() == [[2] * 3] * 2
 assert _XLAC._xla_get_tensor_id(x) == _XLAC._xla_get_tensor_id(x.view(-1)) != _XLAC._xla_get_tensor_id(x + 0)
 size = _XLAC._xla_get_tensor_dimension_size(x, 1)
@@ -216,7 +226,7 @@ assert tpu.num_available_devices() == older.num_available_devices() == 2 and tpu
 assert xm._maybe_convert_to_cpu({{"a": (x, 1)}})["a"][0].device.type == "cpu"
 assert xm._maybe_convert_to_cpu(x, convert=False) is x
 with pytest.raises(RuntimeError, match="Input tensor is not an XLA tensor: torch.FloatTensor"):
-    x + torch.ones(2, 3)
+    x @ torch.ones(3, 2)
 assert _XLAC._xla_num_devices() == 2 and _XLAC._xla_real_devices() == ["CPU:0", "CPU:1"]
 assert _XLAC._xla_counter_value("MarkStep") is None and _XLAC._xla_memory_info("xla:0")["bytes_limit"] > 0
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP

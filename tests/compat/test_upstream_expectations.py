@@ -153,3 +153,32 @@ chosen, count = xf.nms(boxes[:0], scores[:0], 0.0, 0.5, 0)
 assert chosen.tolist() == [] and count.item() == 0
 """
     run(tmp_path, code)
+
+
+def test_class_labels_may_be_floats(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+F = torch.nn.functional
+for shape, labels in ((5, 4), torch.tensor([0, 3, 1, 2, 2])), ((2, 4, 3, 3), torch.arange(18).reshape(2, 3, 3) % 4):
+    x = torch.randn(shape, requires_grad=True)
+    y = x.detach().to(device).requires_grad_()
+    wanted = F.cross_entropy(x, labels)
+    found = F.cross_entropy(y, labels.float().to(device))
+    wanted.backward()
+    found.backward()
+    torch.testing.assert_close([found.cpu(), y.grad.cpu()], [wanted.detach(), x.grad], check_stride=False)
+"""
+    run(tmp_path, code)
+
+
+def test_elements_are_repeated_to_a_length(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+import torch_xla.debug.metrics as met
+from torch_xla.experimental.custom_kernel import repeat_with_fixed_output_size as repeat
+x, repeats = torch.randn(6), torch.tensor([0, 2, 1, 0, 3, 0])
+plain = torch.repeat_interleave(x, repeats)
+results = [repeat(x.to(device), repeats.to(device), n) for n in (4, 6, 8)]
+assert not met.executed_fallback_ops() and met.counter_value("ExecuteComputation") is None
+extended = [*plain.tolist(), x[5].item(), x[5].item()]
+assert [r.tolist() for r in results] == [plain[:4].tolist(), plain.tolist(), extended]
+"""
+    run(tmp_path, code)

@@ -7,23 +7,34 @@ from collections.abc import Sequence
 import torch
 
 import ltc_core as ltc
-from ltc_core import metrics
+from ltc_core import metrics, source
+from ltc_core.api.verbs import pending_graph
+from ltc_core.errors import DeviceMismatchError
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_model
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
+from ltc_dist.compat.xla_ops import dot_general
+from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text
 from ltc_dist.spmd import sharding_of
 
 __all__ = [
+    "_clear_xla_counters",
+    "_clear_xla_metrics",
+    "_get_executed_fallback_ops",
     "_get_git_revs",
     "_get_graph_hash",
     "_get_xla_sharding_spec",
     "_get_xla_tensor_debug_info",
+    "_get_xla_tensor_dimension_size",
+    "_get_xla_tensor_shape_type",
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
+    "_short_xla_metrics_report",
     "_xla_counter_names",
     "_xla_counter_value",
+    "_xla_dot_general",
     "_xla_get_all_devices",
     "_xla_get_cpu_tensors",
     "_xla_get_default_device",
@@ -31,6 +42,7 @@ __all__ = [
     "_xla_get_replication_devices_count",
     "_xla_get_tensor_dimension_size",
     "_xla_get_tensor_id",
+    "_xla_increment_counter",
     "_xla_memory_info",
     "_xla_metric_data",
     "_xla_metric_names",
@@ -46,6 +58,11 @@ __all__ = [
     "_xla_wait_device_ops",
 ]
 
+_clear_xla_counters = metrics.clear_counters
+_clear_xla_metrics = metrics.clear_metrics
+_get_executed_fallback_ops = metrics.executed_fallback_ops
+_short_xla_metrics_report = metrics.short_metrics_report
+_xla_increment_counter = metrics.count
 _xla_counter_names = metrics.counter_names
 _xla_counter_value = metrics.counter_value
 _xla_metric_data = metrics.metric_data
@@ -63,6 +80,39 @@ def _get_xla_sharding_spec(tensor: torch.Tensor) -> str:
 
 def _xla_metrics_report() -> str:
     return ltc.metrics.metrics_report()
+
+
+def _xla_dot_general(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    dimension_numbers: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
+    precision_config: str | None = None,
+    preferred_element_type: torch.dtype | None = None,
+) -> torch.Tensor:
+    """XLA's DotGeneral.
+
+    Args:
+        dimension_numbers: ((contracting dims of lhs, of rhs), (batch dims of lhs, of rhs)); () for none.
+        preferred_element_type: in which the products are summed; that of the operands by default.
+
+    Raises:
+        DeviceMismatchError: an operand is not on the device.
+    """
+    assert precision_config is None, "_xla_dot_general: precision_config is not supported"
+    for position, t in (("first", lhs), ("second", rhs)):
+        if not xla_model.is_xla_tensor(t):
+            kind = t.type().replace("torch.", "CPU").replace("Tensor", "Type")
+            where = f"({position} argument)"
+            raise DeviceMismatchError(
+                f"Expected input tensor {where} to be an actual XLA tensor. Got: {kind}. Consider moving it {where} "
+                "to XLA.",
+                got=f"{list(t.shape)} on {t.device}",
+                where=source.user_line(),
+                next="t.to('xla')",
+            )
+    if preferred_element_type is not None:
+        lhs, rhs = lhs.to(preferred_element_type), rhs.to(preferred_element_type)
+    return dot_general(lhs, rhs, *dimension_numbers)
 
 
 def _get_git_revs() -> dict[str, str]:
@@ -99,7 +149,7 @@ def _xla_sync_multi(
 def _xla_step_marker(
     device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
 ) -> None:
-    ltc.mark_step(wait, device=device)
+    xla_model.mark_step(wait, reset_scope, device=device)
 
 
 def _xla_set_default_device(device: str) -> str:
@@ -139,6 +189,14 @@ def _xla_get_tensor_dimension_size(tensor: torch.Tensor, dim: int) -> torch.Tens
     return torch.tensor(tensor.shape[dim], dtype=torch.int32, device=tensor.device)
 
 
+_get_xla_tensor_dimension_size = _xla_get_tensor_dimension_size
+
+
+def _get_xla_tensor_shape_type(tensor: torch.Tensor) -> str:
+    """XLA's name of the dtype: 'f16'."""
+    return KINDS[tensor.dtype]
+
+
 def _xla_get_tensor_id(tensor: torch.Tensor) -> int:
     """A number for the tensor's memory: tensors that share memory have one, as tied weights have there."""
     return tensor.untyped_storage().data_ptr()
@@ -158,13 +216,25 @@ def _get_xla_tensors_dot(tensors: Sequence[torch.Tensor]) -> str:
 
 def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
     """Description of a tensor: its device, its value or the pending ops; nothing is run."""
-    pending = ltc.dump_ir([tensor])
-    kind = str(tensor.dtype).removeprefix("torch.")
+    if not xla_model.is_xla_tensor(tensor):
+        return "Not a XLATensor\n"
+    shape, graph = shape_text(tensor), pending_graph([tensor])
+    pending = graph_text(graph, {}, _hardware(tensor)) if graph.nodes else "None\n"
+    data = "None" if graph.nodes else f"\n  Data Device: {_hardware(tensor)}\n  Data Shape: {shape}"
     return (
-        f"Tensor id: {id(tensor)}\nDevice: {tensor.device}\nShape: {kind}{list(tensor.shape)}\n"
-        f"IR:\n{pending}\n"
+        f"XLATensor {{\nTensorID: {_xla_get_tensor_id(tensor)}\nDevice: {tensor.device}\nXLA Shape: {shape}\n"
+        f"ShardingSpec: {_get_xla_sharding_spec(tensor) or None}\nIR: {pending}XLAData: {data}\n"
+        "Tensor on host: None\n}\n"
     )
 
 
 def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
-    return ltc.dump_ir(tensors)
+    """The pending graph as torch_xla writes it, with a tensor that has its value as `xla::device_data`."""
+    if not tensors:
+        return "IR {\n}\n"
+    ready = {k: t for k, t in enumerate(tensors) if not pending_graph([t]).outputs}
+    return graph_text(pending_graph(tensors), ready, _hardware(tensors[0]))
+
+
+def _hardware(tensor: torch.Tensor) -> str:
+    return f"{ltc.lazy_device_hw()}:{tensor.device.index}"

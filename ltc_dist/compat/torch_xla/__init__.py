@@ -59,8 +59,8 @@ def device_count() -> int:
 
 
 def sync(wait: bool = False, reset_scope: bool = True) -> None:
-    """End the step; see `ltc_core.mark_step`."""
-    ltc.mark_step(wait)
+    """End the step; see `xm.mark_step`."""
+    xla_model.mark_step(wait, reset_scope)
 
 
 def manual_seed(seed: int, device: DeviceLike = None) -> None:

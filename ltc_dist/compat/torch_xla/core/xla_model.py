@@ -15,7 +15,7 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist as ltd
-from ltc_core import add_step_closure, fork_rng, get_memory_info, mark_step, unlazy, wait_device_ops
+from ltc_core import add_step_closure, fork_rng, get_memory_info, unlazy, wait_device_ops
 from ltc_core.api.closures import run_step_closures
 from ltc_core.api.verbs import DeviceLike
 from ltc_core.record import random_state
@@ -47,6 +47,7 @@ from ltc_dist.collectives.ops import (
     REDUCE_SUM,
 )
 from ltc_dist.collectives.process_group import Groups
+from ltc_dist.compat import scopes
 from ltc_dist.compat.absent import Absent
 from ltc_dist.compat.table import STABLEHLO
 from ltc_dist.compat.torch_xla.runtime import xla_device
@@ -121,6 +122,21 @@ _CHANNELS = "there are no channels between devices; use xm.collective_permute, o
 get_stablehlo = Absent("xm.get_stablehlo", STABLEHLO)
 get_stablehlo_bytecode = Absent("xm.get_stablehlo_bytecode", STABLEHLO)
 recv, send = Absent("xm.recv", _CHANNELS), Absent("xm.send", _CHANNELS)
+
+
+def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLike = None) -> None:
+    """End the step; see `ltc_core.mark_step`.
+
+    Args:
+        reset_scope: refuse to end it inside of an open `xp.Trace`.
+
+    Raises:
+        ProfilerError: such a scope is open. The step has ended.
+    """
+    ltc.mark_step(wait, device=device)
+    if reset_scope:
+        scopes.check_none_is_open()
+
 
 # -- devices -------------------------------------------------------------------------------------
 

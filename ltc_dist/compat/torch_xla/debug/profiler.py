@@ -1,18 +1,23 @@
 """`xp`: `torch_xla.debug.profiler`, over `ltc_core.profiler`. Traces are made in the process itself; no port is opened.
 
-`torch_xla.sync()` inside an open `Trace` is an error there, and harmless here: a scope belongs to no graph.
+As there, `torch_xla.sync()` inside an open `Trace` is an error.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
 
 import ltc_core.profiler
 import ltc_dist as ltd
-from ltc_core.profiler import ProfilerError, StepTrace, Trace, start_trace, stop_trace, trace_me
+from ltc_core.profiler import Function, ProfilerError, start_trace, stop_trace
+from ltc_dist.compat import scopes
 
 __all__ = [
     "ProfilerServer",
@@ -27,6 +32,42 @@ __all__ = [
 ]
 
 _told = False
+
+
+class Trace(ltc_core.profiler.Trace):
+    """A named scope of a trace, as a `with` block; see `ltc_core.profiler.Trace`. No step ends inside of it."""
+
+    def __enter__(self) -> Self:
+        scopes.open_scope(self.name)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        scopes.close_scope()
+        super().__exit__(kind, error, traceback)
+
+
+class StepTrace(Trace, ltc_core.profiler.StepTrace):
+    """A scope of one step: its end calls `torch_xla.sync`."""
+
+
+def trace_me(scope: str) -> Callable[[Function], Function]:
+    """Make each call of a function a `Trace` of that name."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with Trace(scope):
+                return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 class ProfilerServer:

@@ -22,6 +22,7 @@ __all__ = [
     "paged_attention",
     "quantized_matmul_int8",
     "ragged_paged_attention",
+    "repeat_with_fixed_output_size",
     "tgmm",
     "trace_pallas",
 ]
@@ -128,3 +129,18 @@ class FlashAttention:
             partition_spec=partition_spec,
             mesh=mesh,
         )
+
+
+def repeat_with_fixed_output_size(
+    input: torch.Tensor, repeats: torch.Tensor, total_repeat_length: int
+) -> torch.Tensor:
+    """`torch.repeat_interleave`, cut off or filled with the last element to a length; nothing is waited for.
+
+    Args:
+        input: one dim.
+        repeats: of each element, one dim.
+    """
+    assert input.dim() == repeats.dim() == 1
+    places = torch.arange(total_repeat_length, device=input.device)
+    elements = torch.searchsorted(repeats.cumsum(0), places, right=True)
+    return input[elements.clamp(max=len(input) - 1)]

@@ -1,0 +1,70 @@
+"""Pending graphs as torch_xla writes them: `%0 = f32[4,2]{1,0} xla::device_data(), device=CPU:0`.
+
+In: a `Graph` and the tensors that were asked for. Out: text for `_XLAC._get_xla_tensors_text`; tools search it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ltc_core.graph.ir import Graph, TensorMeta, references
+
+__all__ = ["KINDS", "graph_text", "shape_text"]
+
+# XLA's names of dtypes.
+KINDS = {
+    torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.bool: "pred",
+    torch.uint8: "u8", torch.uint16: "u16", torch.uint32: "u32", torch.uint64: "u64", torch.int8: "s8",
+    torch.int16: "s16", torch.int32: "s32", torch.int64: "s64", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def shape_text(meta: TensorMeta | torch.Tensor) -> str:
+    """A shape without its layout: 'f32[4,2]'."""
+    size = meta.size if isinstance(meta, TensorMeta) else meta.shape
+    kind = KINDS.get(meta.dtype) or str(meta.dtype).removeprefix("torch.")
+    return f"{kind}[{','.join(map(str, size))}]"
+
+
+def graph_text(graph: Graph, ready: Mapping[int, torch.Tensor], device: str) -> str:
+    """The nodes of a graph, in the order in which they were recorded.
+
+    Args:
+        ready: those of the tensors that have values: no node of the graph makes them. The others are its outputs.
+        device: where the inputs are, as 'CPU:0'.
+    """
+    roots = [k for k in range(len(graph.outputs) + len(ready)) if k not in ready]
+    root_of = {number: f", ROOT={k}" for number, k in zip(graph.outputs, roots, strict=True)}
+    rows: list[str] = []
+    shown: dict[int, str] = {}
+    reads = {number for node in graph.nodes for number in references(node)} | set(graph.outputs)
+    data = f"xla::device_data(), device={device}"
+    for number, meta in graph.inputs.items():
+        if number in reads:
+            shown[number] = f"%{len(rows)}"
+            rows.append(f"{_shaped(meta)} {data}{root_of.get(number, '')}")
+    rows += [f"{shape_text(t)}{_layout(t.dim())} {data}, ROOT={k}" for k, t in ready.items()]
+    for node in graph.nodes:
+        outs = {node.first + k: meta for k, meta in enumerate(node.outs) if meta is not None}
+        here = f"%{len(rows)}"
+        shown |= {n: here if len(outs) == 1 else f"{here}.{k}" for k, n in enumerate(outs)}
+        name = str(node.op).replace(".", "::", 1).partition(".")[0]
+        operands = ", ".join(shown[number] for number in references(node))
+        root = "".join(root_of.get(number, "") for number in outs)
+        rows.append(f"{_results(outs)} {name}({operands}){root}")
+    return "\n".join(["IR {", *(f"  %{k} = {row}" for k, row in enumerate(rows)), "}", ""])
+
+
+def _results(outs: Mapping[int, TensorMeta]) -> str:
+    shapes = [_shaped(meta) for meta in outs.values()]
+    return shapes[0] if len(shapes) == 1 else f"({', '.join(shapes)})"
+
+
+def _shaped(meta: TensorMeta) -> str:
+    return f"{shape_text(meta)}{_layout(len(meta.size))}"
+
+
+def _layout(num_dims: int) -> str:
+    return f"{{{','.join(map(str, reversed(range(num_dims))))}}}" if num_dims else ""
