@@ -25,7 +25,7 @@ from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import fork_gate
 from ltc_core.runtime.found_steps import FoundSteps
-from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork
+from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork, note_run
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
 from ltc_core.runtime.unbounded_loop import LoopWatch
@@ -281,8 +281,7 @@ class DeviceContext:
         for buffer, result in zip(outputs, results, strict=True):
             buffer.set(result)
         elapsed_ns = time.perf_counter_ns() - started_ns
-        compiled.placement.note_run(time.thread_time_ns() - started_cpu_ns, elapsed_ns)
-        metrics.observe("ExecuteTime", elapsed_ns)
+        note_run(compiled, time.thread_time_ns() - started_cpu_ns, elapsed_ns)
         metrics.observe("ExecuteHere", elapsed_ns)
 
     def _new_launch(

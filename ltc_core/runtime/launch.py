@@ -27,7 +27,7 @@ from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import slices
 from ltc_core.timeline.slices import Slice
 
-__all__ = ["Failure", "Launch", "lost_at_a_fork"]
+__all__ = ["Failure", "Launch", "lost_at_a_fork", "note_run"]
 
 
 class Failure(NamedTuple):
@@ -170,8 +170,7 @@ class Launch(Job):
         for buffer, result in zip(self._take_outputs(), results, strict=True):
             buffer.set(result)
         elapsed_ns = time.perf_counter_ns() - self._started_ns
-        self._compiled.placement.note_run(self._cost_ns + last_cost_ns, elapsed_ns)
-        metrics.observe("EagerOpExecuteTime" if settings.eager else "ExecuteTime", elapsed_ns)
+        note_run(self._compiled, self._cost_ns + last_cost_ns, elapsed_ns)
 
     def fail(self, failure: BaseException) -> None:
         """Give the outputs what is left after a failure, and keep its error."""
@@ -238,6 +237,12 @@ class Launch(Job):
         """The output buffers; the launch no longer keeps them alive."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+
+def note_run(compiled: CompiledGraph, cost_ns: int, elapsed_ns: int) -> None:
+    """Count a run that took so much time of the processor, and so much time."""
+    compiled.placement.note_run(cost_ns, elapsed_ns)
+    metrics.observe("EagerOpExecuteTime" if settings.eager else "ExecuteTime", elapsed_ns)
 
 
 def lost_at_a_fork(device: torch.device) -> errors.LtcError:

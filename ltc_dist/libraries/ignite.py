@@ -1,6 +1,6 @@
-"""ignite: `idist.device()` is the device of this process, with one process and in a job of gloo.
+"""ignite: `device` of its `distributed` is the device of this process, with one process and in a job of gloo.
 
-`idist.auto_model`, `auto_optim`, `auto_dataloader` and the collectives of `idist` follow from it. Processes are joined
+What ignite derives from it follows: models, optimizers, loaders, collectives, metrics. Processes are joined
 by PyTorch's process group, so a model of several processes is wrapped in DistributedDataParallel.
 """
 
