@@ -87,7 +87,7 @@ def run(spec: Spec, fork: Early | None = None) -> int:
     if spec.watch and not is_terminal:
         _tell("--watch shows nothing: the output goes to no terminal. Next: python -m ltc_core.top")
     is_viewed = is_terminal and spec.watch
-    is_counted = is_terminal and spec.nprocs > 1 and not is_viewed
+    is_counted = is_terminal and spec.nprocs * spec.nnodes > 1 and not is_viewed
     with temporary.directory() as own:
         log_dir = os.path.abspath(spec.log_dir) if spec.log_dir else own
         os.makedirs(log_dir, mode=0o700, exist_ok=True)
@@ -101,14 +101,15 @@ def run(spec: Spec, fork: Early | None = None) -> int:
             # Of the processes: they publish their states beside the beats, where ltc_core.top looks, too.
             os.environ["LTC_WATCH"] = beats
         if is_viewed:
-            line = status.shown(status.live_view(beats))
+            line = status.shown(status.live_view(beats, rendezvous.awaited))
         elif is_counted:
-            line = status.shown(status.line_of_steps(partial(heartbeat.steps, beats)))
+            steps = partial(heartbeat.steps, beats)
+            line = status.shown(status.line_of_steps(steps, rendezvous.awaited))
         agent = None
         try:
             _end_when_told()  # also while this host waits for the others
-            agent = Agent(spec, log_dir, beats, zygote)
             with line:
+                agent = Agent(spec, log_dir, beats, zygote)
                 result = agent.run()
             if result.is_failed():
                 agent.leave()

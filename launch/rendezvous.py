@@ -39,7 +39,7 @@ from ltc_dist.job.store import LOOPBACK, address_towards, is_loopback, serve_sto
 from .lease import Lease, Leases
 from .spec import Spec
 
-__all__ = ["DynamicRendezvous", "LoopbackRendezvous", "StaticRendezvous", "handler"]
+__all__ = ["DynamicRendezvous", "LoopbackRendezvous", "StaticRendezvous", "awaited", "handler"]
 
 _JOIN_S = 900.0  # how long to wait for other hosts
 _LOOK_S = 0.1
@@ -136,10 +136,10 @@ class Endpoint:
 
     def _await_store(self) -> None:
         """Wait until the first host serves the store. Unlike a wait within PyTorch, Ctrl-C ends this one at once."""
-        waits = _Waiting()
-        while not self.is_served():
-            waits.look(f"the first host, which is to listen at {self._host}:{self._port}")
-            time.sleep(_LOOK_S)
+        with _Waiting() as waits:
+            while not self.is_served():
+                waits.look(f"the first host, which is to listen at {self._host}:{self._port}")
+                time.sleep(_LOOK_S)
 
     def _serve(self, port: int, must: bool) -> None:
         """Serve the store, if the endpoint is an address of this host and no other process serves it."""
@@ -203,26 +203,26 @@ class StaticRendezvous(RendezvousHandler):
 
     def _await_begin(self) -> dict[str, Any]:
         """Come to the next attempt that has not begun, and wait until it begins with this launcher."""
-        waits = _Waiting()
         self._come()
-        while True:
-            told = protocol.BEGUN.heard(self._endpoint.store, attempt=self._attempt)
-            if told:
-                begun: dict[str, Any] = json.loads(told)
-                if begun["launchers"][self._rank] == self._lease.token:
-                    return begun
-                self._come()  # it began with an earlier launcher of this host
-                continue
-            missing = [k for k in range(self._size) if not self._is_there(self._attempt, k)]
-            if self._rank == 0 and not missing:
-                self._begin()
-                continue
-            gone = [k for k in missing if self._has_ended(k)]
-            if gone:
-                raise RendezvousClosedError(f"host {gone[0]} has ended")
-            there = self._size - len(missing)
-            waits.look(f"hosts {listed(missing)}; {there} of {self._size} are there")
-            time.sleep(_LOOK_S)
+        with _Waiting() as waits:
+            while True:
+                told = protocol.BEGUN.heard(self._endpoint.store, attempt=self._attempt)
+                if told:
+                    begun: dict[str, Any] = json.loads(told)
+                    if begun["launchers"][self._rank] == self._lease.token:
+                        return begun
+                    self._come()  # it began with an earlier launcher of this host
+                    continue
+                missing = [k for k in range(self._size) if not self._is_there(self._attempt, k)]
+                if self._rank == 0 and not missing:
+                    self._begin()
+                    continue
+                gone = [k for k in missing if self._has_ended(k)]
+                if gone:
+                    raise RendezvousClosedError(f"host {gone[0]} has ended")
+                there = self._size - len(missing)
+                waits.look(f"hosts {listed(missing)}; {there} of {self._size} are there")
+                time.sleep(_LOOK_S)
 
     def _come(self) -> None:
         self._attempt += 1
@@ -278,9 +278,19 @@ class StaticRendezvous(RendezvousHandler):
 class _Waiting:
     """A wait for other hosts: said after 5 s and then once a minute, ended after 15 minutes."""
 
-    def __init__(self) -> None:
+    now: _Waiting | None = None
+
+    def __init__(self, awaited: str = "") -> None:
         self._began = time.monotonic()
         self._tells_at = self._began + _TELL_S
+        self._awaited = awaited
+
+    def __enter__(self) -> _Waiting:
+        _Waiting.now = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _Waiting.now = None
 
     def look(self, awaited: str) -> None:
         """Say what is waited for, if it is time to.
@@ -289,11 +299,22 @@ class _Waiting:
             RendezvousTimeoutError: the time is up.
         """
         now = time.monotonic()
+        self._awaited = awaited
         if now - self._began >= _JOIN_S:
             raise RendezvousTimeoutError(f"waited {_JOIN_S:g} s for {awaited}")
         if now >= self._tells_at:
             self._tells_at = now + _TELL_AGAIN_S
-            _say(f"waits for {awaited}, since {now - self._began:.0f} s")
+            _say(self.words)
+
+    @property
+    def words(self) -> str:
+        return f"waits for {self._awaited}, since {time.monotonic() - self._began:.0f} s"
+
+
+def awaited() -> str:
+    """The hosts that this launcher waits for, and since when; '' if it does not wait."""
+    waits = _Waiting.now
+    return "" if waits is None else waits.words
 
 
 def _say(text: str) -> None:
@@ -328,7 +349,8 @@ class DynamicRendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
-        return super().next_rendezvous()
+        with _Waiting("other hosts"):
+            return super().next_rendezvous()
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
         return self._endpoint.serve_attempt()[0]

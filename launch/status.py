@@ -41,8 +41,13 @@ def shown(text: Text) -> Iterator[None]:
         screen.end()
 
 
-def line_of_steps(steps: Callable[[], int]) -> Text:
-    """One line; `steps` returns the number of steps so far."""
+def line_of_steps(steps: Callable[[], int], awaited: Callable[[], str]) -> Text:
+    """One line.
+
+    Args:
+        steps: returns the number of steps so far.
+        awaited: returns what the launcher waits for; '' if it does not wait.
+    """
     then, before = time.monotonic(), 0
 
     def text(size: os.terminal_size) -> list[str]:
@@ -50,11 +55,18 @@ def line_of_steps(steps: Callable[[], int]) -> Text:
         now, made = time.monotonic(), steps()
         rate = max(0, made - before) / (now - then)
         then, before = now, made
+        if waits := awaited():
+            return [waits]
         return [f"step {made}, {rate:.1f} steps/s"] if made else []
 
     return text
 
 
-def live_view(directory: str) -> Text:
-    """The ranks that publish their states in a directory."""
-    return lambda size: table.lines(read_states(Path(directory)), size)
+def live_view(directory: str, awaited: Callable[[], str]) -> Text:
+    """The ranks that publish their states in a directory, and what the launcher waits for."""
+
+    def text(size: os.terminal_size) -> list[str]:
+        waits = awaited()
+        return [*table.lines(read_states(Path(directory)), size), *([waits] if waits else [])]
+
+    return text

@@ -7,6 +7,7 @@ with its own digest, so that damage is detected before the file is mapped. Proce
 one compiles under a file lock, the others load the result. `build` lists all extensions.
 """
 
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -26,6 +27,7 @@ from typing import final
 import torch
 from filelock import FileLock, Timeout
 
+from ltc_core import progress
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import settings
 
@@ -124,7 +126,8 @@ class Extension:
             with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
                 module = self._load_cached(path)  # built by another process meanwhile
                 if module is None:
-                    self._compile(path)
+                    with _shown():
+                        self._compile(path)
                     module = self._load_cached(path)
         except Timeout:
             raise _Unavailable(
@@ -223,6 +226,13 @@ def build_ahead(*extensions: Extension) -> None:
             extension.load()
 
     threading.Thread(target=build, name="ltc-build").start()
+
+
+def _shown() -> contextlib.AbstractContextManager[None]:
+    """A moving line while the main thread waits for the compiler."""
+    if threading.current_thread() is not threading.main_thread():
+        return contextlib.nullcontext()
+    return progress.shown("building C++ parts, once for this user and this torch")
 
 
 def _has_compiler() -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ltc_core import debug, errors, metrics, source
+from ltc_core import debug, errors, metrics, progress, source
 from ltc_core.executors import make
 from ltc_core.executors.openmp import release_team, spin_briefly
 from ltc_core.graph.ir import TensorMeta
@@ -42,6 +42,8 @@ __all__ = ["DeviceContext", "forget_jobs"]
 
 # Limit for the steps in a device's trie, about 2 KiB each: a program that never repeats itself must not use ever more.
 _TRIE_STEPS = 300_000
+
+_LONG_UPLOAD_BYTES = 1 << 29  # without a program in between: a model, not a batch
 
 _STEP_ENDS = frozenset({"MarkStep", "OptimizerStep", "Upload"})  # reasons for a cut
 
@@ -76,6 +78,7 @@ class DeviceContext:
         self.failures: deque[Failure] = deque()
         self._worker_has_team = False
         self._marked_ns = 0  # the last cut or wait
+        self._uploads = progress.Series(f"uploading to {self.device}", at_least=_LONG_UPLOAD_BYTES)
         self._num_steps = 0  # that have ended
         self._memory_curve, self._programs_curve = (
             f"{self.device} memory",
@@ -120,6 +123,7 @@ class DeviceContext:
                 return None
             if reason in _STEP_ENDS:
                 self._num_steps += 1
+        self._uploads.end()
         metrics.count("ExecuteComputation")
         metrics.count(f"Sync.{reason}")
         metrics.count_ops(compiled.recorded)
@@ -483,6 +487,7 @@ class DeviceContext:
                 seen.note(step=self._num_steps, bytes=num_bytes, tensors=len(tensors), line=line)
             placed = self.executor.upload_all(tensors)
         metrics.observe("OutboundData", num_bytes)
+        self._uploads.note(num_bytes)
         metrics.count("CreateDataHandles", len(tensors))
         sizes = map(self.executor.nbytes, metas)
         return [
