@@ -17,7 +17,7 @@ FOLDERS = {"ltc_core": "ltc_core", "ltc_dist": "ltc_dist", "ltc_launch": "launch
 ORDER = {
     "ltc_core": """
         errors torch_version tpu_chips settings source thread_state uninterrupted private_directory
-        native_extension progress metrics_report metrics timeline/
+        progress native_extension metrics_report metrics timeline/
         graph/ device/ tensor/ shapes/ record/ program/ executors/ debug/ report/ runtime/ ops/ serialization/ api/
         live/ profiler setup top build doctor __init__
     """,
