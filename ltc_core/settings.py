@@ -280,6 +280,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("dynamic_shapes", "LTC_DYNAMIC_SHAPES", (), str, "auto",
             "Whether graphs that differ in sizes only become one, from the third size on: it is not compiled.",
             choices=("auto", "never")),
+    Setting("streaming", "LTC_STREAMING", (), str, "auto",
+            "Whether a step that is waited for may run in parts while it is recorded, where that is quicker.",
+            choices=("auto", "never")),
     Setting("trim_graph_size", "LTC_TRIM_GRAPH_SIZE", ("XLA_TRIM_GRAPH_SIZE",), int, 20000,
             "Ops recorded without a cut, after which the loop is cut at its head.", at_least=1),
     Setting("max_graph_size", "LTC_MAX_GRAPH_SIZE", (), int, 200000,
@@ -363,6 +366,7 @@ class Settings:
     max_pending_steps: int
     steps: str
     dynamic_shapes: str
+    streaming: str
     trim_graph_size: int
     max_graph_size: int
     compilation_cache_size: int

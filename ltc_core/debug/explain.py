@@ -33,6 +33,8 @@ _TABLE = {
     "first": "first graph: nothing was compiled before ({new.cut})",
     "forgotten": "forgotten: so many different ops were recorded that all graphs were dropped ({new.cut})",
     "eager": "eager: LTC_EAGER=1 runs each op by itself, here {node}",
+    "part": "part of a step: it runs while the rest of the step is recorded, which may be quicker where each step is "
+    "waited for; its {ops} begin with {node}",
     # the same code
     "kept": "values alive: {value} outlives the cut ({new.cut}), unlike at {old}{more}",
     "dropped": "values alive: {value} does not outlive the cut ({new.cut}), unlike at {old}{more}",
@@ -140,7 +142,7 @@ def at_exit() -> None:
 
 def _cause(new: Known, known: KnownGraphs) -> Cause:
     """The first condition that holds is the cause; the first of another kind is added to its sentence."""
-    old = known.nearest(new) if len(known) and new.reason != "Eager" else None
+    old = known.nearest(new) if len(known) and new.reason not in ("Eager", "Streaming") else None
     said: dict[str, str] = {}
     for condition, words in _conditions(new, old, known):
         sentence = _TABLE[condition].format(old=old, new=new, **words)
@@ -158,6 +160,9 @@ def _conditions(new: Known, old: Known | None, known: KnownGraphs) -> _Found:
     """The conditions that hold for a new graph and the nearest known one; what explains most comes first."""
     if new.reason == "Eager":
         yield "eager", {"node": _place(new.graph.nodes[0])}
+        return
+    if new.reason == "Streaming":
+        yield "part", {"ops": _count(new.graph.nodes, "op"), "node": _place(new.graph.nodes[0])}
         return
     if old is None:
         yield "forgotten" if known.num_built else "first", {}

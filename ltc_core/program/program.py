@@ -97,6 +97,10 @@ class Program(abc.ABC):
         """
         raise NotImplementedError
 
+    def note_other_run(self, scalars: Sequence[Any]) -> None:
+        """The graph has come back with these scalars, and the programs of its parts have run: it may be compiled."""
+        return
+
     def prefer(self, tier: Tier) -> None:
         """Run in this tier from now on, if there is a choice: it is measured, or has been the quicker one."""
         return

@@ -18,6 +18,7 @@ import torch
 from ltc_core import debug, errors, metrics, progress, source
 from ltc_core.executors import make
 from ltc_core.executors.openmp import release_team, spin_briefly
+from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
 from ltc_core.program.program import Tier
@@ -28,6 +29,7 @@ from ltc_core.runtime.found_steps import FoundSteps
 from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork, note_run
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
+from ltc_core.runtime.streaming import Streaming
 from ltc_core.runtime.unbounded_loop import LoopWatch
 from ltc_core.runtime.worker import Job, Worker
 from ltc_core.settings import settings
@@ -70,6 +72,10 @@ class DeviceContext:
         self.trace = Trace(self.device, self.memory)
         self._note_shapes()
         self.steps = FoundSteps(self.trace, self.cut)
+        is_interpreted = isinstance(self.executor, ReferenceExecutor)
+        self.streaming = Streaming(
+            self.trace, is_interpreted and self.executor.hardware.type == "cpu"
+        )
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.trace.on_limit = self._on_limit
         self.worker = Worker(
@@ -93,7 +99,13 @@ class DeviceContext:
     # -- cutting -------------------------------------------------------------------------------
 
     def _on_limit(self) -> None:
-        if not self.steps.end_if_due():
+        if self.steps.end_if_due():
+            return
+        if self.streaming.is_part_due:
+            epoch = self.trace.epoch
+            self.cut("Streaming")
+            self.steps.move(epoch)
+        else:
             self.watch.on_limit()
 
     def cut(self, reason: str, is_awaited: bool = False) -> Job | None:
@@ -109,11 +121,13 @@ class DeviceContext:
         """
         if not self.trace or self.worker.is_this_thread:
             return None
-        self._await_worker()
+        if reason != "Streaming":
+            self._await_worker()
         fork_gate.pass_through()
         with self.trace.lock:
             if not self.trace:
                 return None
+            self.streaming.before_cut()
             fast_path.install()
             self._note_shapes()
             started = time.perf_counter_ns()
@@ -176,13 +190,16 @@ class DeviceContext:
             return None, None
         donated = tuple(index for index, value, _ in cut.inputs if value is None)
         try:
-            compiled = self.compiler.compile(self.trace, cut, donated, reason)
+            goes_on = reason == "Streaming"
+            is_part = goes_on or self.streaming.is_in_parts
+            compiled = self.compiler.compile(self.trace, cut, donated, reason, is_part)
         except BaseException as error:
             self._fail_outputs(cut, error)
             raise
         if seen is not None:
             seen.note(compiled.described(), step=self._num_steps, reason=reason)
-        job = self._launch(compiled, cut, is_awaited, seen)
+        job = self._launch(compiled, cut, is_awaited, seen, is_handed=goes_on)
+        self.streaming.after_cut(compiled, cut.scalars, goes_on)
         if self.trace.steps > _TRIE_STEPS:
             self.trace.forget()
             self.compiler.forget()
@@ -206,11 +223,22 @@ class DeviceContext:
             value.buffer = buffer
 
     def _launch(
-        self, compiled: CompiledGraph, cut: Cut, is_awaited: bool, seen: Slice | None
+        self,
+        compiled: CompiledGraph,
+        cut: Cut,
+        is_awaited: bool,
+        seen: Slice | None,
+        is_handed: bool,
     ) -> Job | None:
-        """Run a program on the values of a cut, in this thread or in the worker. None if it has run already."""
+        """Run a program on the values of a cut. None if it has run already, in this thread.
+
+        Args:
+            is_handed: the worker is to run it.
+        """
         num_threads = torch.get_num_threads()
-        placement = self._placement(compiled, num_threads, is_awaited)
+        placement = Placement.WORKER
+        if not is_handed:
+            placement = self._placement(compiled, num_threads, is_awaited)
         if placement is Placement.HERE and not self.worker.is_idle:
             placement = Placement.WORKER  # the next cut waits for it before the lock is taken
         if placement is not Placement.HERE and not self.worker.start():
@@ -419,6 +447,7 @@ class DeviceContext:
             self.worker.drain()
             self.executor.synchronize()
         self._mark()
+        self.streaming.after_read()
         self.raise_failure()
 
     def value_data(self, cell: Cell, reason: str) -> Any:
@@ -428,6 +457,10 @@ class DeviceContext:
             DeviceError: a finalizer reads a value that is not computed yet, in the thread that computes it.
             LtcError: the op that computes the value failed.
         """
+        if (
+            self.streaming.is_in_parts
+        ):  # the step ends here, though its value may be that of an earlier part
+            self.cut(reason)
         with self.trace.lock:
             value = cell.value
             if value.buffer is None and value.epoch != self.trace.epoch:
@@ -436,6 +469,7 @@ class DeviceContext:
             self._check_thread()
             with slices.watched("fetch") as seen:
                 self._await_value(value, reason, seen)
+        self.streaming.after_read()
         assert value.buffer is not None
         if self.failures and value.buffer.error is None:
             self.raise_failure(all_of_them=False)

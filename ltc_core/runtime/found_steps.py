@@ -138,6 +138,14 @@ class FoundSteps:
         self._cut("OptimizerStep")
         return True
 
+    def move(self, epoch: int) -> None:
+        """The step goes on after a part of it was cut, in another epoch."""
+        if self._backward_in == epoch:
+            self._backward_in = self._trace.epoch
+        for place, (last, count) in self._uploads.items():
+            if last == epoch:
+                self._uploads[place] = self._trace.epoch, count - _FEWEST_VALUES
+
     def before_upload(self) -> None:
         """End the step of a loop that trains nothing: a call in it uploads again, and nothing was read meanwhile.
 

@@ -105,6 +105,11 @@ class PlacementPolicy:
             self._runs.append(elapsed_ns)
 
     @property
+    def cost_ns(self) -> float:
+        """CPU time of a run; 0 before the first one."""
+        return self._cost_ns
+
+    @property
     def is_small(self) -> bool:
         """Whether a program that holds the GIL is faster where it is cut."""
         cost = self._cost_ns

@@ -54,6 +54,8 @@ class CompiledGraph:
         "program",
         "recorded",
         "runs",
+        "streams",
+        "streams_for",
     )
 
     def __init__(
@@ -76,6 +78,8 @@ class CompiledGraph:
         self.cause: Cause | None = None
         self.runs = 0
         self.facts = ""
+        self.streams: bool | None = None  # whether steps are quicker in parts (`streaming`)
+        self.streams_for = 0  # steps for which that is known
         self._largest, self._peak_bytes = 0, program.peak_bytes
 
     def peak_bytes(self, sized: Mapping[int, TensorMeta]) -> int:
@@ -114,20 +118,25 @@ class ProgramCache:
         self._recent: OrderedDict[int, CompiledGraph] = OrderedDict()
 
     def compile(
-        self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str
+        self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str, is_part: bool = False
     ) -> CompiledGraph:
-        """Return the program for a cut, made for `reason`. Cost: compiles on a cache miss."""
+        """Return the program for a cut, made for `reason`. Cost: compiles on a cache miss.
+
+        Args:
+            is_part: of a step (`streaming`). Its ops are called one by one, however often it runs.
+        """
         outputs = tuple(index for index, _ in cut.alive)
-        key = (outputs, donated)
+        key = (outputs, donated, is_part)
         if cut.path.programs is None:
             cut.path.programs = {}
         found: CompiledGraph | None = cut.path.programs.get(key)
         if found is None:
-            found = self._build(trace, cut, outputs, donated)
+            found = self._build(trace, cut, outputs, donated, is_part)
             found.path, found.key = cut.path, key
             cut.path.programs[key] = found
             metrics.count("UncachedCompile")
-            found.cause = explain(found.graph, self._known, reason, cut.path)
+            cause = "Streaming" if is_part else reason
+            found.cause = explain(found.graph, self._known, cause, cut.path)
             on_compile(found.cause)
             recording.note_program(found.graph, found.cause, reason)
             self._evict()
@@ -140,7 +149,12 @@ class ProgramCache:
 
     @in_own_state
     def _build(
-        self, trace: Trace, cut: Cut, outputs: tuple[int, ...], donated: tuple[int, ...]
+        self,
+        trace: Trace,
+        cut: Cut,
+        outputs: tuple[int, ...],
+        donated: tuple[int, ...],
+        is_part: bool,
     ) -> CompiledGraph:
         started = time.perf_counter_ns()
         path = trace.path(cut.path)
@@ -154,7 +168,8 @@ class ProgramCache:
         if settings.check_graphs or settings.debug:
             check(graph)
         slots = tuple(k for k, (index, _, _) in enumerate(cut.inputs) if index in read)
-        program = self.executor.compile(graph)
+        compile = self.executor.interpret if is_part else self.executor.compile
+        program = compile(graph)
         metric = "EagerOpCompileTime" if settings.eager else "CompileTime"
         metrics.observe(metric, time.perf_counter_ns() - started)
         metrics.observe("TensorsGraphSize", len(kept))
