@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.prepared_children import start_twin
+from tests.prepared_children import THREADS, start_twin
 
 __all__ = ["MARK", "MODULE", "run", "server_pids", "start", "start_alone"]
 
@@ -224,6 +224,8 @@ def _is_prepared(command: Sequence[str], environ: dict[str, str]) -> bool:
     differs = {
         n for n in environ.keys() | server.environ.keys() if environ.get(n) != server.environ.get(n)
     }
+    if THREADS in environ:
+        differs.discard(THREADS)
     return not any(n.startswith(_READ_AT_START) for n in differs)
 
 
@@ -289,8 +291,11 @@ def _become(request: dict[str, Any], mark: int) -> None:
     if request["ignores_interrupts"]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.chdir(request["directory"])
+    num_threads = os.environ.get(THREADS)
     os.environ.clear()
     os.environ.update(request["environ"])
+    if os.environ.get(THREADS, num_threads) != num_threads:
+        sys.modules["torch"].set_num_threads(int(os.environ[THREADS]))
     tempfile.tempdir = None  # looked up anew: the server has looked, too
     if request.get("starts_processes"):
         own = start_twin(_READ_AT_START)

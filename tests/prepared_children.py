@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["start_twin"]
+__all__ = ["THREADS", "start_twin"]
 
 # Begins of the code after `-c`. Others import no PyTorch, such as multiprocessing's resource tracker.
 _KINDS = (
@@ -30,9 +30,7 @@ _KINDS = (
     "from ltc_dist.processes import zygote",
 )
 _ZYGOTE = "ltc_dist.processes.zygote"  # it adopts as the program does here: one at a time
-_THREADS = (
-    "OMP_NUM_THREADS"  # the one variable read by a library when it is loaded that can be set later
-)
+THREADS = "OMP_NUM_THREADS"  # read by a library when it is loaded, but a fork can set it, too
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 1 << 17
 _MOST_DESCRIPTORS = 128
@@ -121,7 +119,7 @@ class _Asking:
         ):
             return False
         names = environ.keys() | self._environ.keys()
-        differs = {n for n in names if environ.get(n) != self._environ.get(n)} - {_THREADS}
+        differs = {n for n in names if environ.get(n) != self._environ.get(n)} - {THREADS}
         return not any(n.startswith(self._read_at_start) for n in differs)
 
 
@@ -172,7 +170,3 @@ def _take_over(request: dict[str, Any], descriptors: list[int]) -> None:
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    if _THREADS in request["environ"]:
-        import torch
-
-        torch.set_num_threads(int(request["environ"][_THREADS]))

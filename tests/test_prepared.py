@@ -132,7 +132,7 @@ def test_a_job_has_a_session_and_a_mark_and_may_ignore_interrupts() -> None:
         ([], {}, True),
         (["-W", "ignore"], {}, False),
         (["-u"], {}, False),
-        (["-W", "error"], {"OMP_NUM_THREADS": "3"}, False),
+        (["-W", "error"], {"OMP_SCHEDULE": "static"}, False),
         (["-W", "error"], {"LTC_AUTOLOAD": "1"}, False),
         (["-W", "error"], {"PYTHONPATH": "/"}, False),
     ],
@@ -195,6 +195,15 @@ def test_processes_of_a_program_see_what_they_see_alone(tmp_path: Path) -> None:
             for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):  # of a run
                 del each["environ"][name]
         assert forked == alone
+
+
+def test_a_program_has_as_many_threads_as_alone() -> None:
+    code = "import os, torch, threading; print(torch.get_num_threads(), len(os.listdir('/proc/self/task')))"
+    code += (
+        "; t = threading.Thread(target=lambda: print(torch.get_num_threads())); t.start(); t.join()"
+    )
+    forked, alone = both(["-c", code], env=environ(OMP_NUM_THREADS="1"))
+    assert forked.stdout == alone.stdout == "1 1\n1\n"
 
 
 def test_the_launcher_is_forked_as_it_starts_itself_anew(tmp_path: Path) -> None:
