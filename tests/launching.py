@@ -60,6 +60,7 @@ class Job:
         kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._tmp), prepared.MARK: self._mark}
         start = prepared.start if is_prepared else prepared.start_alone
+        more = {"starts_processes": True} if is_prepared else {}
         self.process = start(
             command,
             cwd=directory,
@@ -68,6 +69,7 @@ class Job:
             env={**kept, **places, **environ},
             start_new_session=True,
             ignores_interrupts=ignores_interrupts,
+            **more,
         )
 
     def wait_for(self, line: str, times: int = 1) -> None:

@@ -4,7 +4,7 @@
 process and set of the interpreter's options, has imported `torch` and nothing of ours. For a program it forks, takes
 the program's descriptors, directory and environment, and runs it as `__main__`; the program ends as any interpreter
 does. A program whose environment decides what the import of `torch` does, or which has other options, starts from
-nothing.
+nothing. A program that says so has its own processes prepared, too: see `prepared_children.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.prepared_children import THREADS, start_twin
 
 __all__ = ["MARK", "MODULE", "run", "server_pids", "start", "start_alone"]
 
@@ -94,8 +96,16 @@ def server_pids() -> list[int]:
 class _Prepared(subprocess.Popen[Any]):
     """A program of a fork server: a `Popen` whose process is started and waited for by another."""
 
-    def __init__(self, command: list[str], *, ignores_interrupts: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        ignores_interrupts: bool,
+        starts_processes: bool,
+        **options: Any,
+    ) -> None:
         self._ignores_interrupts = ignores_interrupts
+        self._starts_processes = starts_processes
         super().__init__(command, **options)
 
     def _execute_child(  # type: ignore[override]
@@ -112,6 +122,7 @@ class _Prepared(subprocess.Popen[Any]):
             "environ": env,
             "has_own_session": start_new_session,
             "ignores_interrupts": self._ignores_interrupts,
+            "starts_processes": self._starts_processes and arguments[:2] != _LAUNCHER,
         }
         own = (0 if p2cread == -1 else p2cread, 1 if c2pwrite == -1 else c2pwrite)
         descriptors = [*own, 2 if errwrite == -1 else errwrite]
@@ -140,18 +151,24 @@ def start(
     *,
     env: dict[str, str] | None = None,
     ignores_interrupts: bool = False,
+    starts_processes: bool = False,
     **options: Any,
 ) -> Any:
     """Start `[sys.executable, ...]` as `subprocess.Popen` does.
 
     Args:
         ignores_interrupts: start it with SIGINT ignored, as under `nohup ... &`.
+        starts_processes: prepare those that it starts, too.
         options: cwd, text, start_new_session and the three streams.
     """
     environ = dict(os.environ if env is None else env)
     if _is_prepared(command, environ):
         return _Prepared(
-            list(command), env=environ, ignores_interrupts=ignores_interrupts, **options
+            list(command),
+            env=environ,
+            ignores_interrupts=ignores_interrupts,
+            starts_processes=starts_processes,
+            **options,
         )
     return start_alone(command, env=environ, ignores_interrupts=ignores_interrupts, **options)
 
@@ -166,15 +183,18 @@ def run(
     command: Sequence[str],
     *,
     capture_output: bool = False,
+    input: Any = None,
     timeout: float | None = None,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
     """Run `[sys.executable, ...]` to its end, as `subprocess.run` does."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
     with start(command, **options) as program:
         try:
-            out, err = program.communicate(timeout=timeout)
+            out, err = program.communicate(input, timeout)
         except BaseException:
             program.kill()
             raise
@@ -197,13 +217,15 @@ def _is_prepared(command: Sequence[str], environ: dict[str, str]) -> bool:
     if command[0] != sys.executable:
         return False
     options, arguments = _split(command)
-    is_option = arguments[0].startswith("-") and arguments[0] not in ("-c", "-m")
+    is_option = arguments[0].startswith("-") and arguments[0] not in ("-c", "-m", "-")
     if options not in _OPTIONS or is_option:
         return False
     server = _server(options)
     differs = {
         n for n in environ.keys() | server.environ.keys() if environ.get(n) != server.environ.get(n)
     }
+    if THREADS in environ:
+        differs.discard(THREADS)
     return not any(n.startswith(_READ_AT_START) for n in differs)
 
 
@@ -269,14 +291,23 @@ def _become(request: dict[str, Any], mark: int) -> None:
     if request["ignores_interrupts"]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.chdir(request["directory"])
+    num_threads = os.environ.get(THREADS)
     os.environ.clear()
     os.environ.update(request["environ"])
+    if os.environ.get(THREADS, num_threads) != num_threads:
+        sys.modules["torch"].set_num_threads(int(os.environ[THREADS]))
     tempfile.tempdir = None  # looked up anew: the server has looked, too
+    if request.get("starts_processes"):
+        own = start_twin(_READ_AT_START)
+        if own is not None:
+            _become(own, mark)
+            return
     if MARK in os.environ:
         ctypes.memmove(mark, os.environ[MARK].encode(), len("0" * 32))
     arguments = request["arguments"]
     sys.orig_argv = [sys.executable, *request["options"], *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__mp_main__"] = main  # the other name that multiprocessing has for it
     what = arguments[0]
     if what == "-m":
         sys.argv = arguments[1:]
@@ -288,6 +319,16 @@ def _become(request: dict[str, Any], mark: int) -> None:
         sys.argv = ["-c", *arguments[2:]]
         sys.path[0] = ""
         code = compile(arguments[1], "<string>", "exec")
+    elif what == "-":
+        sys.argv = arguments
+        sys.path[0] = ""
+        main.__file__ = "<stdin>"
+        code = compile(sys.stdin.read(), main.__file__, "exec")
+    elif os.path.isdir(what):
+        sys.argv = arguments
+        sys.path[0] = what
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        return
     else:
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.realpath(what))

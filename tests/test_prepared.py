@@ -48,12 +48,23 @@ def both(arguments: list[str], **options: Any) -> list[subprocess.CompletedProce
     return [prepared.run(command, **options), subprocess.run(command, **options)]
 
 
-@pytest.mark.parametrize("how", ["code", "script", "module"])
-@pytest.mark.parametrize("flags", [["-W", "error"], []])
+@pytest.mark.parametrize(
+    ("flags", "how"),
+    [
+        *((["-W", "error"], how) for how in ("code", "script", "module")),
+        *(([], how) for how in ("code", "script", "module", "input")),
+    ],
+)
 def test_a_program_sees_what_it_sees_alone(how: str, flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "seeing.py").write_text(SEEN)
-    arguments = {"code": ["-c", SEEN], "script": ["seeing.py"], "module": ["-m", "seeing"]}[how]
-    done = both([*arguments, "an", "argument"], flags=flags, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    arguments = {
+        "code": ["-c", SEEN],
+        "script": ["seeing.py"],
+        "module": ["-m", "seeing"],
+        "input": ["-"],
+    }[how]
+    given = SEEN if how == "input" else ""
+    done = both([*arguments, "an", "argument"], flags=flags, cwd=tmp_path, input=given)
     forked, alone = (json.loads(each.stdout) for each in done)
     assert forked == alone and forked["environ"]["LTC_SOME"] == "1"
 
@@ -121,7 +132,7 @@ def test_a_job_has_a_session_and_a_mark_and_may_ignore_interrupts() -> None:
         ([], {}, True),
         (["-W", "ignore"], {}, False),
         (["-u"], {}, False),
-        (["-W", "error"], {"OMP_NUM_THREADS": "3"}, False),
+        (["-W", "error"], {"OMP_SCHEDULE": "static"}, False),
         (["-W", "error"], {"LTC_AUTOLOAD": "1"}, False),
         (["-W", "error"], {"PYTHONPATH": "/"}, False),
     ],
@@ -132,6 +143,67 @@ def test_a_program_that_starts_otherwise_is_not_forked(
     command = [sys.executable, *options, "-c", "import os; print(os.getppid())"]
     done = prepared.run(command, env=environ(**more), capture_output=True, text=True)
     assert (int(done.stdout) in prepared.server_pids()) is is_forked
+
+
+SPAWNS = """
+import json, os, re, signal, sys, threading
+import torch
+import ltc_dist as ltd
+from ltc_dist.processes import kept_zygote
+
+def found(rank, path):
+    seen = {
+        "rank": rank, "argv": sys.argv, "path": sys.path, "environ": dict(os.environ), "directory": os.getcwd(),
+        "group": os.getpgrp() == os.getpid(), "session": os.getsid(0) == os.getpid(), "umask": os.umask(0),
+        "threads": (torch.get_num_threads(), threading.active_count()), "stdout": os.readlink("/proc/self/fd/1")[:4],
+        "signals": re.findall("Sig[BCI].*", open("/proc/self/status").read()), "name": sys.modules["__main__"].__name__,
+        "mark": re.findall("TEST_JOB=[01]+", open("/proc/self/environ").read()),
+        "kept": [signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGINT, signal.SIGHUP)],
+    }
+    with open(f"{path}/{rank}", "w") as file:
+        json.dump(seen, file)
+
+if __name__ == "__main__":
+    os.umask(0o27)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for method in ("spawn", "forkserver"):
+        os.mkdir(f"{sys.argv[1]}/{method}")
+        ltd.spawn(found, (f"{sys.argv[1]}/{method}",), nprocs=2, start_method=method)
+    print(b"tests.prepared" in open(f"/proc/{kept_zygote.pid()}/cmdline", "rb").read())
+"""
+
+
+def test_processes_of_a_program_see_what_they_see_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNS)
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    seen = []
+    for is_prepared in (True, False):
+        (tmp_path / "seen").mkdir()
+        command = [sys.executable, "train.py", "seen"]
+        variables = environ(TEST_JOB="1" * 32)
+        if is_prepared:
+            done = prepared.run(command, env=variables, starts_processes=True, **options)
+        else:
+            done = subprocess.run(command, env=variables, **options)
+        assert (done.stdout, done.stderr) == (f"{is_prepared}\n", "")
+        files = sorted((tmp_path / "seen").glob("*/*"))
+        seen.append([json.loads(file.read_text()) for file in files])
+        (tmp_path / "seen").rename(tmp_path / f"seen{is_prepared}")
+    assert len(seen[0]) == 4
+    for forked, alone in zip(*seen, strict=True):
+        for each in (forked, alone):
+            for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):  # of a run
+                del each["environ"][name]
+        assert forked == alone
+
+
+def test_a_program_has_as_many_threads_as_alone() -> None:
+    code = "import os, torch, threading; print(torch.get_num_threads(), len(os.listdir('/proc/self/task')))"
+    code += (
+        "; t = threading.Thread(target=lambda: print(torch.get_num_threads())); t.start(); t.join()"
+    )
+    forked, alone = both(["-c", code], env=environ(OMP_NUM_THREADS="1"))
+    assert forked.stdout == alone.stdout == "1 1\n1\n"
 
 
 def test_the_launcher_is_forked_as_it_starts_itself_anew(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 from ltc_core.settings import SETTINGS
+from tests import prepared
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -17,7 +17,7 @@ def test_snippets_run(tmp_path: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(snippets) == 5
     (tmp_path / "snippets.py").write_text("\n".join(snippets))
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, "-W", "error", "snippets.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -2,11 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import prepared
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"PYTHONPATH": str(ROOT), "LTC_COMPILE": "off", "OMP_NUM_THREADS": "1"}
@@ -24,12 +25,13 @@ SCRIPT = str(ROOT / "examples" / "mnist_processes.py")
     ids=["spawn", "ltc-launch", "torchrun"],
 )
 def test_it_learns(tmp_path: Path, command: list[str]) -> None:
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, *command, "--epochs", "3"],
         cwd=tmp_path,
         env={**os.environ, **SETTINGS, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
+        starts_processes=True,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
@@ -42,12 +44,13 @@ def test_it_learns(tmp_path: Path, command: list[str]) -> None:
 @pytest.mark.dist
 def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     def run(*options: str) -> str:
-        done = subprocess.run(
+        done = prepared.run(
             [sys.executable, "-m", "ltc_launch", "--nprocs", "2", SCRIPT, *options],
             cwd=tmp_path,
             env={**os.environ, **SETTINGS, "TMPDIR": str(tmp_path)},
             capture_output=True,
             text=True,
+            starts_processes=True,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

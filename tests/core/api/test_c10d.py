@@ -12,6 +12,7 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist as ltd
+from tests import prepared
 from tests.dist import spawned
 
 
@@ -56,7 +57,7 @@ def start(rank: int, size: int, port: int, *args: str) -> Any:
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     env = {k: str(v) for k, v in {**variables, **more, "OMP_NUM_THREADS": 1}.items()}
-    return subprocess.Popen(
+    return prepared.start(
         [sys.executable, str(SCRIPT), *args],
         env={**os.environ, **env, "PYTHONPATH": str(SCRIPT.parents[2])},
         stdout=subprocess.PIPE,

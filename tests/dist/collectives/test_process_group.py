@@ -15,6 +15,7 @@ from ltc_core.errors import CollectiveError
 from ltc_core.graph.collective import Route
 from ltc_dist.collectives import transport
 from ltc_dist.collectives.transport import Line
+from tests import prepared
 
 SCRIPT = Path(__file__).parent / "two_devices.py"
 
@@ -125,7 +126,7 @@ def run_two_devices(*arguments: str) -> tuple[list[int], list[str]]:
     same = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     more = {"LTC_NUM_DEVICES": 2, "OMP_NUM_THREADS": 1, "PYTHONPATH": SCRIPT.parents[2]}
     processes = [
-        subprocess.Popen(
+        prepared.start(
             [sys.executable, str(SCRIPT), *arguments],
             env={
                 **os.environ,

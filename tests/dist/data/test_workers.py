@@ -39,6 +39,7 @@ def test_sigterm_to_the_group_becomes_a_checkpoint(
         capture_output=True,
         text=True,
         timeout=55,
+        starts_processes=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert found.returncode == 143, found.stderr

@@ -1,7 +1,6 @@
 """What `spawn` sends: arguments of any kind, from a script, a module, `python -` and `python -c`, as the function."""
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from ltc_core.errors import RankError
 from ltc_dist.processes import spawn as xmp
+from tests import prepared
 from tests.dist import spawned
 
 pytestmark = pytest.mark.dist
@@ -51,8 +51,8 @@ if __name__ == "__main__":
 UNDER_THE_GUARD = "if __name__ == '__main__':" + OWN_CLASSES.replace("\n", "\n    ")
 
 
-def run(how: str, code: str, tmp_path: Path) -> None:
-    """Run a program that is given its working directory as its argument."""
+def run(how: str, code: str, tmp_path: Path, is_prepared: bool = True) -> None:
+    """Run a program that is given its working directory as its argument; its processes are prepared or start anew."""
     written = tmp_path / "written"
     written.mkdir()
     package = tmp_path / "package"
@@ -67,8 +67,9 @@ def run(how: str, code: str, tmp_path: Path) -> None:
         "-": ["-"],
         "-c": ["-c", code],
     }[how]
-    done = subprocess.run(
+    done = prepared.run(
         [sys.executable, *begin, str(written)],
+        starts_processes=is_prepared,
         input=code if how == "-" else "",
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -191,4 +192,4 @@ def test_a_file_in_the_working_directory_does_not_replace_a_module(
 ) -> None:
     """Those that start, too, have the path of their parent, which is the folder of the script."""
     (tmp_path / "psutil.py").write_text("raise ImportError('this is not psutil')")
-    run("script", OWN_CLASSES, tmp_path)
+    run("script", OWN_CLASSES, tmp_path, is_prepared=False)

@@ -148,7 +148,9 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path, method: str) -> Non
         """)
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = prepared.run([sys.executable, "train.py"], cwd=tmp_path, env=environ, timeout=100)
+    done = prepared.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environ, timeout=100, starts_processes=True
+    )
     assert done.returncode == -signal.SIGKILL
     ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
     assert len(ranks) == 2
@@ -348,6 +350,7 @@ def start(tmp_path: Path, code: str, *command: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         start_new_session=True,
+        **({} if command else {"starts_processes": True}),
     )
 
 
