@@ -29,10 +29,10 @@ from ltc_core.program.plan import plan
 from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.subgraph import Subgraph
 
-__all__ = ["JaxLaunch"]
+__all__ = ["OPTIONS", "JaxLaunch"]
 
 # As eager: nan is kept in minima and maxima, and each op rounds its result to bfloat16.
-_OPTIONS = {"cpu": {"xla_cpu_enable_fast_min_max": False, "xla_allow_excess_precision": False}}
+OPTIONS = {"cpu": {"xla_cpu_enable_fast_min_max": False, "xla_allow_excess_precision": False}}
 
 
 class JaxLaunch(Launch):
@@ -86,7 +86,7 @@ class JaxLaunch(Launch):
         self._collectives = collectives
         self._program: Any = None
         if collectives is not None:
-            self._options = _OPTIONS.get(device.platform, {})
+            self._options = OPTIONS.get(device.platform, {})
             self._lower(subgraph, collectives, ordered, metas, len(reused), bool(checked))
             return
         if any(divided) or any(node.op is SHARD for node in graph.nodes):
@@ -111,7 +111,7 @@ class JaxLaunch(Launch):
             if self._program is None:
                 how = {} if self._mesh is None else {"out_shardings": lie}
                 traced = jax.jit(ordered, donate_argnums=donated, keep_unused=True, **how)
-                self._program = traced.lower(*given).compile(_OPTIONS.get(device.platform, {}))
+                self._program = traced.lower(*given).compile(OPTIONS.get(device.platform, {}))
                 on_disk.store(key, self._program)
 
     def _lower(
