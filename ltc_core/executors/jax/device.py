@@ -44,6 +44,8 @@ class JaxDevice(DeviceRuntime):
         DeviceError: JAX cannot be loaded, or has no such device.
     """
 
+    shows_hlo = True
+
     def __init__(self, index: int) -> None:
         found = devices()
         if index >= len(found):

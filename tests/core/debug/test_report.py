@@ -195,6 +195,25 @@ class TestGraphsInAFile:
             ltc.mark_step()
         assert x[0].item() == 3.0
 
+    def test_hlo_needs_another_executor(self, device: torch.device, tmp_path: Path) -> None:
+        """It is said once; the training goes on, with graphs as text."""
+        path = tmp_path / "graphs.txt"
+        x = torch.ones(1025).to(device)
+        with settings.override(
+            save_tensors_file=str(path), save_tensors_fmt="hlo", executor="inductor"
+        ):
+            x.add_(1)
+            with pytest.raises(
+                ValueError,
+                match=r"(?s)HLO with the executor jax only \(set in LTC_SAVE_TENSORS_FMT\).*got: LTC_EXECUTOR=inductor"
+                r".*Next: LTC_EXECUTOR=jax, or LTC_SAVE_TENSORS_FMT=text",
+            ):
+                ltc.mark_step()
+            x.add_(1)
+            ltc.mark_step()
+            assert x[0].item() == 3.0
+        assert "aten.add" in path.read_text()
+
 
 def _graph(name: str = 'train.py:3 in "f"') -> Graph:
     meta = TensorMeta.packed((2,), torch.float32)
