@@ -50,6 +50,9 @@ class JaxLaunch(Launch):
         collectives: makes it one program of all processes, because nodes are collectives. It is compiled at its first
             run, once all processes are known to have it.
 
+    Attributes:
+        divided: as given.
+
     Raises:
         Refused: a node has no rule.
         RuntimeError: XLA cannot compile the program.
@@ -88,6 +91,7 @@ class JaxLaunch(Launch):
         self._collectives = collectives
         self._program: Any = None
         self._lower: Callable[[], Any]
+        self.divided = tuple(divided)
         if collectives is not None:
             self._options = OPTIONS.get(device.platform, {})
             self._lower_joint(subgraph, collectives, ordered, metas, len(reused), bool(checked))
@@ -121,6 +125,11 @@ class JaxLaunch(Launch):
     def hlo(self) -> str:
         with wide_types():
             return str(self._lower().as_text())
+
+    @property
+    def compiled(self) -> Any:
+        """JAX's compiled program; None if it spans processes and has not run yet."""
+        return self._program
 
     def cost(self) -> Cost | None:
         if self._program is None:
