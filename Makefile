@@ -15,6 +15,7 @@ STAMP := $(VENV)/.setup-done
 XLA_STAMP := $(XLA_VENV)/.setup-done
 JAX_VENV := .venv-jax
 JAX_STAMP := $(JAX_VENV)/.setup-done
+LIBTPU := .libtpu
 ECO_VENV := .venv-ecosystem
 ECO_STAMP := $(ECO_VENV)/.setup-done
 TORCH ?=
@@ -51,7 +52,7 @@ export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-quick test-xla test-programs test-opinfo test-random check bench clean
-.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public test-jax test-torch wheel pictures
+.PHONY: test-ecosystem test-copies test-storm test-sanitize test-public test-jax test-torch tpu-aot wheel pictures
 
 help:
 	@echo "make setup   make the environment in $(VENV) and build the device"
@@ -60,6 +61,7 @@ help:
 	@echo "make test-quick  run those that find most mistakes in a minute"
 	@echo "make test-xla  run the tests of the TPU executor on the CPU (an environment of 8 GB of its own)"
 	@echo "make test-jax  run the tests of the executor for XLA through JAX (an environment of its own)"
+	@echo "make tpu-aot  compile training steps for a TPU v5e, without one (ARGS=\"gpt --chips 4\"; those with convolutions take long)"
 	@echo "make test-torch TORCH=2.15.0  run tests with another PyTorch, 2.9 to 2.15 (an environment of 2 GB of its own)"
 	@echo "make test-programs  run small programs beside eager, op by op (ARGS=\"--tier compiled\": compiled, an hour)"
 	@echo "make test-opinfo  run PyTorch's operators beside eager: op by op, lowered, compiled (over an hour)"
@@ -155,6 +157,14 @@ $(JAX_STAMP): $(STAMP)
 
 test-jax: $(JAX_STAMP)
 	LTC_EXECUTOR=jax LTC_RANDOM=host $(JAX_VENV)/bin/python -m pytest $(or $(ARGS),$(JAX_TESTS))
+
+# Compiles training steps for a TPU without one. libtpu is beside the environment: in it JAX would look for chips.
+$(LIBTPU)/.setup-done: $(JAX_STAMP)
+	$(JAX_VENV)/bin/python -m pip install --no-deps --target "$(LIBTPU)" libtpu
+	@touch $@
+
+tpu-aot: $(LIBTPU)/.setup-done
+	PYTHONPATH=$(LIBTPU) $(JAX_VENV)/bin/python -m benchmarks.tpu_aot $(ARGS)
 
 # Of most versions pip finds the CUDA build alone. Its libraries are not installed (--no-deps): stand-ins take their
 # place. The list of versions is constraints.txt; PIP_CONSTRAINT replaces one of the machine, which may name a torch.

@@ -23,7 +23,7 @@ _collects = gc.isenabled()
 gc.disable()
 try:
     from ltc_core import torch_version  # noqa: F401, I001 - first: it says which versions of PyTorch do
-    from ltc_core import errors, metrics, profiler, setup
+    from ltc_core import errors, export, metrics, profiler, setup
     from ltc_core.api import syncfree
     from ltc_core.api.eager import eager_mode
     from ltc_core.api.grad_scaler import GradScaler
@@ -65,6 +65,7 @@ __all__ = [
     "dump_ir",
     "eager_mode",
     "errors",
+    "export",
     "fork_rng",
     "get_lazy_supported_devices",
     "get_memory_info",

@@ -12,6 +12,7 @@
     |- CheckpointError (RuntimeError)
     |  |- CheckpointFormatError (ValueError)    the file is damaged or not one of ours
     |  `- CheckpointIOError (OSError)           the file cannot be read or written
+    |- ExportError (ValueError)                 a model cannot be exported, or is called with other inputs
     |- DataFormatError (ValueError)             a data file is truncated or foreign
     |- LoaderError (RuntimeError)               a loader is misused, or delivers nothing
     |- ProfilerError (RuntimeError)             a trace cannot be started, stopped or written
@@ -136,6 +137,10 @@ class CheckpointIOError(CheckpointError, OSError):
     ) -> None:
         super().__init__(what, got=got, where=where, next=next)
         self.errno = errno
+
+
+class ExportError(LtcError, ValueError):
+    """A model cannot be exported, or an exported one was given other inputs than those it was exported for."""
 
 
 class DataFormatError(LtcError, ValueError):

@@ -144,7 +144,7 @@ def _translate_debug(name: str, text: str) -> str:
 
 
 def _translate_graph_format(name: str, text: str) -> str:
-    return "text" if text in ("backend", "hlo") else text
+    return "text" if text == "backend" else text
 
 
 def _default_device_ordinal(environ: Mapping[str, str]) -> int:
@@ -249,8 +249,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("save_tensors_file", "LTC_SAVE_TENSORS_FILE", ("XLA_SAVE_TENSORS_FILE",), str, None,
             "Append each graph that is run to this file; in a job to .RANK each."),
     Setting("save_tensors_fmt", "LTC_SAVE_TENSORS_FMT", ("XLA_SAVE_TENSORS_FMT",), str, "text",
-            "Format of those graphs (backend and hlo are read as text).",
-            choices=("text", "dot"), translate=_translate_graph_format),
+            "Format of those graphs (backend is read as text); hlo: with LTC_EXECUTOR=jax StableHLO of each program.",
+            choices=("text", "dot", "hlo"), translate=_translate_graph_format),
     Setting("ir_debug", "LTC_IR_DEBUG", ("XLA_IR_DEBUG",), bool, False,
             "Show the user's line of each node in graphs."),
     Setting("debug", "LTC_DEBUG", ("LTC_DEBUG_LEVEL", "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG"), int, 0,

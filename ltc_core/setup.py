@@ -13,7 +13,7 @@ from ltc_core import metrics, native_extension, profiler, uninterrupted
 from ltc_core.api import c10d, closures, torch_compile
 from ltc_core.debug import explain, frequent
 from ltc_core.device import module, register
-from ltc_core.executors import artifacts, host_memory, openmp
+from ltc_core.executors import artifacts, host_memory, openmp, program_costs
 from ltc_core.executors.inductor import tier_report
 from ltc_core.executors.inductor.compiler import service
 from ltc_core.executors.reference import replay
@@ -46,6 +46,7 @@ def set_up() -> None:
     warn_unknown(os.environ)  # first: the calls below may fail because of a misspelt setting
     _register_device()
     metrics.register_sentences(tier_report.sentences)
+    metrics.register_sentences(program_costs.sentences)
     devices.at_first_use(publisher.start_as_set)
     _register_fork_handlers()
     _register_exit_handlers()

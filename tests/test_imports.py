@@ -19,7 +19,7 @@ ORDER = {
         errors torch_version tpu_chips settings source thread_state uninterrupted private_directory
         progress native_extension metrics_report metrics timeline/
         graph/ device/ tensor/ shapes/ record/ program/ executors/ debug/ report/ runtime/ ops/ serialization/ api/
-        live/ profiler setup top build doctor __init__
+        live/ profiler export setup top build doctor __init__
     """,
     "ltc_dist": """
         expected_name job/ spmd/ collectives/ processes/ data/ train/ checkpoint/
@@ -37,6 +37,7 @@ INSIDE_FUNCTIONS = {
         "it imports PyTorch: only after the process has lowered its priority and watches its parent"
     ),
     ("ltc_core.executors", "ltc_core.executors.jax.executor"): "an optional dependency",
+    ("ltc_core.export", "ltc_core.executors.jax.stablehlo"): "an optional dependency",
     ("ltc_core.live.scalars", "torch.utils.tensorboard"): "an optional dependency",
     ("ltc_core.executors.jax.library", "jax"): "an optional dependency",
     ("ltc_core.api.torch_compile", "torch._dynamo.eval_frame"): "it takes seconds, and most scripts do not need it",

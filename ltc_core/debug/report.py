@@ -142,12 +142,13 @@ def _sizes(compiled: CompiledGraph) -> list[str]:
 def _save(device: torch.device, reason: str, compiled: CompiledGraph) -> None:
     path = settings.save_tensors_file
     assert path is not None
-    text = graph_text(compiled.graph, settings.save_tensors_fmt, lines=settings.ir_debug)
+    texts = _texts(compiled)
+    if not texts:
+        return
+    header = f"[GraphInfo; device={device}; sync={reason}; run={compiled.runs}]"
     try:
         with open(file_of_rank(path), "a", encoding="utf-8") as file:
-            file.write(
-                f"[GraphInfo; device={device}; sync={reason}; run={compiled.runs}]\n{text}\n\n"
-            )
+            file.writelines(f"{header}\n{text}\n\n" for text in texts)
     except OSError as error:
         settings.save_tensors_file = None
         raise errors.SettingsError(
@@ -155,3 +156,19 @@ def _save(device: torch.device, reason: str, compiled: CompiledGraph) -> None:
             where="LTC_SAVE_TENSORS_FILE",
             next="name a file that can be written; this run goes on without",
         ) from None
+
+
+def _texts(compiled: CompiledGraph) -> list[str]:
+    """The graph of a run as text; as HLO, the programs that were compiled since the last cut."""
+    if settings.save_tensors_fmt != "hlo":
+        return [graph_text(compiled.graph, settings.save_tensors_fmt, lines=settings.ir_debug)]
+    found = compiled.program.take_hlo()
+    if found is None:
+        settings.save_tensors_fmt = "text"
+        print(
+            f"ltc: LTC_SAVE_TENSORS_FMT=hlo: the executor {settings.executor} has no HLO, graphs are written as text. "
+            "Next: LTC_EXECUTOR=jax",
+            file=sys.stderr,
+        )
+        return _texts(compiled)
+    return found

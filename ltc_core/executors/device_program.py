@@ -12,7 +12,7 @@ import abc
 import hashlib
 import weakref
 from collections.abc import Hashable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,11 +40,13 @@ from ltc_core.timeline import slices
 
 __all__ = [
     "Apart",
+    "Cost",
     "DeviceExecutor",
     "DeviceRuntime",
     "IndexOutOfRange",
     "Interrupted",
     "Launch",
+    "launches",
 ]
 
 Tensor = torch.Tensor
@@ -67,8 +69,36 @@ class Interrupted(Exception):
     """A program with collectives failed while it ran; the cause is the error. Donated inputs may be overwritten."""
 
 
+class Cost(NamedTuple):
+    """What one run of a program takes, as its compiler reckons it."""
+
+    flops: float
+    accessed_bytes: float
+    temporary_bytes: int
+
+
 class Launch(abc.ABC):
-    """The compiled program of a subgraph."""
+    """The compiled program of a subgraph.
+
+    Attributes:
+        subgraph: the subgraph.
+        runs: how often it has run.
+        is_saved: whether `Program.take_hlo` has returned its text.
+    """
+
+    runs = 0
+    is_saved = False
+
+    def __init__(self, subgraph: Subgraph) -> None:
+        self.subgraph = subgraph
+
+    def hlo(self) -> str:
+        """StableHLO of the program, for devices that show it. Cost: traces the subgraph again."""
+        raise NotImplementedError
+
+    def cost(self) -> Cost | None:
+        """What a run takes, if the compiler says so. Cost: some milliseconds."""
+        return None
 
     @abc.abstractmethod
     def run(self, inputs: Sequence[Any]) -> list[Any]:
@@ -91,11 +121,13 @@ class DeviceRuntime(abc.ABC):
     Attributes:
         name: unique name of the device in this process.
         types: the dtype in which a tensor of each dtype is stored.
+        shows_hlo: whether its programs can be shown as StableHLO.
         refused_ops: names of the ops that always run on the host.
     """
 
     name: str
     types: StorageTypes
+    shows_hlo = False
 
     @property
     @abc.abstractmethod
@@ -202,6 +234,13 @@ _launches: weakref.WeakValueDictionary[tuple[str, str, Hashable], Launch] = (
 )
 
 
+def launches(device_name: str = "") -> list[Launch]:
+    """The compiled programs that are in use, by default those of all devices."""
+    # `valuerefs` copies the list in one step: a worker may add to it meanwhile.
+    found = [ref() for ref in _launches.valuerefs() if device_name in ("", ref.key[0])]
+    return [launch for launch in found if launch is not None]
+
+
 class DeviceProgram(Program):
     """A graph that is compiled at its first run: only then are its scalars known, of which some become constants.
 
@@ -248,6 +287,14 @@ class DeviceProgram(Program):
         if self._device.has_mesh:
             self._keep_divided(inputs, results)
         return results
+
+    def take_hlo(self) -> list[str]:
+        if not self._device.shows_hlo:
+            return [self._graph.text()]
+        unsaved = [launch for launch in launches(self._device.name) if not launch.is_saved]
+        for launch in unsaved:
+            launch.is_saved = True
+        return [launch.hlo() for launch in unsaved]
 
     def _keep_divided(self, inputs: Sequence[Any], results: list[Any]) -> None:
         """Divide what was computed on the host as the memory that it replaces."""
@@ -470,6 +517,7 @@ class _Compiled(SubgraphRunner):
             launch = self._launches.get(placement)
             if launch is None:
                 launch = self._launches[placement] = self._compiled(inputs, placement)
+            launch.runs += 1
             return launch.run(inputs)
         except Refused:
             raise

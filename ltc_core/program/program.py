@@ -101,6 +101,13 @@ class Program(abc.ABC):
         """The graph has come back with these scalars, and the programs of its parts have run: it may be compiled."""
         return
 
+    def take_hlo(self) -> list[str] | None:
+        """HLO of each program that was compiled since the last call, of this graph or another; None if there is none.
+
+        torch_xla shows no HLO of a program: there it is the graph as text, for each call.
+        """
+        return None
+
     def prefer(self, tier: Tier) -> None:
         """Run in this tier from now on, if there is a choice: it is measured, or has been the quicker one."""
         return

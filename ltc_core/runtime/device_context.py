@@ -141,6 +141,8 @@ class DeviceContext:
         metrics.count("ExecuteComputation")
         metrics.count(f"Sync.{reason}")
         metrics.count_ops(compiled.recorded)
+        if job is not None and settings.save_tensors_file and settings.save_tensors_fmt == "hlo":
+            job.wait()  # a program is compiled at its first run
         debug.on_cut(self.device, reason, compiled, time.perf_counter_ns() - started)
         self._mark()
         return job

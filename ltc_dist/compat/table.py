@@ -123,7 +123,12 @@ _BUILDER = (
     "computations of this package are not built by hand; write the op with PyTorch's own, or with "
     "torch_xla.core.xla_builder"
 )
-STABLEHLO = "graphs are not exported as StableHLO; ltc_core.dump_ir writes them as text, torch.export exports a model"
+STABLEHLO = (
+    "a graph of pending tensors is not written as StableHLO; torch_xla.stablehlo writes a model, and "
+    "LTC_SAVE_TENSORS_FMT=hlo with LTC_EXECUTOR=jax each program that runs"
+)
+
+_TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo writes a model as StableHLO"
 
 # Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
@@ -134,6 +139,5 @@ ABSENT: dict[str, str] = {
     "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
     "torch_xla.distributed.xla_dist": _XRT,
     "torch_xla.experimental.pallas_kernels": PALLAS,
-    "torch_xla.stablehlo": STABLEHLO,
-    "torch_xla.tf_saved_model_integration": STABLEHLO,
+    "torch_xla.tf_saved_model_integration": _TF,
 }

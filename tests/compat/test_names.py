@@ -353,12 +353,12 @@ def test_what_cannot_exist_is_imported_and_refused_when_used(tmp_path: Path) -> 
     code = """
 import pytest
 import torch_xla.distributed.spmd as xs
-import torch_xla.stablehlo as stablehlo
+import torch_xla.tf_saved_model_integration as of_tensorflow
 from torch_xla.experimental.custom_kernel import ragged_paged_attention
 import torch_xla.runtime as xr
 
 assert not xr.is_spmd()
-for use in (lambda: xs.enable_manual_sharding(1), lambda: stablehlo.a.b(), lambda: ragged_paged_attention(1),
+for use in (lambda: xs.enable_manual_sharding(1), lambda: of_tensorflow.a.b(), lambda: ragged_paged_attention(1),
             lambda: xr.use_spmd(auto=True)):
     with pytest.raises(NotImplementedError, match="(?s)Next: "):
         use()

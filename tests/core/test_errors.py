@@ -25,6 +25,7 @@ TREE = {
     "CheckpointError": RuntimeError,
     "CheckpointFormatError": ValueError,
     "CheckpointIOError": OSError,
+    "ExportError": ValueError,
     "DataFormatError": ValueError,
     "LoaderError": RuntimeError,
     "GraphError": AssertionError,

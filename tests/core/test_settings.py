@@ -101,7 +101,7 @@ def test_defaults():
         ("metrics_file", "LTC_METRICS_FILE", "STDERR", "STDERR"),
         ("save_tensors_fmt", "LTC_SAVE_TENSORS_FMT", "dot", "dot"),
         ("save_tensors_fmt", "LTC_SAVE_TENSORS_FMT", "backend", "text"),
-        ("save_tensors_fmt", "XLA_SAVE_TENSORS_FMT", "hlo", "text"),
+        ("save_tensors_fmt", "XLA_SAVE_TENSORS_FMT", "hlo", "hlo"),
         ("debug", "LTC_DEBUG", "2", 2),
         ("debug", "PT_XLA_DEBUG_LEVEL", "2", 2),
         ("debug", "PT_XLA_DEBUG_LEVEL", "100", 2),
@@ -172,7 +172,7 @@ def test_empty_is_unset():
         ("LTC_DEVICE_NAME", "my-device", "a Python identifier"),
         ("LTC_DEVICE_NAME", "class", "a Python identifier"),
         ("LTC_DEVICE_NAME", "cuda", "no device of PyTorch"),
-        ("XLA_SAVE_TENSORS_FMT", "svg", "one of text, dot"),
+        ("XLA_SAVE_TENSORS_FMT", "svg", "one of text, dot, hlo"),
     ],
 )
 def test_a_bad_value_names_the_variable_and_what_is_legal(name, text, legal):

@@ -87,7 +87,7 @@ def test_parameters_and_optimizer_state_are_updated_in_their_memory(device: torc
     wanted = sum(t.numel() * t.element_size() for t in state)
     aliased = [
         launch._program.memory_analysis().alias_size_in_bytes
-        for launch in device_program._launches.values()
+        for launch in device_program.launches()
     ]
     assert max(aliased) >= wanted
     # What was looked at is released: it does not keep the next step from using its memory.

@@ -10,12 +10,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 from jax import numpy as jnp
 
 from ltc_core.errors import DeviceError, listed
 from ltc_core.executors.device_program import DeviceRuntime, Launch
+from ltc_core.executors.jax.arrays import as_array, as_tensor
 from ltc_core.executors.jax.cache import ProgramsOnDisk
 from ltc_core.executors.jax.collectives import Collectives, has_collectives
 from ltc_core.executors.jax.launch import JaxLaunch
@@ -32,7 +32,6 @@ from ltc_core.settings import settings
 __all__ = ["JaxDevice"]
 
 Tensor = torch.Tensor
-_NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class JaxDevice(DeviceRuntime):
@@ -44,6 +43,8 @@ class JaxDevice(DeviceRuntime):
     Raises:
         DeviceError: JAX cannot be loaded, or has no such device.
     """
+
+    shows_hlo = True
 
     def __init__(self, index: int) -> None:
         found = devices()
@@ -94,16 +95,9 @@ class JaxDevice(DeviceRuntime):
 
     def send(self, tensors: Sequence[Tensor]) -> list[Any]:
         with wide_types():
-            arrays = [self._array(t) for t in tensors]
+            arrays = [as_array(t) for t in tensors]
             # On a CPU this is the tensor's own memory. JAX copies it if a program would write there.
             return jax.device_put(arrays, self.device, may_alias=True)  # type: ignore[no-any-return]
-
-    def _array(self, t: Tensor) -> Any:
-        t = t.detach().contiguous()
-        if t.dtype in _NOT_OF_NUMPY:
-            bits = torch.int16 if t.dtype.itemsize == 2 else torch.uint8
-            return t.view(bits).numpy().view(dtype_of(t.dtype))
-        return t.resolve_conj().resolve_neg().numpy()
 
     def fetch(self, data: Sequence[Any]) -> list[Tensor]:
         there = [d for d in data if not self.is_on_host(d)]
@@ -113,24 +107,14 @@ class JaxDevice(DeviceRuntime):
     def _fetched(self, data: Any) -> Tensor:
         if self._is_cpu and not is_divided(data):
             return self.shown(data).clone()
-        return self._joined(data)
-
-    def _joined(self, data: Any) -> Tensor:
-        """A copy of data, which may be divided, as a tensor."""
-        found = np.array(jax.device_get(data))
-        if found.dtype.kind == "V":  # a type of `ml_dtypes`
-            dtype = next(t for t in _NOT_OF_NUMPY if dtype_of(t) == found.dtype)
-            return torch.from_numpy(found.view(np.int16 if found.itemsize == 2 else np.uint8)).view(
-                dtype
-            )
-        return torch.from_numpy(found)
+        return as_tensor(data)
 
     def shown(self, data: Any) -> Tensor:
         """Data of a CPU device as a tensor in the same memory. Drop it soon: memory that is seen is not donated."""
         if self.is_on_host(data):
             return data  # type: ignore[no-any-return]
         if is_divided(data):
-            return self._joined(data)
+            return as_tensor(data)
         return torch.utils.dlpack.from_dlpack(data)
 
     def copy(self, data: Any) -> Any:
@@ -154,7 +138,7 @@ class JaxDevice(DeviceRuntime):
         """Data divided over devices."""
         self.mesh.is_used = True
         with wide_types():
-            found = self._array(data) if self.is_on_host(data) else data
+            found = as_array(data) if self.is_on_host(data) else data
             return jax.device_put(found, named(sharding))
 
     def place_like(self, data: Any, other: Any) -> Any:
@@ -176,9 +160,7 @@ class JaxDevice(DeviceRuntime):
         if self.is_on_host(data):
             return [(0, data.clone())]
         numbers = {device: k for k, device in enumerate(self.mesh.devices)}
-        found = [
-            (numbers[part.device], self._joined(part.data)) for part in data.addressable_shards
-        ]
+        found = [(numbers[part.device], as_tensor(part.data)) for part in data.addressable_shards]
         return sorted(found, key=lambda part: part[0])
 
 

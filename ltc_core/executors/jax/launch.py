@@ -7,6 +7,7 @@ equal type in order, so both are passed in the plan's order. Each output has a b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ltc_core import metrics
 from ltc_core.errors import CollectiveError, first_line
-from ltc_core.executors.device_program import Apart, IndexOutOfRange, Interrupted, Launch
+from ltc_core.executors.device_program import Apart, Cost, IndexOutOfRange, Interrupted, Launch
 from ltc_core.executors.jax.cache import ProgramsOnDisk
 from ltc_core.executors.jax.collectives import Collectives, Joint
 from ltc_core.executors.jax.library import wide_types
@@ -29,10 +30,10 @@ from ltc_core.program.plan import plan
 from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.subgraph import Subgraph
 
-__all__ = ["JaxLaunch"]
+__all__ = ["OPTIONS", "JaxLaunch"]
 
 # As eager: nan is kept in minima and maxima, and each op rounds its result to bfloat16.
-_OPTIONS = {"cpu": {"xla_cpu_enable_fast_min_max": False, "xla_allow_excess_precision": False}}
+OPTIONS = {"cpu": {"xla_cpu_enable_fast_min_max": False, "xla_allow_excess_precision": False}}
 
 
 class JaxLaunch(Launch):
@@ -49,6 +50,9 @@ class JaxLaunch(Launch):
         collectives: makes it one program of all processes, because nodes are collectives. It is compiled at its first
             run, once all processes are known to have it.
 
+    Attributes:
+        divided: as given.
+
     Raises:
         Refused: a node has no rule.
         RuntimeError: XLA cannot compile the program.
@@ -64,6 +68,7 @@ class JaxLaunch(Launch):
         divided: Sequence[Any],
         collectives: Collectives | None = None,
     ) -> None:
+        super().__init__(subgraph)
         graph = subgraph.graph
         bounds, unknown = find_bounds(graph) if shown is not None else ([], set())
         self._shown = shown
@@ -85,9 +90,11 @@ class JaxLaunch(Launch):
         self._mesh = None
         self._collectives = collectives
         self._program: Any = None
+        self._lower: Callable[[], Any]
+        self.divided = tuple(divided)
         if collectives is not None:
-            self._options = _OPTIONS.get(device.platform, {})
-            self._lower(subgraph, collectives, ordered, metas, len(reused), bool(checked))
+            self._options = OPTIONS.get(device.platform, {})
+            self._lower_joint(subgraph, collectives, ordered, metas, len(reused), bool(checked))
             return
         if any(divided) or any(node.op is SHARD for node in graph.nodes):
             self._mesh = mesh
@@ -106,15 +113,33 @@ class JaxLaunch(Launch):
         if self._mesh is not None:
             placed = mesh.text_of(lies, [len(metas[k].size) for k in self._order])
         key = on_disk.key(f"{subgraph.text()} {checked} {placed}")
+        how = {} if self._mesh is None else {"out_shardings": lie}
+        traced = jax.jit(ordered, donate_argnums=donated, keep_unused=True, **how)
+        self._lower = partial(traced.lower, *given)
         with wide_types():
             self._program = on_disk.load(key, len(given), num_outputs, self._mesh)
             if self._program is None:
-                how = {} if self._mesh is None else {"out_shardings": lie}
-                traced = jax.jit(ordered, donate_argnums=donated, keep_unused=True, **how)
-                self._program = traced.lower(*given).compile(_OPTIONS.get(device.platform, {}))
+                self._program = self._lower().compile(OPTIONS.get(device.platform, {}))
                 on_disk.store(key, self._program)
 
-    def _lower(
+    def hlo(self) -> str:
+        with wide_types():
+            return str(self._lower().as_text())
+
+    @property
+    def compiled(self) -> Any:
+        """JAX's compiled program; None if it spans processes and has not run yet."""
+        return self._program
+
+    def cost(self) -> Cost | None:
+        if self._program is None:
+            return None
+        work = self._program.cost_analysis() or {}
+        memory = self._program.memory_analysis()
+        temporary = 0 if memory is None else memory.temp_size_in_bytes
+        return Cost(work.get("flops", 0.0), work.get("bytes accessed", 0.0), temporary)
+
+    def _lower_joint(
         self,
         subgraph: Subgraph,
         collectives: Collectives,
@@ -137,8 +162,9 @@ class JaxLaunch(Launch):
         with wide_types():
             spanning = collectives.spanning(ordered, sizes, ranks)
             traced = jax.jit(spanning, donate_argnums=donated, keep_unused=True)
-            self._lowered = traced.lower(*given)
-            self._joint = Joint(subgraph, self._lowered.as_text())
+            lowered = traced.lower(*given)
+            self._lower = lambda: lowered
+            self._joint = Joint(subgraph, lowered.as_text())
 
     def _run_joint(self, collectives: Collectives, inputs: Sequence[Any]) -> list[Any]:
         """Results of the program of all processes."""
@@ -154,7 +180,7 @@ class JaxLaunch(Launch):
             raise Apart
         if self._program is None:
             with wide_types():
-                self._program = self._lowered.compile(self._options)
+                self._program = self._lower().compile(self._options)
         metrics.count("JointRun")
         try:
             with wide_types():

@@ -22,7 +22,7 @@ from ltc_core.executors.companions import Companions, NotTogether
 from ltc_core.executors.hardware import hardware_kind
 from ltc_core.settings import settings
 
-__all__ = ["devices", "devices_of_ranks", "wide_types", "why_alone"]
+__all__ = ["any_device", "devices", "devices_of_ranks", "require", "wide_types", "why_alone"]
 
 # The hardware, and JAX's name of it.
 _PLATFORMS = {"CPU": "cpu", "CUDA": "cuda", "TPU": "tpu"}
@@ -33,12 +33,7 @@ _joined: tuple[Any, ...] = ()
 
 @functools.cache
 def _jax() -> Any:
-    if importlib.util.find_spec("jax") is None:
-        raise DeviceError(
-            "LTC_EXECUTOR=jax needs the package jax",
-            got="no such package in this environment",
-            next="pip install '.[jax]' (on a TPU '.[jax-tpu]', on a GPU '.[jax-cuda]'), or unset LTC_EXECUTOR",
-        )
+    require("LTC_EXECUTOR=jax", ", or unset LTC_EXECUTOR")
     import jax
 
     # JAX warns at each fork. The runtime holds its devices still at one, and a DataLoader's workers do not use them.
@@ -48,6 +43,25 @@ def _jax() -> Any:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", settings.num_devices)
     return jax
+
+
+def require(what: str, instead: str = "") -> None:
+    """Check that JAX is installed.
+
+    Raises:
+        DeviceError: it is not; `what` needs it, `instead` is what else the user can do.
+    """
+    if importlib.util.find_spec("jax") is None:
+        raise DeviceError(
+            f"{what} needs the package jax",
+            got="no such package in this environment",
+            next=f"pip install '.[jax]' (on a TPU '.[jax-tpu]', on a GPU '.[jax-cuda]'){instead}",
+        )
+
+
+def any_device() -> Any:
+    """JAX's device for a program of its own: the runtime's, or JAX's first one where another executor runs."""
+    return devices()[0] if settings.executor == "jax" else _jax().local_devices()[0]
 
 
 @functools.cache

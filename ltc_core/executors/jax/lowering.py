@@ -30,7 +30,7 @@ from ltc_core.program.scalar_inputs import kinds
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
 
-__all__ = ["LOWERING", "function_of"]
+__all__ = ["LOWERING", "function_of", "run_graph"]
 
 Function = Callable[..., list[Array]]
 
@@ -154,11 +154,15 @@ def _call(
     for kind in kinds(alone.scalar_types):
         typed = [x for x, t in zip(own, alone.scalar_types, strict=True) if t is kind]
         inputs.append(jnp.stack(typed))
-    return _run(module, inputs)
+    return run_graph(module, inputs)
 
 
-def _run(module: GraphModule, inputs: Sequence[Array]) -> list[Array]:
-    """Run a functional graph."""
+def run_graph(module: GraphModule, inputs: Sequence[Array]) -> list[Array]:
+    """Run a functional graph of core ops.
+
+    Raises:
+        NotImplementedError: an op has no rule.
+    """
     rest = iter(inputs)
     there: dict[torch.fx.Node, Any] = {}
 

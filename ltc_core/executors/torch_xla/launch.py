@@ -51,6 +51,7 @@ class XlaLaunch(Launch):
     """
 
     def __init__(self, subgraph: Subgraph, device: XlaDevice, inputs: Sequence[Tensor]) -> None:
+        super().__init__(subgraph)
         self._device = device
         library = self._library = device.library
         with TRACING, torch.no_grad():

@@ -35,10 +35,13 @@ class FunctionalNodes:
 
     Args:
         has_rule: whether the compiler has a rule for an op. Other ops are decomposed, if PyTorch can.
+
+    Attributes:
+        decompositions: op -> how PyTorch decomposes it, for the ops without a rule.
     """
 
     def __init__(self, has_rule: Callable[[torch._ops.OpOverload], bool]) -> None:
-        self._decompositions = {
+        self.decompositions = {
             op: rule
             for op, rule in decomposition_table.items()
             if isinstance(op, torch._ops.OpOverload) and not has_rule(op) and not _is_composite(op)
@@ -72,7 +75,7 @@ class FunctionalNodes:
         metas = [*alone.graph.inputs.values(), *vector_metas(alone.scalar_types)]
         with mode:
             fakes = [torch.empty(meta.size, dtype=meta.dtype) for meta in metas]
-        return trace(_Functional(alone).run, fakes, mode, self._decompositions)
+        return trace(_Functional(alone).run, fakes, mode, self.decompositions)
 
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:

@@ -195,6 +195,25 @@ class TestGraphsInAFile:
             ltc.mark_step()
         assert x[0].item() == 3.0
 
+    def test_hlo_needs_another_executor(
+        self, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It is said once; graphs are written as text, as scripts for torch_xla got them so far."""
+        path = tmp_path / "graphs.txt"
+        x = torch.ones(1025).to(device)
+        with settings.override(
+            save_tensors_file=str(path), save_tensors_fmt="hlo", executor="inductor"
+        ):
+            for _ in range(2):
+                x.add_(1)
+                ltc.mark_step()
+            assert x[0].item() == 3.0
+        assert path.read_text().count("aten.add") >= 2
+        assert capsys.readouterr().err == (
+            "ltc: LTC_SAVE_TENSORS_FMT=hlo: the executor inductor has no HLO, graphs are written as text. "
+            "Next: LTC_EXECUTOR=jax\n"
+        )
+
 
 def _graph(name: str = 'train.py:3 in "f"') -> Graph:
     meta = TensorMeta.packed((2,), torch.float32)

@@ -1,0 +1,52 @@
+"""`torch_xla.stablehlo`, as scripts of torch_xla use it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import ltc_dist.compat
+import pytest
+import torch
+from torch_xla import stablehlo
+from torch_xla.stablehlo import (
+    StableHLOExportOptions, StableHLOGraphModule, exported_program_to_stablehlo, save_as_stablehlo,
+    save_torch_model_as_stablehlo,
+)
+
+model = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.BatchNorm1d(9), torch.nn.ReLU()).eval()
+x, y = torch.randn(3, 5), torch.randn(4, 5)
+exported = torch.export.export(model, (x,))
+program = exported_program_to_stablehlo(exported)
+torch.testing.assert_close(program(x), model(x))
+torch.testing.assert_close(program.evaluate("forward", (x,)), model(x))
+assert "stablehlo.dot_general" in program.get_stablehlo_text()
+assert program.get_stablehlo_bytecode("forward").startswith(b"ML")
+with pytest.raises(ValueError, match="got: 'backward', expected 'forward'"):
+    program.get_stablehlo_text("backward")
+
+save_as_stablehlo(exported, "saved")
+torch.testing.assert_close(StableHLOGraphModule.load("saved")(x), model(x))
+save_torch_model_as_stablehlo(model, (y,), "other", StableHLOExportOptions(include_human_readable_text=False))
+torch.testing.assert_close(stablehlo.StableHLOGraphModule.load("other")(y), model(y))
+import os
+assert not os.path.exists("other/program.mlir") and os.path.exists("saved/program.mlir")
+print("done")
+"""
+
+
+def test_a_script_of_torch_xla(tmp_path: Path) -> None:
+    path = os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(ROOT)))
+    environment = {k: v for k, v in os.environ.items() if k != "LTC_DEVICE_NAME"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
