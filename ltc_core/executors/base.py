@@ -94,10 +94,6 @@ class Executor(abc.ABC):
     def compile(self, graph: Graph) -> Program:
         """Program that runs a graph."""
 
-    def interpret(self, graph: Graph) -> Program:
-        """Program whose ops are called one by one, if the executor has such, however often it runs."""
-        return self.compile(graph)
-
     @property
     def kind(self) -> str:
         """Model of the hardware, such as 'NVIDIA H100' or 'TPU v4'."""

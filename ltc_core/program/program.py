@@ -97,10 +97,6 @@ class Program(abc.ABC):
         """
         raise NotImplementedError
 
-    def note_other_run(self, scalars: Sequence[Any]) -> None:
-        """The graph has come back with these scalars, and the programs of its parts have run: it may be compiled."""
-        return
-
     def take_hlo(self) -> list[str] | None:
         """HLO of each program that was compiled since the last call, of this graph or another; None if there is none.
 

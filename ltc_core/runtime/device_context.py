@@ -192,16 +192,16 @@ class DeviceContext:
             return None, None
         donated = tuple(index for index, value, _ in cut.inputs if value is None)
         try:
-            goes_on = reason == "Streaming"
-            is_part = goes_on or self.streaming.is_in_parts
-            compiled = self.compiler.compile(self.trace, cut, donated, reason, is_part)
+            cause = "Streaming" if self.streaming.is_in_parts else reason
+            compiled = self.compiler.compile(self.trace, cut, donated, cause)
         except BaseException as error:
             self._fail_outputs(cut, error)
             raise
         if seen is not None:
             seen.note(compiled.described(), step=self._num_steps, reason=reason)
+        goes_on = reason == "Streaming"
         job = self._launch(compiled, cut, is_awaited, seen, is_handed=goes_on)
-        self.streaming.after_cut(compiled, cut.scalars, goes_on)
+        self.streaming.after_cut(compiled, goes_on)
         if self.trace.steps > _TRIE_STEPS:
             self.trace.forget()
             self.compiler.forget()

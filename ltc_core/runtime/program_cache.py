@@ -48,14 +48,14 @@ class CompiledGraph:
         "lines",
         "input_slots",
         "key",
+        "num_parts",
         "outputs",
         "placement",
         "path",
         "program",
         "recorded",
         "runs",
-        "streams",
-        "streams_for",
+        "whole_for",
     )
 
     def __init__(
@@ -78,8 +78,8 @@ class CompiledGraph:
         self.cause: Cause | None = None
         self.runs = 0
         self.facts = ""
-        self.streams: bool | None = None  # whether steps are quicker in parts (`streaming`)
-        self.streams_for = 0  # steps for which that is known
+        self.num_parts = 0  # in which steps are quicker (`streaming`); 0: whole, or not measured
+        self.whole_for = 0  # steps until parts are tried again
         self._largest, self._peak_bytes = 0, program.peak_bytes
 
     def peak_bytes(self, sized: Mapping[int, TensorMeta]) -> int:
@@ -118,25 +118,20 @@ class ProgramCache:
         self._recent: OrderedDict[int, CompiledGraph] = OrderedDict()
 
     def compile(
-        self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str, is_part: bool = False
+        self, trace: Trace, cut: Cut, donated: tuple[int, ...], reason: str
     ) -> CompiledGraph:
-        """Return the program for a cut, made for `reason`. Cost: compiles on a cache miss.
-
-        Args:
-            is_part: of a step (`streaming`). Its ops are called one by one, however often it runs.
-        """
+        """Return the program for a cut, made for `reason`. Cost: compiles on a cache miss."""
         outputs = tuple(index for index, _ in cut.alive)
-        key = (outputs, donated, is_part)
+        key = (outputs, donated)
         if cut.path.programs is None:
             cut.path.programs = {}
         found: CompiledGraph | None = cut.path.programs.get(key)
         if found is None:
-            found = self._build(trace, cut, outputs, donated, is_part)
+            found = self._build(trace, cut, outputs, donated)
             found.path, found.key = cut.path, key
             cut.path.programs[key] = found
             metrics.count("UncachedCompile")
-            cause = "Streaming" if is_part else reason
-            found.cause = explain(found.graph, self._known, cause, cut.path)
+            found.cause = explain(found.graph, self._known, reason, cut.path)
             on_compile(found.cause)
             recording.note_program(found.graph, found.cause, reason)
             self._evict()
@@ -149,12 +144,7 @@ class ProgramCache:
 
     @in_own_state
     def _build(
-        self,
-        trace: Trace,
-        cut: Cut,
-        outputs: tuple[int, ...],
-        donated: tuple[int, ...],
-        is_part: bool,
+        self, trace: Trace, cut: Cut, outputs: tuple[int, ...], donated: tuple[int, ...]
     ) -> CompiledGraph:
         started = time.perf_counter_ns()
         path = trace.path(cut.path)
@@ -168,8 +158,7 @@ class ProgramCache:
         if settings.check_graphs or settings.debug:
             check(graph)
         slots = tuple(k for k, (index, _, _) in enumerate(cut.inputs) if index in read)
-        compile = self.executor.interpret if is_part else self.executor.compile
-        program = compile(graph)
+        program = self.executor.compile(graph)
         metric = "EagerOpCompileTime" if settings.eager else "CompileTime"
         metrics.observe(metric, time.perf_counter_ns() - started)
         metrics.observe("TensorsGraphSize", len(kept))

@@ -1,9 +1,8 @@
 """Streaming: a step that the script waits for is handed over in parts, so that it runs while it is recorded.
 
 Where each step is waited for, as by `loss.item()`, recording and running take turns. A part is cut like a step: what is
-alive becomes inputs of the next part. Parts cost more cuts, and each plans its memory by itself; which way is quicker
-is measured in steps of the script. Only a step that repeats is cut into parts, and only while its ops are called one
-by one in C++: a step that is compiled is one program.
+alive becomes inputs of the next part; it is compiled like one. Parts cost more cuts, and each plans its memory by
+itself; which way is quicker is measured in steps of the script. Only a step that repeats is cut into parts.
 
 Python gives the interpreter to another thread after 5 ms, and the worker needs it at both ends of a part. So it is
 given after 0.1 ms while parts are recorded. A ViT with one thread on two cores: 30 ms a step whole, 18 ms in three
@@ -18,24 +17,21 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
 
 from ltc_core.program.program import Tier
 from ltc_core.record.trace import Trace
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.settings import settings
-from ltc_core.thread_state import in_own_state
 
 __all__ = ["Streaming"]
 
 _REPEATED = 3  # times in a row that a step must have come
 _MEASURED = 5  # steps in each way
-_UNSETTLED = 3  # steps after the first in parts that are not measured: the parts are recorded for the first time
-_LASTS = 2000  # steps until it is measured again
-_MISSES = (
-    5  # steps in a row that ended otherwise than the one before, after which steps are whole again
+_UNSETTLED = (
+    3  # steps after a change that are not measured: the parts are recorded for the first time
 )
+_LASTS = 2000  # steps that are whole until parts are tried again
+_MISSES = 5  # steps in a row that ended otherwise than the one before: then steps are whole again
 _GAIN = 0.97  # factor by which steps in parts must be quicker
 _LEAST_NS = 1_500_000  # of recording, and of running
 _PART_NS = 2_000_000  # of recording
@@ -55,18 +51,17 @@ class Streaming:
         self._trace = trace
         self._is_possible = is_possible
         self._step: CompiledGraph | None = None  # the program of the step that repeats
-        self._scalars: Sequence[Any] = ()  # of its last run
         self._times = 0  # that it has come in a row
         self._resumed_ns = 0  # when the script went on after a read
-        self._cuts = 0  # since then
-        self._last: CompiledGraph | None = None  # program of the last cut that was no part
+        self._programs: list[CompiledGraph] = []  # of the cuts since then
         self._recorded_ns = self._num_values = 0  # of the first cut since then
         self._samples: list[int] = []
         self._whole_ns = 0.0  # a step that is handed over whole
+        self._replay_ns = 0.0  # a step in parts whose ops are called one by one
         self._num_parts = 0  # 0: steps are whole
         self._parts = 0  # that the step which is recorded has handed over
-        self._handed = 0  # that the last step handed over before its end
-        self._end: CompiledGraph | None = None  # the program that ended the last step
+        self._before: list[CompiledGraph] = []  # the programs of the step before
+        self._num_compiled = 0  # of its programs, when steps were measured
         self._misses = 0
         self._wait = 0  # steps until one is measured
         self._switch_s = 0.0  # the interval that is set again; 0: it was not changed
@@ -90,13 +85,13 @@ class Streaming:
         return -(-self._num_values // max(self._num_parts, 1))
 
     def before_cut(self) -> None:
-        if not self._cuts and not self._num_parts:
+        if not self._programs and not self._num_parts:
             self._recorded_ns = time.perf_counter_ns() - self._resumed_ns
             self._num_values = self._trace.count
 
-    def after_cut(self, compiled: CompiledGraph, scalars: Sequence[Any], goes_on: bool) -> None:
+    def after_cut(self, compiled: CompiledGraph, goes_on: bool) -> None:
         """A program was handed over. With `goes_on` the step goes on: it was a part, and not the last one."""
-        self._cuts += 1
+        self._programs.append(compiled)
         if goes_on:
             self._parts += 1
             if not self._switch_s:
@@ -104,13 +99,10 @@ class Streaming:
                 sys.setswitchinterval(_SWITCH_S)
             self._limit_part()
             return
-        self._last = compiled
-        if not self._num_parts:
-            self._scalars = scalars
         self._end_parts()
 
     def _end_parts(self) -> None:
-        self._handed, self._parts = self._parts, 0
+        self._parts = 0
         if self._switch_s:
             sys.setswitchinterval(self._switch_s)
             self._switch_s = 0.0
@@ -125,74 +117,83 @@ class Streaming:
         """The script goes on with a value that it has read. Cost: 0.4 us where there is nothing to gain."""
         now = time.perf_counter_ns()
         took_ns, self._resumed_ns = now - self._resumed_ns, now
-        cuts, self._cuts = self._cuts, 0
-        if not cuts:
+        programs, self._programs = self._programs, []
+        if not programs:
             return
         if self._parts:  # nothing was recorded after the last one
             self._end_parts()
         if self._num_parts:
-            self._after_step_in_parts(took_ns)
+            self._after_step_in_parts(took_ns, programs)
             self._limit_part()
-        elif cuts == 1 and self._last is self._step:
+        elif programs == [self._step]:
             self._after_step(took_ns)
         else:
-            self._step, self._times = self._last if cuts == 1 else None, 0
+            self._step, self._times = programs[0] if len(programs) == 1 else None, 0
             self._samples = []
 
     def _after_step(self, took_ns: int) -> None:
         self._times += 1
         step = self._step
         if step is None or self._times < _REPEATED or not self._may_gain(step):
-            return
-        if step.streams is not None:
-            step.streams_for -= 1
-            if step.streams and step.streams_for > 0:
-                self._begin_parts()
-            elif step.streams_for <= 0:
-                step.streams = None
-            return
+            return None
+        if step.num_parts:
+            return self._begin_parts(step.num_parts)
+        if step.whole_for:
+            step.whole_for -= 1
+            return None
         self._samples.append(took_ns)
         if len(self._samples) == _MEASURED:
             self._whole_ns = statistics.median(self._samples)
-            self._begin_parts()
+            self._begin_parts(max(2, min(_MOST_PARTS, self._recorded_ns // _PART_NS)))
+        return None
 
     def _may_gain(self, step: CompiledGraph) -> bool:
         is_long = min(self._recorded_ns, step.placement.cost_ns) >= _LEAST_NS
-        return is_long and step.program.tier is Tier.REPLAY and self._may_stream(step)
+        is_free = step.program.tier is not Tier.OP_BY_OP  # of the interpreter while it runs
+        return is_long and is_free and self._may_stream(step)
 
-    def _begin_parts(self) -> None:
-        self._num_parts = max(2, min(_MOST_PARTS, self._recorded_ns // _PART_NS))
+    def _begin_parts(self, count: int) -> None:
+        self._num_parts = count
         self._samples, self._wait = [], _UNSETTLED
-        self._end, self._misses = None, 0
+        self._before, self._misses = [], 0
+        self._replay_ns, self._num_compiled = 0.0, 0
         self._limit_part()
 
-    def _after_step_in_parts(self, took_ns: int) -> None:
-        step, end = self._step, self._last
+    def _after_step_in_parts(self, took_ns: int, programs: list[CompiledGraph]) -> None:
+        step = self._step
         assert step is not None
-        in_own_state(step.program.note_other_run)(self._scalars)
-        if step.program.tier is not Tier.REPLAY or not self._may_stream(step):
+        before, self._before = self._before, programs
+        if not self._may_stream(step):
             return self._begin_whole()
-        if self._handed + 1 != self._num_parts or end is not self._end:
-            self._end = end
+        if programs != before or len(programs) != self._num_parts:
             self._misses += 1
             if self._misses > _MISSES:  # the script does something else now
                 self._begin_whole()
             return None
         self._misses = 0
-        if step.streams:
-            step.streams_for -= 1
-            if step.streams_for <= 0:
-                step.streams = None
-                self._begin_whole()
-        elif self._wait:
+        num_compiled = sum(each.program.tier is Tier.COMPILED for each in programs)
+        if num_compiled != self._num_compiled:
+            self._num_compiled, self._samples, self._wait = num_compiled, [], _UNSETTLED
+        if self._wait:
             self._wait -= 1
-        else:
+        elif len(self._samples) < _MEASURED:
             self._samples.append(took_ns)
             if len(self._samples) == _MEASURED:
-                step.streams = statistics.median(self._samples) < _GAIN * self._whole_ns
-                step.streams_for = _LASTS
-                if not step.streams:
-                    self._begin_whole()
+                self._judge(step, programs, statistics.median(self._samples))
+        return None
+
+    def _judge(self, step: CompiledGraph, programs: list[CompiledGraph], took_ns: float) -> None:
+        """Go on in the way that is quickest: in parts or whole, and parts as compiled code or replayed."""
+        if not step.num_parts:
+            if took_ns >= _GAIN * self._whole_ns:
+                step.whole_for = _LASTS
+                return self._begin_whole()
+            step.num_parts = self._num_parts
+        if not self._num_compiled:
+            self._replay_ns = took_ns
+        elif self._replay_ns and took_ns > self._replay_ns / _GAIN:
+            for each in programs:
+                each.program.prefer(Tier.REPLAY)
         return None
 
     def _begin_whole(self) -> None:
@@ -202,6 +203,8 @@ class Streaming:
     def _may_stream(self, step: CompiledGraph) -> bool:
         """Whether programs of parts may be in the place of that of a step. Collectives keep to one program."""
         is_wanted = self._is_possible and settings.streaming == "auto"
+        # Who waits for the compiler does not want more graphs.
+        is_wanted = is_wanted and settings.compile != "sync"
         return is_wanted and not step.lines and _num_cores() > 1
 
 

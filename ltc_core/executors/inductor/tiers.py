@@ -168,10 +168,6 @@ class TieredProgram(Program, Reported):
             metrics.count(REPLAYED_RUNS)
         return results
 
-    def note_other_run(self, scalars: Sequence[Any]) -> None:
-        if not self._is_slower:
-            self._program_for(scalars)
-
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:
         return self._reference.salvage(inputs, scalars)
 

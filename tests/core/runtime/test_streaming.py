@@ -4,6 +4,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ltc_core import errors, metrics
 from ltc_core.debug import explain
 from ltc_core.debug.explain import cause_counter
 from ltc_core.executors.reference import replay
+from ltc_core.program.program import Tier
 from ltc_core.runtime import streaming
 from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
@@ -177,3 +179,31 @@ def test_what_is_measured_is_the_time_between_reads() -> None:
     trained("ltc", 20, next(widths))
     measured = context(0).streaming._whole_ns
     assert 0 < measured < 60e9
+
+
+class TestCompiledParts:
+    """Parts are compiled like any program, and their compiled code is used unless steps are slower with it."""
+
+    @staticmethod
+    def judged(took_ns: float) -> list[Tier]:
+        wanted: list[Tier] = []
+        part = SimpleNamespace(program=SimpleNamespace(prefer=wanted.append))
+        step = SimpleNamespace(num_parts=3, whole_for=0)
+        found = streaming.Streaming(context(0).trace, True)
+        found._num_compiled, found._replay_ns = 1, 10e6
+        found._judge(step, [part], took_ns)  # type: ignore[arg-type, list-item]
+        return wanted
+
+    def test_quicker(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(streaming, "_GAIN", 0.97)
+        assert self.judged(9e6) == []
+
+    def test_slower(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(streaming, "_GAIN", 0.97)
+        assert self.judged(11e6) == [Tier.REPLAY]
+
+    def test_nobody_waits_for_the_compiler_of_parts(self) -> None:
+        before = parts()
+        with settings.override(compile="sync"):
+            assert not context(0).streaming._may_stream(SimpleNamespace(lines=()))  # type: ignore[arg-type]
+        assert parts() == before
