@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 from ltc_core.api.verbs import to_cpu
@@ -179,7 +177,7 @@ class StableHLOProgram:
         if text:
             (path / "program.mlir").write_text(self.text())
         if weights:
-            save_file(self.weights, path / "weights.safetensors")
+            _safetensors().torch.save_file(self.weights, path / "weights.safetensors")
 
     @staticmethod
     def load(directory: str | os.PathLike[str]) -> StableHLOProgram:
@@ -249,11 +247,12 @@ def load(directory: str | os.PathLike[str]) -> StableHLOProgram:
         DataFormatError: a file is missing or damaged.
     """
     path = Path(directory)
+    files = _safetensors()
     try:
         about = json.loads((path / "signature.json").read_text())
         if about["format"] != _FORMAT:
             raise ValueError(f"format {about['format']}, expected {_FORMAT}")
-        there = load_file(path / "weights.safetensors") if about["weights"] else {}
+        there = files.torch.load_file(path / "weights.safetensors") if about["weights"] else {}
         return StableHLOProgram(
             (path / "program.bytecode").read_bytes(),
             {name: there[name] for name in about["weights"]},
@@ -262,7 +261,7 @@ def load(directory: str | os.PathLike[str]) -> StableHLOProgram:
             _Structure.from_json(about["arguments"]),
             _Structure.from_json(about["results"]),
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, files.SafetensorError) as error:
         raise DataFormatError(
             f"{path} has no exported program that can be read",
             got=f"{type(error).__name__}: {first_line(error)}",
@@ -275,6 +274,12 @@ def _words(structure: _Structure, tensors: Sequence[Signature]) -> str:
     return (
         listed(next(rest) if leaf is _TENSOR else repr(leaf) for leaf in structure.leaves) or "none"
     )
+
+
+def _safetensors() -> Any:
+    import safetensors.torch
+
+    return safetensors
 
 
 def _jax() -> Any:

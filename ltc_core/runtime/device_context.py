@@ -72,10 +72,7 @@ class DeviceContext:
         self.trace = Trace(self.device, self.memory)
         self._note_shapes()
         self.steps = FoundSteps(self.trace, self.cut)
-        is_interpreted = isinstance(self.executor, ReferenceExecutor)
-        self.streaming = Streaming(
-            self.trace, is_interpreted and self.executor.hardware.type == "cpu"
-        )
+        self.streaming = self._new_streaming()
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.trace.on_limit = self._on_limit
         self.worker = Worker(
@@ -95,6 +92,10 @@ class DeviceContext:
     def num_steps(self) -> int:
         """Steps that have ended: cuts at `mark_step`, after an optimizer's step and before an upload."""
         return self._num_steps
+
+    def _new_streaming(self) -> Streaming:
+        is_interpreted = isinstance(self.executor, ReferenceExecutor)
+        return Streaming(self.trace, is_interpreted and self.executor.hardware.type == "cpu")
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -409,6 +410,8 @@ class DeviceContext:
         self._marked_ns = 0
         self.memory.after_fork()
         self.trace.after_fork()
+        self.trace.limit = self.trace.first_limit
+        self.streaming = self._new_streaming()
         self.worker.after_fork()
         if not is_whole:
             for _, value in self.trace.cut().alive:

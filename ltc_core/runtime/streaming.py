@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+import threading
 import time
 
 from ltc_core.program.program import Tier
@@ -23,7 +24,7 @@ from ltc_core.record.trace import Trace
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.settings import settings
 
-__all__ = ["Streaming"]
+__all__ = ["Streaming", "after_fork_in_child"]
 
 _REPEATED = 3  # times in a row that a step must have come
 _MEASURED = 5  # steps in each way
@@ -64,7 +65,7 @@ class Streaming:
         self._num_compiled = 0  # of its programs, when steps were measured
         self._misses = 0
         self._wait = 0  # steps until one is measured
-        self._switch_s = 0.0  # the interval that is set again; 0: it was not changed
+        self._is_hurried = False  # Python switches threads sooner for it
 
     # -- cuts ----------------------------------------------------------------------------------
 
@@ -94,18 +95,18 @@ class Streaming:
         self._programs.append(compiled)
         if goes_on:
             self._parts += 1
-            if not self._switch_s:
-                self._switch_s = sys.getswitchinterval()
-                sys.setswitchinterval(_SWITCH_S)
+            if not self._is_hurried:
+                self._is_hurried = True
+                _hurry(1)
             self._limit_part()
             return
         self._end_parts()
 
     def _end_parts(self) -> None:
         self._parts = 0
-        if self._switch_s:
-            sys.setswitchinterval(self._switch_s)
-            self._switch_s = 0.0
+        if self._is_hurried:
+            self._is_hurried = False
+            _hurry(-1)
 
     def _limit_part(self) -> None:
         if self._parts + 1 < self._num_parts:
@@ -206,6 +207,32 @@ class Streaming:
         # Who waits for the compiler does not want more graphs.
         is_wanted = is_wanted and settings.compile != "sync"
         return is_wanted and not step.lines and _num_cores() > 1
+
+
+_num_hurried = 0  # devices whose steps are in parts now
+_usual_s = 0.0
+_lock = threading.RLock()  # a signal handler may read a value, too
+
+
+def _hurry(more: int) -> None:
+    """Have Python switch threads sooner as long as a device asks for it."""
+    global _num_hurried, _usual_s
+    with _lock:
+        if not _num_hurried:
+            _usual_s = sys.getswitchinterval()
+            sys.setswitchinterval(_SWITCH_S)
+        _num_hurried += more
+        if not _num_hurried:
+            sys.setswitchinterval(_usual_s)
+
+
+def after_fork_in_child() -> None:
+    """Set Python's interval again: steps that were in parts at the fork do not go on here."""
+    global _num_hurried, _lock
+    _lock = threading.RLock()
+    if _num_hurried:
+        _num_hurried = 0
+        sys.setswitchinterval(_usual_s)
 
 
 def _num_cores() -> int:

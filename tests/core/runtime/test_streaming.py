@@ -1,6 +1,7 @@
 """A step that is waited for runs in parts while it is recorded: with eager's numbers, and where that is quicker."""
 
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -207,3 +208,22 @@ class TestCompiledParts:
         with settings.override(compile="sync"):
             assert not context(0).streaming._may_stream(SimpleNamespace(lines=()))  # type: ignore[arg-type]
         assert parts() == before
+
+
+def test_two_devices_hurry_python_together() -> None:
+    usual = sys.getswitchinterval()
+    for more, is_short in ((1, True), (1, True), (-1, True), (-1, False)):
+        streaming._hurry(more)
+        assert (sys.getswitchinterval() < usual) == is_short
+
+
+def test_a_forked_child_has_pythons_usual_interval() -> None:
+    usual = sys.getswitchinterval()
+    streaming._hurry(1)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if sys.getswitchinterval() == usual else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        streaming._hurry(-1)
