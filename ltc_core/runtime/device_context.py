@@ -462,9 +462,7 @@ class DeviceContext:
             DeviceError: a finalizer reads a value that is not computed yet, in the thread that computes it.
             LtcError: the op that computes the value failed.
         """
-        if (
-            self.streaming.is_in_parts
-        ):  # the step ends here, though its value may be that of an earlier part
+        if self.streaming.ends_by_read:
             self.cut(reason)
         with self.trace.lock:
             value = cell.value

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,26 @@ def test_another_step_is_whole() -> None:
     for _ in range(3):
         assert (x @ x).tanh().sum().item() == pytest.approx((y @ y).tanh().sum().item())
     assert parts() == before
+
+
+def test_another_thread_reads_in_the_middle_of_a_step() -> None:
+    """As one that writes a checkpoint: the step is not cut there, where it would end elsewhere each time."""
+    kept = torch.ones(3).to("ltc")
+    before = parts()
+    with ThreadPoolExecutor(1) as other:
+        layer = nn.Linear(next(widths), 1).to("ltc")
+        x = torch.ones(4, layer.in_features).to("ltc")
+        programs = None
+        for k in range(60):
+            loss = layer(x).tanh().square().sum()
+            loss.backward()
+            assert other.submit(kept.cpu).result()[0] == 1.0
+            layer.weight.grad = None
+            loss.item()
+            if k == 40:
+                programs = metrics.counter_value("UncachedCompile")
+    assert parts() > before
+    assert metrics.counter_value("UncachedCompile") == programs
 
 
 def test_a_failed_op_in_a_part_is_raised_once() -> None:
