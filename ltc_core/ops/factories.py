@@ -23,7 +23,7 @@ from ltc_core.ops.uninitialized import teach_constructors
 from ltc_core.record.recorder import record_factory
 from ltc_core.record.signature import NotRecordable
 from ltc_core.record.trace import Trace
-from ltc_core.runtime.devices import checked, context
+from ltc_core.runtime.devices import checked, context, used
 from ltc_core.shapes.shape_inference import Unknown
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 
@@ -54,7 +54,10 @@ _libraries: list[Any] = []  # dropping one would take its kernels back
 def _trace_of(kwargs: dict[str, Any]) -> Trace:
     device = kwargs.get("device")
     index = torch.device(device).index if device is not None else None
-    return context(checked(register.current_device() if index is None else index)).trace
+    if index is None:
+        index = register.current_device()
+    found = used(index)
+    return (context(checked(index)) if found is None else found).trace
 
 
 def _empty(size: Any, **kwargs: Any) -> torch.Tensor:

@@ -84,8 +84,23 @@ def record_factory(schema: OpSchema, trace: Trace, args: Any, kwargs: dict[str, 
     """Record an op without tensor operands."""
     kwargs = {k: v for k, v in kwargs.items() if k not in DROPPED or k == "generator"}
     if kwargs.get("dtype") is None:
-        kwargs["dtype"] = infer(schema, args, {**kwargs, "device": "meta"}).dtype
+        kwargs["dtype"] = _default_dtype(schema, args, kwargs)
     return _record_on(trace, schema, args, kwargs)
+
+
+# (op, types of the arguments, default dtype) -> dtype of what a factory makes; a few entries for each factory.
+_default_dtypes: dict[tuple[Any, ...], torch.dtype] = {}
+
+
+def _default_dtype(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> torch.dtype:
+    """The dtype that a factory gives if none is named: the types of its arguments decide it."""
+    key = (schema, *map(type, args), torch.get_default_dtype())
+    found = None if kwargs else _default_dtypes.get(key)
+    if found is None:
+        found = infer(schema, args, {**kwargs, "device": "meta"}).dtype
+        if not kwargs:
+            _default_dtypes[key] = found
+    return found
 
 
 def _record_on(trace: Trace, schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:

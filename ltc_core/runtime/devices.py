@@ -40,6 +40,7 @@ __all__ = [
     "real",
     "upload",
     "upload_all",
+    "used",
 ]
 
 # -- the devices of this process -------------------------------------------------------------------
@@ -85,6 +86,11 @@ def context(index: int) -> DeviceContext:
                     call()
                 found = _contexts[index] = DeviceContext(index)
     return found
+
+
+def used(index: int) -> DeviceContext | None:
+    """The context of device `index`; None if it was not used yet."""
+    return _contexts.get(index)
 
 
 def at_first_use(call: Callable[[], None]) -> None:
