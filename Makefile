@@ -5,7 +5,7 @@
 #   JAX_VENV=...  the same for jax, beside what VENV has (default .venv-jax)
 #   ECO_VENV=...  the same for the one with libraries that train (default .venv-ecosystem)
 #   TORCH=2.15.0  the PyTorch of test-torch, in an environment of its own (.venv-torch-2.15.0)
-#   JOBS=...  processes that run the tests (default 2; 0: none beside make's own)
+#   JOBS=...  processes that run the tests (default 3: many of them wait; 0: none beside make's own)
 #   ARGS=...    more arguments for demo, test*, bench, such as ARGS="--device cpu", ARGS="-k views", ARGS="--seed 3"
 
 VENV := .venv
@@ -43,7 +43,7 @@ TORCH_TESTS := $(QUICK_TESTS) tests/core/test_native_extension.py tests/core/rec
     tests/dist/collectives/test_ops.py tests/dist/train/test_data_parallel.py
 PYTHON ?=
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 
 # An active conda or virtual environment of the caller must not leak into ours.
 unexport VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV PYTHONPATH PYTHONHOME PYTHONUSERBASE

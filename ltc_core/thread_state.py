@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["in_own_state", "num_dispatch_modes"]
+__all__ = ["in_own_state", "num_dispatch_modes", "num_function_modes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,6 +26,7 @@ _inference_mode = torch._C._InferenceMode
 _no_function_modes = torch._C.DisableTorchFunction
 _set_grad_enabled = torch._C._set_grad_enabled
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
+num_function_modes = torch._C._len_torch_function_stack
 
 
 def _keys_of_a_new_thread() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:

@@ -26,7 +26,7 @@ from ltc_core.runtime.device_context import DeviceContext, forget_jobs
 from ltc_core.settings import settings
 from ltc_core.tensor.handles import Cell, Handle, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
-from ltc_core.thread_state import in_own_state
+from ltc_core.thread_state import in_own_state, num_function_modes
 from ltc_core.timeline import slices
 
 __all__ = [
@@ -129,8 +129,9 @@ def real(handle: Handle, reason: str) -> torch.Tensor:
     """
     ctx = context_of(handle)
     data = ctx.value_data(base_of(handle), reason)
-    is_plain = type(handle) is Cell and type(data) is torch.Tensor and data.is_cpu
-    if is_plain and data.dtype is handle.meta.dtype:
+    # A mode of the user sees that a tensor is asked what it is.
+    is_plain = type(handle) is Cell and type(data) is torch.Tensor and not num_function_modes()
+    if is_plain and data.is_cpu and data.dtype is handle.meta.dtype:
         return data  # type: ignore[no-any-return]
     return _view(ctx, data, handle)
 

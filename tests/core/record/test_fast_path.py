@@ -235,6 +235,7 @@ def test_a_generator_of_the_users_own_is_left_to_python() -> None:
 
 
 @pytest.mark.parametrize(("make", "size"), [(CNN, (4, 1, 28, 28)), (MLP, (4, 32))])
+@pytest.mark.usefixtures("exact_shapes")
 def test_a_whole_training_step_needs_no_python(
     make: Callable[[], torch.nn.Module], size: tuple[int, ...]
 ) -> None:
