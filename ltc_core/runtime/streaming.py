@@ -32,6 +32,8 @@ _UNSETTLED = (
     3  # steps after a change that are not measured: the parts are recorded for the first time
 )
 _LASTS = 2000  # steps that are whole until parts are tried again
+_CHANGES = 200  # the same, where the script did something else meanwhile
+_TRIAL_NS = 1_000_000  # a value, for which a step must have repeated: five times what its parts cost at first
 _MISSES = 5  # steps in a row that ended otherwise than the one before: then steps are whole again
 _GAIN = 0.97  # factor by which steps in parts must be quicker
 _LEAST_NS = 1_500_000  # of recording, and of running
@@ -53,6 +55,7 @@ class Streaming:
         self._is_possible = is_possible
         self._step: CompiledGraph | None = None  # the program of the step that repeats
         self._times = 0  # that it has come in a row
+        self._since_ns = 0
         self._reader = (
             0  # the thread that reads the step's values; others may read in the middle of one
         )
@@ -143,7 +146,7 @@ class Streaming:
             self._after_step(took_ns)
         else:
             self._step, self._times = programs[0] if len(programs) == 1 else None, 0
-            self._samples = []
+            self._samples, self._since_ns = [], now
 
     def _after_step(self, took_ns: int) -> None:
         self._times += 1
@@ -154,6 +157,8 @@ class Streaming:
             return self._begin_parts(step.num_parts)
         if step.whole_for:
             step.whole_for -= 1
+            return None
+        if time.perf_counter_ns() - self._since_ns < _TRIAL_NS * self._num_values:
             return None
         self._samples.append(took_ns)
         if len(self._samples) == _MEASURED:
@@ -182,6 +187,7 @@ class Streaming:
         if programs != before or len(programs) != self._num_parts:
             self._misses += 1
             if self._misses > _MISSES:  # the script does something else now
+                step.whole_for = 0 if step.num_parts else _CHANGES
                 self._begin_whole()
             return None
         self._misses = 0

@@ -30,6 +30,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small steps are long enough, and what is measured last is quicker: steps in parts."""
     monkeypatch.setattr(streaming, "_LEAST_NS", 1)
     monkeypatch.setattr(streaming, "_PART_NS", 1)
+    monkeypatch.setattr(streaming, "_TRIAL_NS", 0)
     monkeypatch.setattr(streaming, "_GAIN", 1e9)
     monkeypatch.setattr(streaming, "_num_cores", lambda: 2)
     device = context(0)
