@@ -27,15 +27,14 @@ from ltc_core.settings import settings
 __all__ = ["Streaming", "after_fork_in_child"]
 
 _REPEATED = 3  # times in a row that a step must have come
-_MEASURED = 5  # steps in each way
-_UNSETTLED = (
-    3  # steps after a change that are not measured: the parts are recorded for the first time
-)
+_MEASURED = 9  # steps in each way
+# Steps after a change that are not measured: parts are recorded anew, and find where they run best.
+_UNSETTLED = 20
 _LASTS = 2000  # steps that are whole until parts are tried again
 _CHANGES = 200  # the same, where the script did something else meanwhile
 _TRIAL_NS = 1_000_000  # a value, for which a step must have repeated: five times what its parts cost at first
 _MISSES = 5  # steps in a row that ended otherwise than the one before: then steps are whole again
-_GAIN = 0.97  # factor by which steps in parts must be quicker
+_GAIN = 0.93  # factor by which another way must be quicker
 _LEAST_NS = 1_500_000  # of recording, and of running
 _PART_NS = 2_000_000  # of recording
 _MOST_PARTS = 4

@@ -31,6 +31,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(streaming, "_LEAST_NS", 1)
     monkeypatch.setattr(streaming, "_PART_NS", 1)
     monkeypatch.setattr(streaming, "_TRIAL_NS", 0)
+    monkeypatch.setattr(streaming, "_UNSETTLED", 3)
+    monkeypatch.setattr(streaming, "_MEASURED", 5)
     monkeypatch.setattr(streaming, "_GAIN", 1e9)
     monkeypatch.setattr(streaming, "_num_cores", lambda: 2)
     device = context(0)
@@ -199,7 +201,7 @@ def test_a_step_that_is_not_read_is_whole() -> None:
 
 
 def test_what_is_measured_is_the_time_between_reads() -> None:
-    trained("ltc", 20, next(widths))
+    trained("ltc", 30, next(widths))
     measured = context(0).streaming._whole_ns
     assert 0 < measured < 60e9
 
