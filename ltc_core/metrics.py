@@ -268,7 +268,7 @@ _same: dict[str, str] = {}
 
 
 def register_metric(name: str, of: str) -> None:
-    """Give a metric a second name."""
+    """Register another name of the metric `of`."""
     _same[name] = of
 
 

@@ -327,13 +327,17 @@ class StepTrace(Trace):
             super().__exit__(kind, error, traceback)
 
 
-def trace_me(scope: str) -> Callable[[Function], Function]:
-    """Make each call of a function a `Trace` of that name."""
+def trace_me(scope: str, kind: type[Trace] = Trace) -> Callable[[Function], Function]:
+    """Make each call of a function a `Trace` of that name.
+
+    Args:
+        kind: `Trace`, or a subclass of it.
+    """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with Trace(scope):
+            with kind(scope):
                 return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]

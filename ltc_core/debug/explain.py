@@ -73,6 +73,9 @@ _TABLE = {
     "num results": "other results: {node} makes another number of values{more}",
 }
 
+# What cut a graph -> its condition, whatever was built before.
+_ALONE = {"Eager": "eager", "Streaming": "part"}
+
 _DYNAMIC = "it serves inputs of other sizes, too"
 
 KINDS = (*dict.fromkeys(sentence.partition(":")[0] for sentence in _TABLE.values()), "unknown")
@@ -142,7 +145,7 @@ def at_exit() -> None:
 
 def _cause(new: Known, known: KnownGraphs) -> Cause:
     """The first condition that holds is the cause; the first of another kind is added to its sentence."""
-    old = known.nearest(new) if len(known) and new.reason not in ("Eager", "Streaming") else None
+    old = known.nearest(new) if len(known) and new.reason not in _ALONE else None
     said: dict[str, str] = {}
     for condition, words in _conditions(new, old, known):
         sentence = _TABLE[condition].format(old=old, new=new, **words)
@@ -158,11 +161,9 @@ def _cause(new: Known, known: KnownGraphs) -> Cause:
 
 def _conditions(new: Known, old: Known | None, known: KnownGraphs) -> _Found:
     """The conditions that hold for a new graph and the nearest known one; what explains most comes first."""
-    if new.reason == "Eager":
-        yield "eager", {"node": _place(new.graph.nodes[0])}
-        return
-    if new.reason == "Streaming":
-        yield "part", {"ops": _count(new.graph.nodes, "op"), "node": _place(new.graph.nodes[0])}
+    alone = _ALONE.get(new.reason)
+    if alone is not None:
+        yield alone, {"ops": _count(new.graph.nodes, "op"), "node": _place(new.graph.nodes[0])}
         return
     if old is None:
         yield "forgotten" if known.num_built else "first", {}

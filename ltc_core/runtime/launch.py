@@ -173,7 +173,7 @@ class Launch(Job):
         note_run(self._compiled, self._cost_ns + last_cost_ns, elapsed_ns)
 
     def fail(self, failure: BaseException) -> None:
-        """Give the outputs what is left after a failure, and keep its error."""
+        """Fill the outputs that are left after a failure, fail the others, and keep the error."""
         if isinstance(failure, NodeFailure):
             return self._fail_at(failure)
         failed = errors.op_error(  # an op that exits, or a fault of the executor

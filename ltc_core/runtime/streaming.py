@@ -55,11 +55,11 @@ class Streaming:
         self._step: CompiledGraph | None = None  # the program of the step that repeats
         self._times = 0  # that it has come in a row
         self._since_ns = 0
-        self._reader = (
-            0  # the thread that reads the step's values; others may read in the middle of one
-        )
+        self._reader = 0  # the thread that reads the step's values; others may read at any time
         self._resumed_ns = 0  # when it went on after a read
-        self._programs: list[CompiledGraph] = []  # of the cuts since then
+        self._programs: list[
+            CompiledGraph
+        ] = []  # of the cuts since then, one more than the most parts
         self._recorded_ns = self._num_values = 0  # of the first cut since then
         self._samples: list[int] = []
         self._whole_ns = 0.0  # a step that is handed over whole
@@ -77,8 +77,7 @@ class Streaming:
     @property
     def is_part_due(self) -> bool:
         """Whether the next op begins another part."""
-        more = self._parts + 1 < self._num_parts
-        return more and self._trace.count >= self._size and self._num_parts > 0
+        return self._has_more and self._trace.count >= self._size
 
     @property
     def is_in_parts(self) -> bool:
@@ -86,9 +85,14 @@ class Streaming:
         return self._parts > 0
 
     @property
+    def _has_more(self) -> bool:
+        """Whether another part follows the one that is recorded."""
+        return self._parts + 1 < self._num_parts
+
+    @property
     def _size(self) -> int:
-        """Values of a part."""
-        return -(-self._num_values // max(self._num_parts, 1))
+        """Values of a part, where a step has parts."""
+        return -(-self._num_values // self._num_parts)
 
     @property
     def ends_by_read(self) -> bool:
@@ -102,7 +106,8 @@ class Streaming:
 
     def after_cut(self, compiled: CompiledGraph, goes_on: bool) -> None:
         """A program was handed over. With `goes_on` the step goes on: it was a part, and not the last one."""
-        self._programs.append(compiled)
+        if len(self._programs) <= _MOST_PARTS:  # a script that reads nothing cuts for ever
+            self._programs.append(compiled)
         if goes_on:
             self._parts += 1
             if not self._is_hurried:
@@ -119,7 +124,7 @@ class Streaming:
             _hurry(-1)
 
     def _limit_part(self) -> None:
-        if self._parts + 1 < self._num_parts:
+        if self._has_more:
             self._trace.limit = min(self._trace.limit, self._size)
 
     # -- reads ---------------------------------------------------------------------------------

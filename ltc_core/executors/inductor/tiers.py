@@ -132,17 +132,13 @@ class TieredProgram(Program, Reported):
         # For the reports: 0.5 us a launch (two busy cores; `timeit` of these lines).
         self.last_run = next(_launches)
         if compiled is None or not compiled.is_native:
-            self.op_by_op_runs += 1
-            metrics.count(OP_BY_OP_RUNS)
+            self._note_op_by_op()
         else:
             self.compiled_runs += 1
             metrics.count(COMPILED_RUNS)
         self._fits_none = compiled is None and len(self._programs) > 0 and not self._is_slower
         if compiled is None:
-            results = self._reference.run(inputs, scalars)
-            if self._reference.is_replayed:
-                metrics.count(REPLAYED_RUNS)
-            return results
+            return self._counted(self._reference.run(inputs, scalars))
         return (yield from compiled.run_in_steps(inputs, scalars))
 
     @property
@@ -161,9 +157,15 @@ class TieredProgram(Program, Reported):
     def run_in_cpp(self, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
         self._runs += 1
         self.last_run = next(_launches)
+        self._note_op_by_op()
+        return self._counted(self._reference.run_in_cpp(inputs, scalars))
+
+    def _note_op_by_op(self) -> None:
         self.op_by_op_runs += 1
         metrics.count(OP_BY_OP_RUNS)
-        results = self._reference.run_in_cpp(inputs, scalars)
+
+    def _counted(self, results: list[Any]) -> list[Any]:
+        """Results of a run of the reference program, which may have been in C++."""
         if self._reference.is_replayed:
             metrics.count(REPLAYED_RUNS)
         return results

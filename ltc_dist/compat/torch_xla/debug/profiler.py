@@ -5,14 +5,13 @@ As there, `torch_xla.sync()` inside an open `Trace` is an error.
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import ltc_core.profiler
 import ltc_dist as ltd
@@ -58,16 +57,7 @@ class StepTrace(Trace, ltc_core.profiler.StepTrace):
 
 def trace_me(scope: str) -> Callable[[Function], Function]:
     """Make each call of a function a `Trace` of that name."""
-
-    def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with Trace(scope):
-                return function(*args, **kwargs)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
+    return ltc_core.profiler.trace_me(scope, Trace)
 
 
 class ProfilerServer:
