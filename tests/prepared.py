@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import runpy
@@ -42,6 +43,7 @@ _READ_AT_START = (
     "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_",
 )  # fmt: skip
 _MESSAGE_BYTES = 1 << 17
+_STACKS = signal.SIGRTMIN + 3  # as in `ltc_dist.processes.child`: `tests.launching` sends it where a job hangs
 
 
 # --- the side of the tests ------------------------------------------------------------------------------------------
@@ -290,6 +292,8 @@ def _become(request: dict[str, Any], mark: int) -> None:
         os.setsid()
     if request["ignores_interrupts"]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if request.get("starts_processes"):
+        faulthandler.register(_STACKS)
     os.chdir(request["directory"])
     num_threads = os.environ.get(THREADS)
     os.environ.clear()

@@ -40,6 +40,7 @@ __all__ = [
     "all_reduce_in_vectors",
     "is_scaled_first",
     "lines_of",
+    "may_block",
     "ops",
     "packed",
     "plan_text",
@@ -360,7 +361,7 @@ _define(
     lambda to, values, root: to.broadcast(values, root),
 )
 
-STARTS = frozenset({ops.all_reduce.start})
+STARTS = frozenset({ops.all_reduce.start})  # these do not block, all others do
 FINISHES = frozenset({ops.all_reduce.finish})
 OPS = frozenset(
     getattr(ops, name).default
@@ -374,6 +375,12 @@ OPS = frozenset(
         "broadcast",
     )
 ).union(STARTS, FINISHES)
+_BLOCKING = OPS - STARTS
+
+
+def may_block(nodes: Iterable[Node]) -> bool:
+    """Whether one of the nodes waits for other members of its group."""
+    return any(node.op in _BLOCKING for node in nodes)
 
 
 def lines_of(nodes: Iterable[Node]) -> tuple[str, ...]:

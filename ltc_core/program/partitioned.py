@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node
 from ltc_core.graph.passes import origins
 from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
@@ -35,11 +36,11 @@ class SubgraphRunner(abc.ABC):
         is_native: whether it runs compiled code.
     """
 
-    waits = False
     is_native = False
 
     def __init__(self, subgraph: Subgraph) -> None:
         self.subgraph = subgraph
+        self.waits = collective.may_block(subgraph.nodes)
 
     @abc.abstractmethod
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:

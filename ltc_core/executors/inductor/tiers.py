@@ -138,7 +138,7 @@ class TieredProgram(Program, Reported):
             metrics.count(COMPILED_RUNS)
         self._fits_none = compiled is None and len(self._programs) > 0 and not self._is_slower
         if compiled is None:
-            return self._counted(self._reference.run(inputs, scalars))
+            return self._counted((yield from self._reference.run_in_steps(inputs, scalars)))
         return (yield from compiled.run_in_steps(inputs, scalars))
 
     @property

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ltc_core.executors.reference.program import ReferenceProgram
-from ltc_core.graph import collective
 from ltc_core.program.partitioned import SubgraphRunner
 from ltc_core.program.plan import plan
 from ltc_core.program.subgraph import Subgraph
@@ -21,7 +20,6 @@ class EagerRunner(SubgraphRunner):
 
     def __init__(self, subgraph: Subgraph, hardware: torch.device) -> None:
         super().__init__(subgraph)
-        self.waits = any(node.op in collective.FINISHES for node in subgraph.nodes)
         self._program = ReferenceProgram(subgraph.graph, plan(subgraph.graph), None, hardware)
 
     def run(self, values: dict[int, Any], scalars: Sequence[Any]) -> None:

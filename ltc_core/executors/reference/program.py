@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from ltc_core.executors.base import CPU
 from ltc_core.executors.reference import replay
 from ltc_core.executors.reference.instruction import Instruction
+from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node
 from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
@@ -71,6 +72,7 @@ class ReferenceProgram(Program):
         self._outputs = [(i, i in memory.copied, stored(metas[i].dtype)) for i in graph.outputs]
         self._origins = memory.origins
         self._nodes = graph.nodes
+        self._may_block = collective.may_block(graph.nodes)
         self._code = _Code(
             [
                 Instruction(node, reuse, frees, types, hardware)
@@ -106,6 +108,13 @@ class ReferenceProgram(Program):
             return self.run_or_stop(inputs, scalars)
         except SubgraphFailure as failure:
             raise self._salvaged(failure, inputs, scalars) from failure.__cause__
+
+    def run_in_steps(
+        self, inputs: Sequence[Any], scalars: Sequence[Any]
+    ) -> Generator[None, None, list[Any]]:
+        if self._may_block:
+            yield
+        return self.run(inputs, scalars)
 
     @property
     def runs_in_cpp(self) -> bool:

@@ -1,7 +1,10 @@
 """Threads: one replica a device, the mean of the gradients over them, errors, what is kept between calls."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.compiled_cache import empty_cache
 from tests.core.child import run
 
 pytestmark = pytest.mark.dist
@@ -137,6 +140,44 @@ def test_loops_that_do_not_fit_together() -> None:
         assert "replica 0 has ended while replica 1 waits" in fails(CollectiveError, lambda: parallel(uneven, parts))
         assert "are at different collectives" in fails(CollectiveError, lambda: parallel(different, parts))
     """)
+
+
+@pytest.mark.parametrize("mode", ["off", "sync"])
+def test_a_replica_that_waits_in_its_step_keeps_nobody_out(mode: str, tmp_path: Path) -> None:
+    """The other one looks at the report, and at a value of that device, before it comes to the collective."""
+    passes(
+        """
+        import time
+        from ltc_core.runtime.devices import count_pending_ops
+        values = [torch.ones(2, device=f"ltc:{k}") for k in range(2)]
+        waits, steps = threading.Event(), 4
+
+        def loop(model, loader, device, context):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            losses = []
+            for _ in range(steps):  # op by op, and replayed or compiled
+                optimizer.zero_grad()
+                loss = model(x.to(device)).square().mean()
+                loss.backward()
+                if device.index == 1:
+                    assert waits.wait(30)
+                    waits.clear()
+                    time.sleep(0.2)  # by now the other one waits in its collective
+                    assert count_pending_ops()
+                    assert values[0].tolist() == [1, 1]
+                if device.index == 0:
+                    waits.set()
+                ltd.optimizer_step(optimizer)
+                losses.append(loss.item())
+            return losses
+
+        ltd.mark_step()
+        first, second = dp.DataParallel(net)(loop, parts)
+        assert first == second and len(first) == steps
+    """,
+        LTC_COMPILE=mode,
+        LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
+    )
 
 
 def test_all_collectives() -> None:
