@@ -43,7 +43,8 @@ _READ_AT_START = (
     "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_",
 )  # fmt: skip
 _MESSAGE_BYTES = 1 << 17
-_STACKS = signal.SIGRTMIN + 3  # as in `ltc_dist.processes.child`: `tests.launching` sends it where a job hangs
+# As in `ltc_dist.processes.child`: `tests.launching` sends it where a job hangs.
+_STACKS = signal.SIGRTMIN + 3
 
 
 # --- the side of the tests ------------------------------------------------------------------------------------------
