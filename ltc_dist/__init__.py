@@ -39,6 +39,7 @@ from ltc_dist.collectives.ops import (
     reduce_scatter,
 )
 from ltc_dist.data.loader import MpDeviceLoader, ParallelLoader
+from ltc_dist.fully_sharded.wrapper import FullyShardedDataParallel
 from ltc_dist.job.host_collectives import do_on_ordinals, mesh_reduce, rendezvous
 from ltc_dist.job.ranks import (
     get_local_ordinal,
@@ -58,6 +59,7 @@ __all__ = [
     *_core,
     "Checkpoint",
     "Checkpointer",
+    "FullyShardedDataParallel",
     "MpDeviceLoader",
     "MpModelWrapper",
     "MpSerialExecutor",

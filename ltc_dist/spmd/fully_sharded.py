@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
+from ltc_dist.fully_sharded.policy import wrap_below
 from ltc_dist.spmd.mesh import Mesh, get_global_mesh
 from ltc_dist.spmd.sharding import mark_sharding, sharding_of
 
@@ -70,10 +71,13 @@ class SpmdFullyShardedDataParallel(nn.Module):
         super().__init__()
         if auto_wrap_policy is not None:
             wrapper = auto_wrapper_callable or SpmdFullyShardedDataParallel
-            _wrap_below(
+            wrap = functools.partial(wrapper, mesh=mesh, shard_output=shard_output)
+            wrap_below(
                 module,
                 auto_wrap_policy,
-                functools.partial(wrapper, mesh=mesh, shard_output=shard_output),
+                SpmdFullyShardedDataParallel,
+                wrap,
+                lambda p: sharding_of(p) is None,
             )
         self._orig_module = module.to(ltc.lazy_device())
         self._mesh = mesh
@@ -101,23 +105,6 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: int) -> nn.Module:
         return self.module.__getitem__(key)  # type: ignore[operator, no-any-return]
-
-
-def _wrap_below(
-    module: nn.Module, policy: Callable[..., bool], wrap: Callable[[nn.Module], nn.Module]
-) -> None:
-    """Wrap the modules below this one for which the policy is true, inner ones first."""
-    for name, child in module.named_children():
-        if isinstance(child, SpmdFullyShardedDataParallel):
-            raise ValueError(
-                f"Expected {name} to NOT be SpmdFullyShardedDataParallel if using an `auto_wrap_policy`"
-            )
-        count = sum(p.numel() for p in child.parameters())
-        if policy(child, True, count):
-            _wrap_below(child, policy, wrap)
-            rest = sum(p.numel() for p in child.parameters() if sharding_of(p) is None)
-            if policy(child, False, rest):
-                setattr(module, name, wrap(child))
 
 
 def _spec(t: torch.Tensor, dim: int, axis: str | None) -> tuple[Any, ...]:

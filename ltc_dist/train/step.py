@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import ltc_core as ltc
+from ltc_core.errors import CollectiveError
 from ltc_dist.collectives.ops import all_reduce
 from ltc_dist.collectives.process_group import Groups, group_of
 
@@ -55,12 +56,19 @@ def reduce_gradients(
     processes.
 
     Raises:
-        CollectiveError: when the graph runs, for processes whose gradients differ in number or size.
+        CollectiveError: for the parameters of a FullyShardedDataParallel. When the graph runs, for processes whose
+            gradients differ in number or size.
     """
     group = group_of(groups)
     if len(group.members) == 1:
         return
     params = [p for row in optimizer.param_groups for p in row["params"]]
+    if any(hasattr(p, "_is_sharded") for p in params):
+        raise CollectiveError(
+            "the gradients of divided parameters are averaged already",
+            got="the parameters of a FullyShardedDataParallel",
+            next="call the optimizer's own step()",
+        )
     present = [k for k, p in enumerate(params) if p.grad is not None]
     label = f"the gradients of parameters {_ranges(present)} of {len(params)}"
     gradients = [params[k].grad for k in present]

@@ -10,7 +10,7 @@ import ltc_core as ltc
 from ltc_core.errors import DeviceError, UnsupportedOpError
 from tests.launching import Job, launcher
 
-SCRIPT = str(Path(__file__).with_name("fully_sharded.py"))
+SCRIPT = str(Path(__file__).with_name("second_version.py"))
 
 
 def printed(device: str, option: str, directory: Path) -> list[str]:
