@@ -70,6 +70,17 @@ def _reduce_meta(meta: TensorMeta) -> tuple[Any, ...]:
     return TensorMeta.of, (tuple(meta.size), meta.stride, meta.offset, meta.dtype)
 
 
+def _reduce_memory_format(value: torch.memory_format) -> tuple[Any, ...]:
+    # PyTorch gives a name with a dot. A pickler looks for a module that has it, and takes the script if that is
+    # `__mp_main__`, as in a job.
+    return _find_memory_format, (str(value).removeprefix("torch."),)
+
+
+def _find_memory_format(name: str) -> torch.memory_format:
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+_Pickler.dispatch_table[torch.memory_format] = _reduce_memory_format
 _Pickler.dispatch_table[torch._ops.OpOverload] = _reduce_op
 _Pickler.dispatch_table[TensorMeta] = _reduce_meta
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,19 @@ def test_what_is_decoded_is_what_was_encoded() -> None:
             again = decode(encode(request))
             assert same(again.subgraph, part) and again.subgraph.scalars == part.scalars
             assert (again.device, again.num_threads, key(again)) == ("cpu", 3, key(request))
+
+
+def test_a_memory_format_in_a_process_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pickle names a module in which `torch.contiguous_format` is found: there the script has it."""
+    script = types.ModuleType("__mp_main__")
+    script.torch = torch  # type: ignore[attr-defined]
+    others = {name: module for name, module in sys.modules.items() if name != "__mp_main__"}
+    monkeypatch.setattr(sys, "modules", {"__mp_main__": script, **others})
+    payload = encode(make_request(alpha=torch.channels_last))
+    monkeypatch.undo()
+    assert b"__mp_main__" not in payload
+    found = decode(payload).subgraph.graph.nodes[0].kwargs["alpha"]
+    assert found is torch.channels_last
 
 
 def test_what_is_decoded_can_be_lowered() -> None:
