@@ -64,8 +64,12 @@ ALIASES: dict[str, str | Served] = {
             "transformer_auto_wrap_policy",
         ),
     ),
-    "torch_xla.distributed.fsdp.utils": Served(
-        f"{_OURS}.torch_xla.distributed.spmd.xla_sharding", ("apply_xla_patch_to_nn_linear",)
+    "torch_xla.distributed.fsdp.state_dict_utils": Served(
+        "ltc_dist.fully_sharded.consolidate",
+        ("consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"),
+    ),
+    "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": Served(
+        f"{_OURS}.torch_xla.distributed.fsdp", ("XlaFullyShardedDataParallel",)
     ),
     "torch_xla.experimental.pjrt_backend": "torch_xla.distributed.xla_backend",
     "torch_xla.experimental.tpu": "torch_xla._internal.tpu",
@@ -114,10 +118,7 @@ def _served() -> dict[str, Served]:
 SERVED: dict[str, Served] = _served()
 
 PALLAS = "there are no Pallas kernels; use torch.nn.functional.scaled_dot_product_attention"
-_FSDP = (
-    "this wrapper does not shard parameters; torch.distributed.fsdp.fully_shard does, and "
-    "torch_xla.distributed.zero_redundancy_optimizer shards the optimizer's state"
-)
+_FLAT = "parameters are flattened by XlaFullyShardedDataParallel(flatten_parameters=True)"
 _XRT = "there are no XRT workers; start the script with ltc-launch --nnodes N on each host, or with torchrun"
 _BUILDER = (
     "computations of this package are not built by hand; write the op with PyTorch's own, or with "
@@ -133,10 +134,7 @@ _TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo 
 # Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
     "lazy_tensor_core.core.lazy_builder": _BUILDER,
-    "torch_xla.distributed.fsdp": _FSDP,
-    "torch_xla.distributed.fsdp.state_dict_utils": _FSDP,
-    "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FSDP,
-    "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
+    "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FLAT,
     "torch_xla.distributed.xla_dist": _XRT,
     "torch_xla.experimental.pallas_kernels": PALLAS,
     "torch_xla.tf_saved_model_integration": _TF,

@@ -231,7 +231,9 @@ assert _XLAC._xla_num_devices() == 2 and _XLAC._xla_real_devices() == ["CPU:0", 
 assert _XLAC._xla_counter_value("MarkStep") is None and _XLAC._xla_memory_info("xla:0")["bytes_limit"] > 0
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 assert not isinstance(x, FSDP) and isinstance(x, torch.Tensor | FSDP)
-with pytest.raises(NotImplementedError, match="is not here"), FSDP:
+from torch_xla.distributed.fsdp.xla_flatten_params_wrapper import XlaFlattenParamsWrapper as Flat
+assert not isinstance(x, Flat) and isinstance(x, torch.Tensor | Flat)
+with pytest.raises(NotImplementedError, match="is not here"), Flat:
     pass
 for absent in (xm.get_stablehlo, xm.send, xm.recv):
     with pytest.raises(NotImplementedError, match="is not here"):
@@ -367,10 +369,11 @@ with pytest.raises(ModuleNotFoundError, match="ltc_dist.compat serves torch_xla,
 import importlib.util
 assert importlib.util.find_spec("torch_xla.no_such_part") is None
 assert importlib.util.find_spec("torch_xla.core.no_such_part") is None
+import torch
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
-with pytest.raises(NotImplementedError, match="(?s)Next: torch.distributed.fsdp.fully_shard"):
-    XlaFullyShardedDataParallel(None)
+with pytest.raises(NotImplementedError, match="_debug_dummy_all_gather_op is not here"):
+    XlaFullyShardedDataParallel(torch.nn.Linear(2, 2), _debug_dummy_all_gather_op=True)
 with pytest.raises(AttributeError, match="no attribute 'nothing'"):
     import torch_xla
     torch_xla.nothing

@@ -52,6 +52,16 @@ def test_processes_of_1_13(tmp_path: Path, expected: list[float], nprocs: int) -
     assert found["world_size"] == nprocs
 
 
+@pytest.mark.parametrize("how", ["nested", "size", "type"])
+def test_parameters_divided_over_processes(tmp_path: Path, expected: list[float], how: str) -> None:
+    job = Job([*COMPAT, str(SCRIPTS / "fully_sharded.py"), how], tmp_path, CPU_NUM_DEVICES="2")
+    found = facts(job)
+    check(found, expected)
+    assert found["world_size"] == 2 and found["after"] < expected[0]
+    ranks = [f"model_rank-{rank:08d}-of-00000002.pth" for rank in range(2)]
+    assert set(found["names"]) >= {*ranks, "model_consolidated.pth"}
+
+
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_processes_of_today(tmp_path: Path, expected: list[float], nprocs: int) -> None:
     command = launcher("--nprocs", str(nprocs), "--compat", "--no-prefix")

@@ -30,6 +30,7 @@ narrow True
 policy True
 step ends True
 meta {'ltc'} 15
+memory True True
 changed one of the variables needed for gradient computation has bee
 found 2 checkpoint files in model-*.pth
 files True True
