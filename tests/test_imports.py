@@ -22,7 +22,7 @@ ORDER = {
         live/ profiler export setup top build doctor __init__
     """,
     "ltc_dist": """
-        expected_name job/ spmd/ collectives/ processes/ data/ train/ checkpoint/
+        expected_name job/ collectives/ fully_sharded/ spmd/ processes/ data/ train/ checkpoint/
         multiprocessing parallel_loader data_parallel serialization libraries/ setup __init__ compat/
     """,
     "ltc_launch": """

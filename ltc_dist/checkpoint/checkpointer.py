@@ -41,6 +41,7 @@ from ltc_dist.checkpoint.stopping import Stopped, Stopping
 from ltc_dist.checkpoint.transaction import Transaction
 from ltc_dist.data.dealing import dealing_of
 from ltc_dist.data.loader import MpDeviceLoader, ParallelLoader
+from ltc_dist.fully_sharded.checkpointed import Divided, checkpointed
 from ltc_dist.job.ranks import master_print, ranks
 from ltc_dist.train.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -51,7 +52,11 @@ _KNOWN = (
     MpDeviceLoader,
     ParallelLoader,
     ZeroRedundancyOptimizer,
+    Divided,
 )  # have a state in each process
+
+_ONE_FOR_ALL = "one state for all processes"
+_ONE_EACH = "a state of each process, as divided parameters and loaders have"
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
@@ -70,8 +75,8 @@ class Checkpointer:
         background: write beside training. An error is raised by the next call then.
         on_error: 'raise' what fails in saving, or 'warn' and train on.
         stop_on_sigterm: make a checkpoint of SIGTERM.
-        own: names of objects that each process has a state of its own of. Loaders and a ZeroRedundancyOptimizer are
-            known.
+        own: names of objects that each process has a state of its own of. Loaders, a ZeroRedundancyOptimizer, and a
+            FullyShardedDataParallel with its optimizer are known.
         objects: what is saved, by name: anything with `state_dict` and `load_state_dict`. A model, an optimizer and a
             scheduler are the same in all processes: rank 0 writes them.
 
@@ -103,6 +108,7 @@ class Checkpointer:
         self._every = every
         self._background = background
         self._on_error = on_error
+        objects = {name: checkpointed(held, name) for name, held in objects.items()}
         names = {name for name, held in objects.items() if isinstance(held, _KNOWN)}
         self._own = {name: objects[name] for name in objects if name in names | set(own)}
         self._shared = {name: objects[name] for name in objects if name not in self._own}
@@ -254,7 +260,8 @@ class Checkpointer:
         damaged is said in a warning. Processes that were not there when it was saved keep the random state they have;
         loaders go on behind the samples that were used. With another number of processes, that takes a
         DistributedSampler; with another batch size, a sampler of PyTorch's. The shards of a ZeroRedundancyOptimizer
-        are cut anew for another number of processes, if all of them share one set of parameters.
+        and of a FullyShardedDataParallel are cut anew for another number of processes, if all of them share one set of
+        parameters.
 
         Args:
             step: load that of this step instead. With the next save the later ones are abandoned: with keep=None they
@@ -300,6 +307,13 @@ class Checkpointer:
         states = {name: contents.objects.get(name) for name in self._shared if name not in skip}
         own = {name: self._own_state(name, contents) for name in self._own if name not in skip}
         missing = [name for name, state in {**states, **own}.items() if state is None]
+        if other := [name for name in missing if name in contents.names]:
+            is_own = other[0] in self._own
+            raise CheckpointError(
+                f"{step_name(contents.checkpoint.step)} has {listed(other)} otherwise",
+                got=f"{_ONE_FOR_ALL if is_own else _ONE_EACH}; here {_ONE_EACH if is_own else _ONE_FOR_ALL}",
+                next=f"make what was saved, or leave them as they are: restore(skip={other!r}).",
+            )
         if missing:
             raise CheckpointError(
                 f"{step_name(contents.checkpoint.step)} has no {listed(missing)}",
@@ -388,17 +402,17 @@ def _check_cut(contents: Contents, world_size: int) -> None:
 
 def _check_fits(name: str, held: Any, state: Any) -> None:
     """Find what would fail half-way."""
-    if isinstance(held, ZeroRedundancyOptimizer):
+    if isinstance(held, ZeroRedundancyOptimizer | Divided):
         held.check_state_dict(state, f"the checkpoint's {name}")
+    elif isinstance(held, torch.optim.Optimizer) and is_sharded(state):
+        raise CheckpointError(
+            f"the checkpoint's {name} does not fit",
+            got=f"the state of a ZeroRedundancyOptimizer, here {type(held).__name__}",
+            next=f"make the {name} it was saved from, or restore(skip=[{name!r}]).",
+        )
     elif isinstance(held, torch.nn.Module):
         _compare(name, _shapes(held.state_dict()), _shapes(state))
     elif isinstance(held, torch.optim.Optimizer):
-        if is_sharded(state):
-            raise CheckpointError(
-                f"the checkpoint's {name} does not fit",
-                got=f"the state of a ZeroRedundancyOptimizer, here {type(held).__name__}",
-                next=f"make the {name} it was saved from, or restore(skip=[{name!r}]).",
-            )
         mine = {f"group {k}": len(g["params"]) for k, g in enumerate(held.param_groups)}
         theirs = {f"group {k}": len(g["params"]) for k, g in enumerate(state["param_groups"])}
         _compare(name, mine, theirs)

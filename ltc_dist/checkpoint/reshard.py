@@ -1,8 +1,9 @@
-"""State of a ZeroRedundancyOptimizer for another number of processes: the saved shards are cut anew.
+"""State of divided parameters for another number of processes: the saved shards are cut anew.
 
-A parameter's state is a vector, padded with zeros to a length that the number of processes divides; each process has
-saved one shard of it. A process of a job of another size reads the saved shards that its own shard overlaps. Numbers
-such as `step` are the same in all shards. `why_not` refuses what is neither. Called by `reading`.
+It is that of a ZeroRedundancyOptimizer, or of what `fully_sharded.checkpointed` wraps. A parameter's state is a vector,
+padded with zeros to a length that the number of processes divides; each process has saved one shard of it. A process of
+a job of another size reads the saved shards that its own shard overlaps. Numbers such as `step` are the same in all
+shards. `why_not` refuses what is neither. Called by `reading`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ltc_core.serialization.directory import StoredTensor
+from ltc_dist.fully_sharded.shards import ShardLayout
 
 __all__ = ["is_sharded", "reshard", "why_not"]
 
@@ -22,7 +24,7 @@ _WEIGHTS = "sharded_master_weights"
 
 
 def is_sharded(keys: Collection[str]) -> bool:
-    """Whether a state with these keys is that of a ZeroRedundancyOptimizer."""
+    """Whether a state with these keys is that of divided parameters."""
     return _SHARDED <= set(keys)
 
 
@@ -67,7 +69,8 @@ def reshard(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dic
 
     def cut(index: int, *path: Any) -> torch.Tensor:
         pieces = [_at(state, path) for state in states]
-        return _cut(pieces, math.prod(first["shape_info"][index]), rank, world_size)
+        shape = _local_shape(first, index, world_size)
+        return _cut(pieces, math.prod(first["shape_info"][index]), rank, shape)
 
     found = {key: _read(first[key]) for key in first if key not in ("base_state", _WEIGHTS)}
     found |= {"shard": [rank, world_size], "ranks": list(range(world_size))}
@@ -84,29 +87,35 @@ def reshard(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dic
 
 
 def _cut(
-    pieces: Sequence[StoredTensor], num_elements: int, rank: int, world_size: int
+    pieces: Sequence[StoredTensor], num_elements: int, rank: int, shape: torch.Size
 ) -> torch.Tensor:
-    """Shard of one vector: read the pieces that it overlaps, without their padding, and pad it."""
-    old, new = -(-num_elements // len(pieces)), -(-num_elements // world_size)
+    """Shard of one vector, in its shape: read the pieces that it overlaps, without their padding, and pad it."""
+    old, new = math.prod(pieces[0].shape), math.prod(shape)
     start, end = (min(edge * new, num_elements) for edge in (rank, rank + 1))
     parts = []
     at = start
     while at < end:
         number, offset = divmod(at, old)
         length = min(end, (number + 1) * old) - at
-        parts.append(pieces[number].read().detach()[offset : offset + length])
+        parts.append(pieces[number].read().detach().reshape(-1)[offset : offset + length])
         at += length
     parts.append(torch.zeros(new - (end - start), dtype=pieces[0].dtype))
-    return torch.cat(parts)
+    return torch.cat(parts).view(shape)
+
+
+def _local_shape(state: Mapping[str, Any], index: Any, count: int) -> torch.Size:
+    """Of the shard of a parameter, in a job of `count` processes."""
+    options = state.get("layouts", {}).get(index, {})  # a ZeroRedundancyOptimizer has none
+    return ShardLayout([torch.Size(state["shape_info"][index])], count, **options).local_shape
 
 
 def _flat_keys(state: Mapping[str, Any]) -> set[Any]:
-    """Keys of the inner optimizer's state that are vectors as long as the shard, for each parameter that has them."""
+    """Keys of the parameters' state that have the shape of the shard, for each parameter that has them."""
     found: dict[Any, bool] = {}
     for index, row in state["base_state"].items():
-        size = -(-math.prod(state["shape_info"][index]) // state["shard"][1])
+        shape = tuple(_local_shape(state, index, state["shard"][1]))
         for key, value in row.items():
-            is_flat = isinstance(value, StoredTensor) and value.shape == (size,)
+            is_flat = isinstance(value, StoredTensor) and tuple(value.shape) == shape
             found[key] = found.get(key, True) and is_flat
     return {key for key, is_flat in found.items() if is_flat}
 
@@ -144,6 +153,7 @@ def _facts(state: Mapping[str, Any], flat: Collection[Any]) -> dict[str, Any]:
     }
     groups = {f"group {k}": _mapped(g, number) for k, g in enumerate(state["param_groups"])}
     shapes = {"shape_info": {k: tuple(shape) for k, shape in state["shape_info"].items()}}
+    shapes["layouts"] = state.get("layouts", {})
     return {**shapes, **groups, **rows, _WEIGHTS: _mapped(state.get(_WEIGHTS), kind)}
 
 

@@ -24,6 +24,7 @@ class ShardLayout:
         count: number of processes.
         local_shape: of each process's part.
         local_numel: its number of elements.
+        options: the other arguments, for a layout over other processes.
 
     Args:
         multiple: the part of a process has a multiple of so many elements.
@@ -40,6 +41,7 @@ class ShardLayout:
         self.shapes = list(shapes)
         self.numels = [shape.numel() for shape in shapes]
         self.count = count
+        self.options = {"multiple": multiple, "is_on_dim_0": is_on_dim_0}
         if is_on_dim_0 and self.shapes[0]:
             rows, *rest = self.shapes[0]
             self.local_shape = torch.Size([-(-rows // count), *rest])

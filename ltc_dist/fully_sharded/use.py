@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ltc_core.graph.lens import Lens, apply_lens
 from ltc_core.tensor.handles import base_of, lens_of
 
-if TYPE_CHECKING:
-    from ltc_dist.fully_sharded.wrapper import FullyShardedDataParallel
+__all__ = ["Unit", "Use"]
 
-__all__ = ["Use"]
+
+class Unit(Protocol):
+    """What has divided parameters: a `FullyShardedDataParallel`."""
+
+    sharded_params: list[Any]
+
+    def gather(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+    def frozen(self, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+    def scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]: ...
+    def names_of(self, shard: torch.Tensor) -> str: ...
 
 
 class Use:
@@ -30,7 +38,7 @@ class Use:
         whole: the parameters; None between forward and backward.
     """
 
-    def __init__(self, unit: FullyShardedDataParallel) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._versions = [shard._version for shard in unit.sharded_params]
         self.whole: Sequence[torch.Tensor] | None = _Gather.apply(self, *unit.sharded_params)  # type: ignore[no-untyped-call]
@@ -39,8 +47,12 @@ class Use:
         # A wrapper that checkpoints this forward keeps its own things in the place of tensors.
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    def gather(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._unit.gather(shards)
+    def gather(
+        self, shards: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The whole parameters, and those of them that are not trained."""
+        whole = self._unit.gather(shards)
+        return whole, self._unit.frozen(whole)
 
     def end_of_forward(self) -> None:
         self.whole = None
@@ -91,7 +103,7 @@ class Use:
                         f"operation: the shard of {self._unit.names_of(shard)} is at version {shard._version}; "
                         f"expected version {before} instead"
                     )
-            self.whole = self.gather(shards)
+            self.whole = self._unit.gather(shards)
         return self.whole
 
 
@@ -109,8 +121,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, use: Use, *shards: torch.Tensor) -> Any:
         ctx.use = use
         ctx.set_materialize_grads(False)
-        whole = use.gather(shards)
-        ctx.mark_non_differentiable(*use._unit.frozen(whole))
+        whole, frozen = use.gather(shards)
+        ctx.mark_non_differentiable(*frozen)
         return tuple(whole)
 
     @staticmethod

@@ -246,6 +246,7 @@ class FullyShardedDataParallel(nn.Module):
             else f"{MODULE}.{inner(names[0])}"
         )
         shard._is_sharded = True
+        shard._layout, shard._unit_rank = layout, self.rank
         shard._orig_name = whole
         shard._orig_size = (
             torch.Size([sum(layout.numels)]) if self.flatten_parameters else shapes[0]

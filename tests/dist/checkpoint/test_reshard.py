@@ -1,4 +1,4 @@
-"""The state of a ZeroRedundancyOptimizer goes on in another number of processes, with the same losses."""
+"""Divided state and parameters go on in another number of processes, with the same losses."""
 
 from pathlib import Path
 
@@ -35,8 +35,13 @@ def eager(num_steps: int) -> list[float]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("counts", "options"),
-    [((2, 1, 3, 2), ()), ((4, 2, 4), ("--precise",))],
-    ids=["float32", "precise"],
+    [
+        ((2, 1, 3, 2), ()),
+        ((4, 2, 4), ("--precise",)),
+        ((2, 1, 3, 2), ("--divided", "each")),
+        ((3, 2, 1), ("--divided", "rows")),
+    ],
+    ids=["float32", "precise", "divided", "rows"],
 )
 def test_a_job_goes_on_in_other_processes(
     counts: tuple[int, ...], options: tuple[str, ...], tmp_path: Path
