@@ -68,9 +68,6 @@ ALIASES: dict[str, str | Served] = {
         "ltc_dist.fully_sharded.consolidate",
         ("consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"),
     ),
-    "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": Served(
-        f"{_OURS}.torch_xla.distributed.fsdp", ("XlaFullyShardedDataParallel",)
-    ),
     "torch_xla.experimental.pjrt_backend": "torch_xla.distributed.xla_backend",
     "torch_xla.experimental.tpu": "torch_xla._internal.tpu",
     "torch_xla.utils.serialization": Served("ltc_dist.serialization"),
@@ -118,7 +115,6 @@ def _served() -> dict[str, Served]:
 SERVED: dict[str, Served] = _served()
 
 PALLAS = "there are no Pallas kernels; use torch.nn.functional.scaled_dot_product_attention"
-_FLAT = "parameters are flattened by XlaFullyShardedDataParallel(flatten_parameters=True)"
 _XRT = "there are no XRT workers; start the script with ltc-launch --nnodes N on each host, or with torchrun"
 _BUILDER = (
     "computations of this package are not built by hand; write the op with PyTorch's own, or with "
@@ -134,7 +130,6 @@ _TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo 
 # Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
     "lazy_tensor_core.core.lazy_builder": _BUILDER,
-    "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FLAT,
     "torch_xla.distributed.xla_dist": _XRT,
     "torch_xla.experimental.pallas_kernels": PALLAS,
     "torch_xla.tf_saved_model_integration": _TF,

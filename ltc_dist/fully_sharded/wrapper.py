@@ -139,7 +139,7 @@ class FullyShardedDataParallel(nn.Module):
             "_shard_size_multiple": _shard_size_multiple,
         }
         if auto_wrap_policy is not None:
-            wrap = functools.partial(auto_wrapper_callable or FullyShardedDataParallel, **options)
+            wrap = functools.partial(auto_wrapper_callable or type(self), **options)
             wrap_below(module, auto_wrap_policy, FullyShardedDataParallel, wrap, _is_whole)
         self.reshard_after_forward = reshard_after_forward
         self.flatten_parameters = flatten_parameters
@@ -189,10 +189,10 @@ class FullyShardedDataParallel(nn.Module):
         except AttributeError:
             if name == MODULE:
                 raise
-            return getattr(self.module, name)
+            return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: int) -> nn.Module:
-        return self.module.__getitem__(key)  # type: ignore[operator, no-any-return]
+        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator, no-any-return]
 
     def extra_repr(self) -> str:
         return (
@@ -208,7 +208,7 @@ class FullyShardedDataParallel(nn.Module):
         """Make the shards, and take the whole parameters out of their modules."""
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         names: dict[nn.Parameter, list[str]] = {}
-        for path, module in self.module.named_modules():
+        for path, module in self._fsdp_wrapped_module.named_modules():
             if isinstance(module, FullyShardedDataParallel):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
@@ -259,7 +259,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _cast_buffers(self) -> None:
-        for module in self.module.modules():
+        for module in self._fsdp_wrapped_module.modules():
             if isinstance(module, FullyShardedDataParallel):
                 continue
             for name, buffer in module.named_buffers(recurse=False):
@@ -286,7 +286,7 @@ class FullyShardedDataParallel(nn.Module):
         if self.compute_dtype is not None:
             args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         if not self.sharded_params:
-            return self.module(*args, **kwargs)
+            return self._fsdp_wrapped_module(*args, **kwargs)
         use = Use(self)
         self._uses.append(use)
         reshards = self.reshard_after_forward and not (
@@ -298,7 +298,7 @@ class FullyShardedDataParallel(nn.Module):
             vars(module)[name] = [use.whole[index] for index in indices]
         try:
             with keeps:
-                return self.module(*args, **kwargs)
+                return self._fsdp_wrapped_module(*args, **kwargs)
         finally:
             for module, name, indices in self._lists:
                 vars(module)[name] = [None] * len(indices)

@@ -232,9 +232,11 @@ assert _XLAC._xla_counter_value("MarkStep") is None and _XLAC._xla_memory_info("
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 assert not isinstance(x, FSDP) and isinstance(x, torch.Tensor | FSDP)
 from torch_xla.distributed.fsdp.xla_flatten_params_wrapper import XlaFlattenParamsWrapper as Flat
-assert not isinstance(x, Flat) and isinstance(x, torch.Tensor | Flat)
-with pytest.raises(NotImplementedError, match="is not here"), Flat:
-    pass
+inner = torch.nn.Sequential(torch.nn.Linear(3, 2))
+wrapped = FSDP(inner, auto_wrap_policy=lambda module, recurse, unwrapped_params: True)
+assert isinstance(wrapped.module, Flat) and wrapped.module.module is inner and isinstance(inner[0], FSDP)
+assert wrapped[0] is wrapped.module[0] is inner[0] and inner[0].module.in_features == 3
+assert wrapped.module(torch.ones(1, 3, device=xm.xla_device())).shape == (1, 2)
 for absent in (xm.get_stablehlo, xm.send, xm.recv):
     with pytest.raises(NotImplementedError, match="is not here"):
         absent(x)

@@ -340,8 +340,9 @@ def all_to_all(
 
 
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    rows = optimizer.param_groups
-    return [p.grad for row in rows for p in row["params"] if p.grad is not None]
+    """The gradients that are to be averaged: accelerate takes them. Those of divided parameters are averaged already."""
+    params = [p for row in optimizer.param_groups for p in row["params"]]
+    return [p.grad for p in params if p.grad is not None and not hasattr(p, "_is_sharded")]
 
 
 def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:
