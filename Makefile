@@ -147,11 +147,15 @@ test-xla: $(XLA_STAMP)
 	LTC_DEVICE=xla PJRT_DEVICE=CPU LTC_RANDOM=host \
 	    $(XLA_VENV)/bin/python -m pytest $(or $(ARGS),$(XLA_TESTS))
 
-# PyTorch and this package are those of the environment of `make setup`: a .pth file names it.
-$(JAX_STAMP): $(STAMP)
-	$(BIN)/python -m venv "$(JAX_VENV)"
+# Makes an environment beside that of `make setup`: PyTorch and this package are those of it, a .pth file names it.
+define beside
+	$(BIN)/python -m venv "$(1)"
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
-	    > "$$($(JAX_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/base.pth"
+	    > "$$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/base.pth"
+endef
+
+$(JAX_STAMP): $(STAMP)
+	$(call beside,$(JAX_VENV))
 	$(JAX_VENV)/bin/python -m pip install -c constraints.txt -c constraints-jax.txt jax
 	@touch $@
 
@@ -190,12 +194,9 @@ $(TORCH_STAMP): setup.cfg pyproject.toml constraints.txt
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TORCH_TESTS) $(ARGS)
 
-$(ECO_STAMP): setup.cfg pyproject.toml constraints.txt constraints-ecosystem.txt
-	@$(find_python); \
-	echo "environment: $(ECO_VENV), made from $$found"; \
-	"$$found" -m venv "$(ECO_VENV)"
-	$(ECO_VENV)/bin/python -m pip install -c constraints.txt -r constraints-ecosystem.txt -e '.[dev]'
-	$(ECO_VENV)/bin/python -m ltc_core.build
+$(ECO_STAMP): $(STAMP) constraints-ecosystem.txt
+	$(call beside,$(ECO_VENV))
+	$(ECO_VENV)/bin/python -m pip install -c constraints.txt -r constraints-ecosystem.txt
 	@touch $@
 
 test-ecosystem: $(ECO_STAMP)

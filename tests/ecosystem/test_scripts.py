@@ -86,6 +86,17 @@ def test_two_processes(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+def test_trainer_divides_parameters(tmp_path: Path) -> None:
+    """As a script for TPUs has it: losses and the model that is left are those without it."""
+    skip_without("transformers")
+    launch = ["-m", "ltc_launch", "--compat", "--nprocs", "2"]
+    script = "with_trainer_sharded.py"
+    wanted = result([*launch, f"{script} --plain"], tmp_path)
+    assert wanted[:2] == ["xla", "2"]
+    assert result([*launch, script], tmp_path) == wanted
+
+
+@pytest.mark.dist
 def test_accelerate_launch_starts_two_processes(tmp_path: Path) -> None:
     skip_without("accelerate")
     script = "with_accelerate.py"

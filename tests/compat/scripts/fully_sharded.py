@@ -61,7 +61,9 @@ def _mp_fn(index, how):
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(x), y)
             loss.backward()
-            xm.all_reduce(xm.REDUCE_SUM, xm._fetch_gradients(optimizer), scale=1.0 / size)  # as accelerate
+            xm.all_reduce(
+                xm.REDUCE_SUM, xm._fetch_gradients(optimizer), scale=1.0 / size
+            )  # as accelerate
             optimizer.step()  # not xm.optimizer_step: the gradients are reduced
             losses.append(loss.detach())
     mean = xm.all_reduce(xm.REDUCE_SUM, torch.stack(losses), scale=1.0 / size).tolist()

@@ -340,7 +340,7 @@ def all_to_all(
 
 
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The gradients that are to be averaged: accelerate takes them. Those of divided parameters are averaged already."""
+    """The gradients that accelerate averages. Those of divided parameters are averaged already."""
     params = [p for row in optimizer.param_groups for p in row["params"]]
     return [p.grad for p in params if p.grad is not None and not hasattr(p, "_is_sharded")]
 
