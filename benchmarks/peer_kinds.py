@@ -138,6 +138,23 @@ def _ltc(hardware: str) -> Peer:
     )
 
 
+def _ltc_on_jax(hardware: str) -> Peer:
+    """Programs are compiled by XLA at their first run."""
+    import ltc_core as ltc
+    from ltc_core.settings import settings
+
+    if hardware != "cpu" or settings.executor != "jax":
+        raise RuntimeError(f"ltc runs on {settings.executor} and {hardware}, not on jax and cpu")
+    return Peer(
+        ltc.lazy_device(),
+        ltc.wait_device_ops,
+        ltc.mark_step,
+        is_compiled=_ltc_is_compiled,
+        counts=_ltc_counts,
+        versions=_versions(hardware, "jax"),
+    )
+
+
 def _ltc_wait_compiler(timeout_s: float) -> bool:
     from ltc_core.executors.inductor.compiler.service import service
 
@@ -175,4 +192,5 @@ PEERS: dict[str, Callable[[str], Peer]] = {
     "lazy": _lazy,
     "xla": _xla,
     "ltc": _ltc,
+    "jax": _ltc_on_jax,
 }

@@ -25,6 +25,7 @@ TITLES = {
     "lazy": "torch._lazy",
     "xla": "torch_xla",
     "ltc": "ltc",
+    "jax": "ltc on JAX",
 }
 _NONE = "-"
 _MIB = 2**20

@@ -1,13 +1,14 @@
-"""A training step beside its peers: eager, torch.compile, torch._lazy, torch_xla.
+"""A training step beside its peers: eager, torch.compile, torch._lazy, torch_xla, and ltc with LTC_EXECUTOR=jax.
 
 Each peer trains each model in processes of its own. A cold start has empty caches, a warm one those
 that the first cold start left. The first warm processes stay, and run blocks of steps in turns, one at
 a time; in each round another one begins. A block is waited for at its end only. Peers that wait for
 their turn sleep. torch_xla needs a PyTorch of its own: name an interpreter that has it.
 
+    python -m benchmarks.peers --jax-python PATH --peers eager,ltc,jax
     python -m benchmarks.peers --executor torch_xla --torch-xla-python PATH
 
-runs ltc's graphs on XLA too, and all peers with that interpreter; then compiles and transfers are counted.
+The last one runs ltc's graphs on XLA too, and all peers with that interpreter; then compiles and transfers are counted.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from benchmarks.peer_process import PeerFailed, PeerProcess
 from benchmarks.peer_report import report
 
 _TRIAL_MODEL = "tiny"
-_WITH_CACHE = ("compile", OURS)
+_WITH_CACHE = ("compile", OURS, "jax")
 _ON_XLA = ("eager", "xla", OURS)  # with --executor torch_xla; eager's losses are compared with
 _STARTED_AGAIN = ("eager", OURS)  # their first losses are compared, those of the others only shown
 _WARM_UP_STEPS = 20
@@ -61,6 +62,7 @@ class Options:
     starts: int = 3
     device: str = "cpu"
     torch_xla_python: str = ""
+    jax_python: str = ""
     compile_timeout_s: float = 600.0
     answer_timeout_s: float = 1800.0
 
@@ -103,13 +105,24 @@ class Contest:
     def _start(self, peer: str, cache: int) -> PeerProcess:
         options = self._options
         on_xla = options.device == "xla"
-        python = options.torch_xla_python if on_xla or peer == "xla" else sys.executable
-        if not python:
-            raise PeerFailed("--torch-xla-python names no interpreter that has it")
+        python = self._python(peer)
         self._say(f"{peer} starts, cache {cache}")
         environ = _environ(peer, options.device, self._caches / peer / str(cache))
         device = "cpu" if on_xla and peer != OURS else options.device
         return PeerProcess(python, peer, self._model, device, environ, options.answer_timeout_s)
+
+    def _python(self, peer: str) -> str:
+        """The interpreter that a peer runs under."""
+        options = self._options
+        if peer == "jax":
+            if not options.jax_python:
+                raise PeerFailed("--jax-python names no interpreter that has it")
+            return options.jax_python
+        if options.device != "xla" and peer != "xla":
+            return sys.executable
+        if not options.torch_xla_python:
+            raise PeerFailed("--torch-xla-python names no interpreter that has it")
+        return options.torch_xla_python
 
     def cold(self, peer: str, index: int) -> None:
         """Start with empty caches; the first start goes on until they are full."""
@@ -216,6 +229,8 @@ def _environ(peer: str, device: str, cache: Path) -> dict[str, str]:
         environ["XLA_PERSISTENT_CACHE_PATH"] = ""
     if peer == "lazy" and device == "cuda":
         environ["LTC_TS_CUDA"] = "1"
+    if peer == "jax":
+        environ["LTC_EXECUTOR"] = "jax"
     if peer == OURS:
         environ["LTC_DEVICE"] = device
         environ["LTC_COMPILE_AFTER"] = (
@@ -297,7 +312,8 @@ def _parse() -> tuple[Options, str]:
     add("--models", default=",".join(models), help=default)
     add(
         "--peers",
-        help=f"(default: {','.join(PEERS)}; with --executor torch_xla {','.join(_ON_XLA)})",
+        help=f"(default: {','.join(PEERS)}, jax only with --jax-python; with --executor torch_xla "
+        f"{','.join(_ON_XLA)})",
     )
     add("--rounds", type=positive, default=Options.rounds, help=f"of each model {default}")
     add("--steps", type=positive, default=0, help="of a block (default: for 0.5 s)")
@@ -312,10 +328,11 @@ def _parse() -> tuple[Options, str]:
         f"torch_xla (this one if none is named) {default}",
     )  # fmt: skip
     add("--torch-xla-python", default="", metavar="PATH", help="an interpreter that has torch_xla")
+    add("--jax-python", default="", metavar="PATH", help="an interpreter that has jax")
     add_json(parser)
     args = parser.parse_args()
     check(parser, args.json)
-    peers = ",".join(PEERS)
+    peers = ",".join(name for name in PEERS if name != "jax" or args.jax_python)
     if args.executor == "torch_xla":
         peers = ",".join(_ON_XLA)
         if args.device != "cpu":
@@ -332,6 +349,7 @@ def _parse() -> tuple[Options, str]:
         _names(args.models, list(WORKLOADS), parser),
         _names(args.peers or peers, list(PEERS), parser),
         args.rounds, args.steps, args.starts, args.device, args.torch_xla_python,
+        args.jax_python,
     )  # fmt: skip
     return options, args.json
 

@@ -213,7 +213,7 @@ class TestProcesses:
             return environ
 
         monkeypatch.setattr(peers, "_environ", with_extensions)
-        names = ("eager", "xla", "ltc")
+        names = ("eager", "xla", "ltc", "jax")
         options = peers.Options(
             ("tiny",), names, rounds=2, steps=3, starts=1, torch_xla_python=sys.executable
         )
@@ -223,6 +223,7 @@ class TestProcesses:
         tiny = found["models"]["tiny"]
         assert len(tiny["overlap"]) == 2 and min(tiny["overlap"]) > 0
         assert tiny["peers"]["xla"]["error"].startswith("ModuleNotFoundError: No module named")
+        assert tiny["peers"]["jax"]["error"] == "--jax-python names no interpreter that has it"
         for name, processes in (("eager", 1), ("ltc", 2)):
             peer = tiny["peers"][name]
             assert not peer["error"] and peer["is_compiled"] == (name == "eager")
@@ -241,6 +242,7 @@ class TestProcesses:
         ]
         tables = report(models, "here", "today")
         assert "- torch_xla (all models): ModuleNotFoundError: No module named" in tables
+        assert "- ltc on JAX (all models): --jax-python names no interpreter" in tables
         assert "- ltc (all models): * runs op by op, it is not compiled" in tables
 
     def test_a_peer_that_dies_in_its_turn_drops_out(self, tmp_path: Path) -> None:
@@ -405,8 +407,11 @@ class TestCommandLine:
     ) -> None:
         monkeypatch.setattr(sys, "argv", ["peers"])
         options, _ = peers._parse()
-        assert options.peers == tuple(peer_kinds.PEERS)
-        assert (options.device, options.torch_xla_python) == ("cpu", "")
+        assert {*options.peers} == {*peer_kinds.PEERS} - {"jax"}
+        assert (options.device, options.torch_xla_python, options.jax_python) == ("cpu", "", "")
+        monkeypatch.setattr(sys, "argv", ["peers", "--jax-python", "/jax/python"])
+        options, _ = peers._parse()
+        assert (options.peers, options.jax_python) == (tuple(peer_kinds.PEERS), "/jax/python")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(sys, "argv", ["peers", "--executor", "torch_xla"])
         options, _ = peers._parse()
