@@ -162,12 +162,10 @@ class FullyShardedDataParallel(nn.Module):
         self._uses: list[Use] = []  # forwards under way
         # Modules and attributes that are lists of parameters, and which ones; they are filled during forward.
         self._lists: list[tuple[nn.Module, str, list[int]]] = []
-        self._recomputed: tuple[int, Use] | None = (
-            None  # a forward that backward repeats, and in which backward
-        )
-        self._unsynced: dict[
-            int, torch.Tensor
-        ] = {}  # gradients of whole parameters, of backwards under `no_sync`
+        # A backward, and the forward that it repeats because the module has a checkpoint.
+        self._recomputed: tuple[int, Use] | None = None
+        # Gradients of whole parameters, of backwards under `no_sync`, by the number of the shard.
+        self._unsynced: dict[int, torch.Tensor] = {}
         materialize(module, param_init_fn)
         self._fsdp_wrapped_module = module
         self.sharded_params: list[Any] = []  # parameters that say what they are part of
@@ -334,7 +332,6 @@ class FullyShardedDataParallel(nn.Module):
                     next="call the wrapped module itself; its shards are in sharded_params, and "
                     "consolidate_sharded_state_dicts makes whole parameters of what all processes saved",
                 )
-            # A checkpoint inside the unit runs its forward again.
             if self._recomputed is None or self._recomputed[0] != backward:
                 self._recomputed = backward, Use(self)
                 Variable._execution_engine.queue_callback(self._forget_recomputed)
