@@ -20,6 +20,7 @@ import ltc_core as ltc
 from ltc_core.errors import LtcError
 from ltc_dist.collectives.ops import all_reduce
 from ltc_dist.collectives.process_group import Groups, group_of
+from ltc_dist.fully_sharded.divided_parameter import DividedParameter
 from ltc_dist.fully_sharded.materialize import materialize
 from ltc_dist.fully_sharded.names import MODULE, inner, original, shard_name
 from ltc_dist.fully_sharded.policy import wrap_below
@@ -27,17 +28,13 @@ from ltc_dist.fully_sharded.shards import ShardLayout, gathered, scattered
 from ltc_dist.fully_sharded.use import Use
 from ltc_dist.fully_sharded.whole_parameters import WholeParameters
 
-__all__ = ["DividedParameterError", "FullyShardedDataParallel", "FullyShardedError"]
+__all__ = ["FullyShardedDataParallel", "FullyShardedError"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class FullyShardedError(LtcError, RuntimeError):
     """A use of a module that its divided parameters do not allow."""
-
-
-class DividedParameterError(FullyShardedError, AttributeError):
-    """A whole parameter is used where it is divided. To `hasattr` it is not there."""
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -317,23 +314,19 @@ class FullyShardedDataParallel(nn.Module):
     def _units(self) -> list[FullyShardedDataParallel]:
         return [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
 
-    def whole(self, index: int, name: str) -> torch.Tensor:
-        """A parameter, while it is whole.
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of this unit is under way."""
+        return bool(self._uses)
 
-        Raises:
-            DividedParameterError: it is divided now.
-        """
+    def whole(self, index: int, name: str) -> torch.Tensor:
+        """A parameter while it is whole, else what describes it."""
         if self._uses:
             use = self._uses[-1]
         else:
             backward = torch._C._current_graph_task_id()
             if backward == -1:
-                raise DividedParameterError(
-                    f"the parameter {name} is divided over {self.world_size} processes",
-                    got="a use outside of the forward of the module that was wrapped",
-                    next="call the wrapped module itself; its shards are in sharded_params, and "
-                    "consolidate_sharded_state_dicts makes whole parameters of what all processes saved",
-                )
+                return self._described(index, name)
             # A checkpoint inside the unit runs its forward again.
             if self._recomputed is None or self._recomputed[0] != backward:
                 self._recomputed = backward, Use(self)
@@ -341,6 +334,13 @@ class FullyShardedDataParallel(nn.Module):
             use = self._recomputed[1]
         assert use.whole is not None
         return use.whole[index]
+
+    def _described(self, index: int, name: str) -> DividedParameter:
+        places = [(k, shape) for k, layout in enumerate(self._layouts) for shape in layout.shapes]
+        number, shape = places[index]
+        shard = self.sharded_params[number]
+        count, device = self.world_size, self._device
+        return DividedParameter(shape, shard.dtype, device, shard.requires_grad, name, count)
 
     def _forget_recomputed(self) -> None:
         self._recomputed = None
