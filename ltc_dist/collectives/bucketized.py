@@ -10,7 +10,7 @@ import torch
 from ltc_core.errors import CollectiveError
 from ltc_core.graph.buckets import deal
 from ltc_core.settings import settings
-from ltc_dist.collectives.ops import all_gather, all_reduce, reduce_scatter
+from ltc_dist.collectives.ops import all_gather, all_reduce, reduce_scatter, written_to
 from ltc_dist.collectives.process_group import Groups, group_of
 
 __all__ = ["all_gather_bucketized", "all_reduce_bucketized_gradients", "reduce_scatter_bucketized"]
@@ -106,6 +106,6 @@ def reduce_scatter_bucketized(
 
 
 def _into(output: Tensors | None, results: list[torch.Tensor]) -> list[torch.Tensor]:
-    for place, result in zip(output or (), results, strict=output is not None):
-        place.copy_(result)
-    return results
+    if output is None:
+        return results
+    return [written_to(place, result) for place, result in zip(output, results, strict=True)]

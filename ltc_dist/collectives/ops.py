@@ -39,6 +39,7 @@ __all__ = [
     "collective_broadcast",
     "collective_permute",
     "reduce_scatter",
+    "written_to",
 ]
 
 REDUCE_SUM, REDUCE_MUL, REDUCE_AND = "sum", "mul", "and"
@@ -149,7 +150,7 @@ def all_gather(
     """Concatenate the values of all processes along `dim`, in the order of ranks; numbers give a vector.
 
     Args:
-        output: a tensor that the result is written to as well.
+        output: a tensor that the result is written to as well; its size becomes that of the result.
 
     Source: `torch_xla.core.xla_model.all_gather`.
     """
@@ -162,7 +163,7 @@ def all_gather(
     else:
         written, route = _line(group, given)
         result = ops.all_gather(given, written, dim, len(group.members), route)
-    return result if output is None else output.copy_(result)
+    return result if output is None else written_to(output, result)
 
 
 def reduce_scatter(
@@ -194,7 +195,7 @@ def reduce_scatter(
         result = ops.reduce_scatter(
             given, written, reduce_type, float(scale), dim, shard_count, route
         )
-    return result if output is None else output.copy_(result)
+    return result if output is None else written_to(output, result)
 
 
 def all_to_all(
@@ -217,6 +218,11 @@ def all_to_all(
     dims = split_dimension % given.dim(), concat_dimension % given.dim()
     written, route = _line(group, given)
     return ops.all_to_all(given, written, *dims, split_count, route)  # type: ignore[no-any-return]
+
+
+def written_to(output: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """As with `out=`: a tensor of another size is not broadcast into."""
+    return output.resize_(result.shape).copy_(result)
 
 
 def _check_count(value: torch.Tensor, dim: int, count: int, group: Group) -> None:

@@ -1,7 +1,8 @@
 """`WholeParameters`: a module's parameters, where some are divided over the processes.
 
-`module.weight` is the whole parameter, while its unit has gathered it. `parameters()`, `state_dict()` and `to()` do not
-find it: the shard stands in the wrapper. Filled by `wrapper`.
+`module.weight` is the whole parameter while its unit has gathered it, else a `DividedParameter`. `parameters()` called
+in forward finds the whole ones. Outside of it, `parameters()`, `state_dict()` and `to()` do not find them: the shard
+stands in the wrapper. Filled by `wrapper`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ __all__ = ["WholeParameters"]
 
 
 class _Unit(Protocol):
+    @property
+    def is_in_forward(self) -> bool: ...
     def whole(self, index: int, name: str) -> torch.Tensor: ...
 
 
 class WholeParameters(dict[str, Any]):
-    """The `_parameters` of a module; its items are those that are not divided.
+    """The `_parameters` of a module; outside of forward, its items are those that are not divided.
 
     Args:
         rest: the parameters that are not divided.
@@ -41,3 +44,11 @@ class WholeParameters(dict[str, Any]):
             return super().__getitem__(name)
         unit, index = self._divided[name]
         return unit.whole(index, name)
+
+    def items(self) -> Any:
+        whole = {
+            name: unit.whole(index, name)
+            for name, (unit, index) in self._divided.items()
+            if unit.is_in_forward
+        }
+        return {**whole, **dict(super().items())}.items() if whole else super().items()

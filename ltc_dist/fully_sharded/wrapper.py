@@ -18,26 +18,23 @@ from torch.utils._pytree import tree_map_only
 
 import ltc_core as ltc
 from ltc_core.errors import LtcError
-from ltc_dist.collectives.ops import all_reduce
 from ltc_dist.collectives.process_group import Groups, group_of
+from ltc_dist.fully_sharded.divided_parameter import DividedParameter
 from ltc_dist.fully_sharded.materialize import materialize
 from ltc_dist.fully_sharded.names import MODULE, inner, original, shard_name
+from ltc_dist.fully_sharded.norm import clip_by_norm
 from ltc_dist.fully_sharded.policy import wrap_below
 from ltc_dist.fully_sharded.shards import ShardLayout, gathered, scattered
 from ltc_dist.fully_sharded.use import Use
 from ltc_dist.fully_sharded.whole_parameters import WholeParameters
 
-__all__ = ["DividedParameterError", "FullyShardedDataParallel", "FullyShardedError"]
+__all__ = ["FullyShardedDataParallel", "FullyShardedError"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class FullyShardedError(LtcError, RuntimeError):
     """A use of a module that its divided parameters do not allow."""
-
-
-class DividedParameterError(FullyShardedError, AttributeError):
-    """A whole parameter is used where it is divided. To `hasattr` it is not there."""
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -49,8 +46,9 @@ class FullyShardedDataParallel(nn.Module):
     while it runs. The last to be wrapped is the whole model, for the parameters that are left.
 
     Make the optimizer afterwards, over `parameters()`, and call its own `step`: the gradients are averaged already.
-    Clip with `clip_grad_norm_` of this class. `state_dict` has the shards of this process; `Checkpointer` saves those
-    of all processes, and `consolidate_sharded_model_checkpoints` makes a model's state dict of such files.
+    Clip with `clip_grad_norm_` of this class or of `ltc_dist`: PyTorch's sees the shards of one process. `state_dict`
+    has the shards of this process; `Checkpointer` saves those of all processes, and
+    `consolidate_sharded_model_checkpoints` makes a model's state dict of such files.
 
     Args:
         module: the module. Its parameters may lie on the CPU or on the meta device; shards and buffers move to this
@@ -244,7 +242,7 @@ class FullyShardedDataParallel(nn.Module):
             else f"{MODULE}.{inner(names[0])}"
         )
         shard._is_sharded = True
-        shard._layout, shard._unit_rank = layout, self.rank
+        shard._layout, shard._unit_rank, shard._groups = layout, self.rank, self.sharding_groups
         shard._orig_name = whole
         shard._orig_size = (
             torch.Size([sum(layout.numels)]) if self.flatten_parameters else shapes[0]
@@ -315,29 +313,32 @@ class FullyShardedDataParallel(nn.Module):
     def _units(self) -> list[FullyShardedDataParallel]:
         return [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
 
-    def whole(self, index: int, name: str) -> torch.Tensor:
-        """A parameter, while it is whole.
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of this unit is under way."""
+        return bool(self._uses)
 
-        Raises:
-            DividedParameterError: it is divided now.
-        """
+    def whole(self, index: int, name: str) -> torch.Tensor:
+        """A parameter while it is whole, else what describes it."""
         if self._uses:
             use = self._uses[-1]
         else:
             backward = torch._C._current_graph_task_id()
             if backward == -1:
-                raise DividedParameterError(
-                    f"the parameter {name} is divided over {self.world_size} processes",
-                    got="a use outside of the forward of the module that was wrapped",
-                    next="call the wrapped module itself; its shards are in sharded_params, and "
-                    "consolidate_sharded_state_dicts makes whole parameters of what all processes saved",
-                )
+                return self._described(index, name)
             if self._recomputed is None or self._recomputed[0] != backward:
                 self._recomputed = backward, Use(self)
                 Variable._execution_engine.queue_callback(self._forget_recomputed)
             use = self._recomputed[1]
         assert use.whole is not None
         return use.whole[index]
+
+    def _described(self, index: int, name: str) -> DividedParameter:
+        places = [(k, shape) for k, layout in enumerate(self._layouts) for shape in layout.shapes]
+        number, shape = places[index]
+        shard = self.sharded_params[number]
+        count, device = self.world_size, self._device
+        return DividedParameter(shape, shard.dtype, device, shard.requires_grad, name, count)
 
     def _forget_recomputed(self) -> None:
         self._recomputed = None
@@ -443,7 +444,6 @@ class FullyShardedDataParallel(nn.Module):
         """The shards that have a gradient."""
         return [p for p in self.parameters() if p.grad is not None]
 
-    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, groups: Groups = None
     ) -> torch.Tensor:
@@ -454,19 +454,10 @@ class FullyShardedDataParallel(nn.Module):
 
         Cost: recorded; one all_reduce.
         """
-        gradients = [p.grad for p in self.params_with_grad if p.grad is not None]
-        order = float(norm_type)
-        if not gradients:
+        parameters = self.params_with_grad
+        if not parameters:
             return torch.zeros((), device=self._device)
-        norms = torch.stack([torch.linalg.vector_norm(g.float(), order) for g in gradients])
-        if order == float("inf"):
-            total = all_reduce("max", norms.max(), groups=groups)
-        else:
-            total = all_reduce("sum", norms.pow(order).sum(), groups=groups).pow(1 / order)
-        factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
-        return total
+        return clip_by_norm(parameters, float(max_norm), float(norm_type), groups)
 
     # -- state -------------------------------------------------------------------------------------
 

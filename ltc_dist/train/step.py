@@ -15,6 +15,7 @@ import ltc_core as ltc
 from ltc_core.errors import CollectiveError
 from ltc_dist.collectives.ops import all_reduce
 from ltc_dist.collectives.process_group import Groups, group_of
+from ltc_dist.fully_sharded.norm import clip_by_norm
 
 __all__ = ["clip_grad_norm_", "optimizer_step", "reduce_gradients"]
 
@@ -89,10 +90,15 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients down so that their total norm is at most `max_norm`; return the norm before.
 
-    Call it between `reduce_gradients` and the optimizer's own step.
+    Call it between `reduce_gradients` and the optimizer's own step. The shards of a FullyShardedDataParallel count with
+    those of the other processes.
 
     Cost: recorded; it never waits.
 
     Source: `torch.nn.utils.clip_grad_norm_`.
     """
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=False)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    shards: list[Any] = [p for p in given if hasattr(p, "_is_sharded") and p.grad is not None]
+    if shards:
+        return clip_by_norm(given, float(max_norm), float(norm_type), shards[0]._groups)
+    return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite=False)

@@ -143,7 +143,6 @@ assert both[0].weight is both[1].weight
 def test_faults_of_theirs_between_processes(tmp_path: Path) -> None:
     code = f"""{IMPORTS}
 import torch.distributed as dist
-import torch_xla.distributed.xla_backend
 from torch_xla._internal import pjrt
 
 def fail(rank):

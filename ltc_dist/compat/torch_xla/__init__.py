@@ -16,6 +16,9 @@ from ltc_core.api.eager import eager_mode, is_eager_mode
 from ltc_core.api.verbs import DeviceLike
 from ltc_dist.compat.torch_xla import _XLAC
 from ltc_dist.compat.torch_xla.core import xla_model
+from ltc_dist.compat.torch_xla.distributed import (
+    xla_backend,  # noqa: F401 - torch_xla registers it at its import, too
+)
 from ltc_dist.compat.torch_xla.version import __version__
 
 __all__ = [

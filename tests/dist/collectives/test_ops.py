@@ -278,3 +278,17 @@ def test_two_gpus_learn_what_the_processor_does(
     for k in range(2):
         found = torch.load(tmp_path / f"{k}.pt")
         torch.testing.assert_close(found["losses"], expected["losses"], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(2, 3), (4, 3), (5, 2, 3)])
+def test_an_output_takes_the_size_of_the_result(size: tuple[int, ...]) -> None:
+    given = X.to("ltc")
+    calls: list[Any] = [
+        lambda output: ltd.all_gather(given, output=output),
+        lambda output: ltd.reduce_scatter("sum", given, 1.0, 0, 1, output=output),
+        lambda output: ltd.all_gather_bucketized([given], output=[output])[0],
+        lambda output: ltd.reduce_scatter_bucketized("sum", [given], 1.0, 0, 1, output=[output])[0],
+    ]
+    for call in calls:
+        output = torch.zeros(size, device="ltc")
+        assert call(output) is output and torch.equal(output.cpu(), X)

@@ -99,7 +99,9 @@ def eager(model: nn.Module, clips: float = 0.0, pieces: int = 1) -> list[float]:
     return losses
 
 
-def train(model: Any, clips: float = 0.0, pieces: int = 1, is_synced: bool = True) -> list[float]:
+def train(
+    model: Any, clips: float = 0.0, pieces: int = 1, is_synced: bool = True, by_ltd: bool = False
+) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     losses = []
     for step in range(4):
@@ -110,7 +112,9 @@ def train(model: Any, clips: float = 0.0, pieces: int = 1, is_synced: bool = Tru
                 loss = model(mine(batch(4 * piece + step))).float().square().mean()
                 loss.backward()
         losses.append(ltd.all_reduce("sum", loss.detach(), 1 / count).item())
-        if clips:
+        if clips and by_ltd:
+            ltd.clip_grad_norm_(model.parameters(), clips)
+        elif clips:
             model.clip_grad_norm_(clips)
         optimizer.step()
         optimizer.zero_grad()
@@ -133,7 +137,9 @@ def units(model: Net, wrap: Callable[..., Any]) -> Any:
 
 def case(name: str, atol: float = 1e-5, checkpoints: bool | None = None, **how: Any) -> Any:
     options = {
-        k: how.pop(k) for k in list(how) if k not in ("clips", "pieces", "is_synced", "wraps")
+        k: how.pop(k)
+        for k in list(how)
+        if k not in ("clips", "pieces", "is_synced", "wraps", "by_ltd")
     }
     wraps = how.pop("wraps", units)
     plain = net()
@@ -174,7 +180,7 @@ train(model)
 before = metrics.counter_value("UncachedCompile")
 train(model)
 report("programs", metrics.counter_value("UncachedCompile") - before)
-report("outside", fails(lambda: model.first.weight))
+report("outside", fails(lambda: model.first.weight + 1))
 twin = copy.deepcopy(model)
 train(twin)
 report(
@@ -198,6 +204,7 @@ case("freed in the root, too", disable_reshard_on_root=False)
 case("reentrant checkpoints", checkpoints=True)
 case("checkpoints", checkpoints=False)
 case("clipped", clips=0.05)
+case("clipped by ltd", clips=0.05, by_ltd=True)
 case("accumulated", pieces=2)
 case("accumulated apart", pieces=2, is_synced=False)
 case("narrow", atol=3e-2, compute_dtype=torch.bfloat16, fp32_reduce_scatter=True)

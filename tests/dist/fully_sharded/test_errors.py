@@ -15,7 +15,8 @@ from ltc_dist.fully_sharded.consolidate import (
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
 )
-from ltc_dist.fully_sharded.wrapper import DividedParameterError, FullyShardedError
+from ltc_dist.fully_sharded.divided_parameter import DividedParameterError
+from ltc_dist.fully_sharded.wrapper import FullyShardedError
 
 
 def net() -> nn.Sequential:
@@ -64,11 +65,14 @@ def test_integers_are_not_divided() -> None:
 
 def test_a_whole_parameter_outside_of_forward() -> None:
     model = Sharded(net())
-    with pytest.raises(DividedParameterError, match="weight is divided over 1 processes"):
-        model[0].weight  # noqa: B018
-    assert not hasattr(model[0], "weight") and "0.weight" not in dict(model.named_parameters())
+    weight = model[0].weight
+    assert weight.shape == (5, 3) and weight.requires_grad and isinstance(weight, nn.Parameter)
+    assert "0.weight" not in dict(model.named_parameters()) and "bias=True" in str(model)
+    for use in (lambda: weight + 1, lambda: weight.data, lambda: nn.init.zeros_(weight)):
+        with pytest.raises(DividedParameterError, match="weight is divided over 1 processes"):
+            use()
     model(torch.ones(1, 3, device=ltd.lazy_device())).sum().backward()
-    assert not hasattr(model[0], "weight")
+    assert repr(model[0].weight) == repr(weight)
     inner = Sharded(nn.Sequential(Sharded(net())))
     inner(torch.ones(1, 3, device=ltd.lazy_device()))
     with (

@@ -24,6 +24,7 @@ freed in the root, too True
 reentrant checkpoints True
 checkpoints True
 clipped True
+clipped by ltd True
 accumulated True
 accumulated apart True
 narrow True

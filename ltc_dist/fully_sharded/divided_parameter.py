@@ -1,0 +1,76 @@
+"""`DividedParameter`: what stands for a whole parameter while it is divided over the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ltc_core.errors import LtcError
+
+__all__ = ["DividedParameter", "DividedParameterError"]
+
+
+class DividedParameterError(LtcError, RuntimeError):
+    """A whole parameter is computed with where it is divided."""
+
+
+class DividedParameter(torch.Tensor):
+    """The size, dtype and device of a whole parameter, without its values.
+
+    Modules print themselves and ask `self.bias is not None` by it.
+
+    Args:
+        shape, dtype, device, requires_grad: of the whole parameter.
+        name: of the parameter, in its module.
+        count: number of processes that it is divided over.
+
+    Raises:
+        DividedParameterError: at a call that needs values.
+    """
+
+    _name: str
+    _count: int
+    _is_param = True  # isinstance(x, nn.Parameter)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+        name: str,
+        count: int,
+    ) -> DividedParameter:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        made._name, made._count = name, count
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        size = ", ".join(map(str, self.shape))
+        return f"DividedParameter({self._name}: [{size}], {self.dtype}, divided over {self._count} processes)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DividedParameter:
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        raise DividedParameterError(
+            f"the parameter {found[0]._name} is divided over {found[0]._count} processes",
+            got=f"a call of {func} outside of the forward of the module that was wrapped",
+            next="call the wrapped module itself; its shards are in sharded_params, and "
+            "consolidate_sharded_state_dicts makes whole parameters of what all processes saved",
+        )

@@ -1,0 +1,59 @@
+"""Whole parameters, as modules find them: the same training as eager's, in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ltc_dist import FullyShardedDataParallel as Sharded
+
+
+class Penalized(nn.Module):
+    """Asks for its own parameters in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x.to(next(self.parameters()).dtype))
+        return x + sum(p.square().sum() for name, p in self.named_parameters() if "weight" in name)
+
+
+def penalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), Penalized())
+
+
+def whole(model: nn.Module) -> Any:
+    return Sharded(model)
+
+
+def each(model: Any) -> Any:
+    for k, layer in enumerate(model):
+        model[k] = Sharded(layer)
+    return Sharded(model)
+
+
+def losses(model: Any, device: str) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        loss = model(torch.linspace(-1, 1, 12).view(4, 3).to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("wrap", [whole, each])
+def test_parameters_in_forward(wrap: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    plain = penalized()
+    torch.manual_seed(0)
+    model = wrap(penalized())
+    assert losses(model, "ltc") == pytest.approx(losses(plain, "cpu"), rel=1e-5)
+    outside = {name for name, _ in model.named_parameters()}
+    assert len(outside) == 4 and all("_fsdp_shard" in name for name in outside)
