@@ -205,7 +205,7 @@ class FullyShardedDataParallel(nn.Module):
         """Make the shards, and take the whole parameters out of their modules."""
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         names: dict[nn.Parameter, list[str]] = {}
-        for path, module in self._fsdp_wrapped_module.named_modules():
+        for path, module in self._fsdp_wrapped_module.named_modules(remove_duplicate=False):
             if isinstance(module, FullyShardedDataParallel):
                 continue
             for name, parameter in module.named_parameters(recurse=False):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ltc_dist import FullyShardedDataParallel as Sharded
+from ltc_dist.fully_sharded.consolidate import consolidate_sharded_state_dicts
 
 
 class Penalized(nn.Module):
@@ -26,8 +27,27 @@ def penalized() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), Penalized())
 
 
+class Sharing(nn.Module):
+    """Has one layer in three places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = self.first
+        self.last = nn.Sequential(self.first, nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x).tanh()))  # type: ignore[no-any-return]
+
+
 def whole(model: nn.Module) -> Any:
     return Sharded(model)
+
+
+def by_policy(model: nn.Module) -> Any:
+    return Sharded(
+        model, auto_wrap_policy=lambda module, recurse, _: recurse or isinstance(module, nn.Linear)
+    )
 
 
 def each(model: Any) -> Any:
@@ -57,3 +77,17 @@ def test_parameters_in_forward(wrap: Callable[[nn.Module], Any]) -> None:
     assert losses(model, "ltc") == pytest.approx(losses(plain, "cpu"), rel=1e-5)
     outside = {name for name, _ in model.named_parameters()}
     assert len(outside) == 4 and all("_fsdp_shard" in name for name in outside)
+
+
+@pytest.mark.parametrize("wrap", [whole, by_policy])
+def test_a_module_in_several_places(wrap: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    plain = Sharing()
+    torch.manual_seed(0)
+    model = wrap(Sharing())
+    assert len(list(model.parameters())) == 2
+    assert losses(model, "ltc") == pytest.approx(losses(plain, "cpu"), rel=1e-5)
+    found = consolidate_sharded_state_dicts([model.state_dict()], model.get_shard_metadata())
+    expected = plain.state_dict()
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close({name: value.cpu() for name, value in found.items()}, dict(expected))
