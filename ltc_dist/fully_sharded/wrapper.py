@@ -53,7 +53,7 @@ class FullyShardedDataParallel(nn.Module):
         module: the module. Its parameters may lie on the CPU or on the meta device; shards and buffers move to this
             process's lazy device.
         reshard_after_forward: free the whole parameters after forward; without it they are kept for backward.
-        flatten_parameters: one shard for all parameters that are trained, and one for the rest.
+        flatten_parameters: one shard for all parameters of a dtype that are trained, and one for the rest.
         execute_sharding_on_init: cut the graph, so that the undivided parameters are freed at once.
         sync_on_finalization: cut the graph at the end of backward.
         mark_step_on_finalization: an older name for it.
@@ -227,9 +227,10 @@ class FullyShardedDataParallel(nn.Module):
         """Which parameters share a shard."""
         if not self.flatten_parameters:
             return [[p] for p in parameters]
-        trained = [p for p in parameters if p.requires_grad]
-        frozen = [p for p in parameters if not p.requires_grad]
-        return [row for row in (trained, frozen) if row]
+        rows: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in sorted(parameters, key=lambda p: not p.requires_grad):
+            rows.setdefault((parameter.requires_grad, parameter.dtype), []).append(parameter)
+        return list(rows.values())
 
     def _add_shard(self, members: list[nn.Parameter], names: list[str]) -> None:
         shapes = [p.shape for p in members]

@@ -91,3 +91,14 @@ def test_a_module_in_several_places(wrap: Callable[[nn.Module], Any]) -> None:
     expected = plain.state_dict()
     assert found.keys() == expected.keys()
     torch.testing.assert_close({name: value.cpu() for name, value in found.items()}, dict(expected))
+
+
+def test_flat_parameters_keep_their_dtypes() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).bfloat16(), nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    flat: Any = Sharded(model, flatten_parameters=True)
+    assert [p.dtype for p in flat.parameters()] == [torch.float32, torch.bfloat16, torch.float32]
+    found = consolidate_sharded_state_dicts([flat.state_dict()], flat.get_shard_metadata())
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close({name: found[name].cpu() for name in expected}, expected)
