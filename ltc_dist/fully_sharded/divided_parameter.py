@@ -52,7 +52,7 @@ class DividedParameter(torch.Tensor):
         made._name, made._count = name, count
         return made  # type: ignore[no-any-return]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self) -> str:  # type: ignore[override]
         size = ", ".join(map(str, self.shape))
         return f"DividedParameter({self._name}: [{size}], {self.dtype}, divided over {self._count} processes)"
 
