@@ -155,6 +155,7 @@ class FullyShardedDataParallel(nn.Module):
         self._is_on_dim_0 = shard_param_on_dim_0 and not flatten_parameters
         self._device = ltc.lazy_device()
         self._is_root: bool | None = None
+        self._root: list[FullyShardedDataParallel] = []  # in a list, so that it is no submodule
         self._is_synced = True
         self._uses: list[Use] = []  # forwards under way
         # Modules and attributes that are lists of parameters, and which ones; they are filled during forward.
@@ -165,6 +166,7 @@ class FullyShardedDataParallel(nn.Module):
         self._unsynced: dict[
             int, torch.Tensor
         ] = {}  # gradients of whole parameters, of backwards under `no_sync`
+        self._has_unsynced = False  # of the root: some unit may have such
         materialize(module, param_init_fn)
         self._fsdp_wrapped_module = module
         self.sharded_params: list[Any] = []  # parameters that say what they are part of
@@ -311,6 +313,7 @@ class FullyShardedDataParallel(nn.Module):
         if self._is_root is None:
             for unit in self._units():
                 unit._is_root = unit is self
+                unit._root = [self]
 
     def _units(self) -> list[FullyShardedDataParallel]:
         return [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
@@ -379,6 +382,15 @@ class FullyShardedDataParallel(nn.Module):
                 before = self._unsynced.get(number)
                 self._unsynced[number] = row if before is None else before + row
             return [None] * len(self.sharded_params)
+        if self._root and self._root[0]._has_unsynced:
+            Variable._execution_engine.queue_callback(self._root[0]._average_the_rest)
+        found = self._averaged(rows)
+        if self._ends_step:
+            Variable._execution_engine.queue_callback(self._end_step)
+        return found
+
+    def _averaged(self, rows: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients of the shards, of `rows` and of what was kept under `no_sync`."""
         for number, before in self._unsynced.items():
             rows[number] = rows[number] + before if number in rows else before
         self._unsynced = {}
@@ -390,9 +402,18 @@ class FullyShardedDataParallel(nn.Module):
         for number, part in zip(rows, parts, strict=True):
             shard = self.sharded_params[number]
             found[number] = part.to(shard.dtype).view(shard.shape)
-        if self._ends_step:
-            Variable._execution_engine.queue_callback(self._end_step)
         return found
+
+    @torch.no_grad()
+    def _average_the_rest(self) -> None:
+        """What was kept under `no_sync` by units that took no part in this backward."""
+        self._has_unsynced = False
+        for unit in self._units():
+            if not unit._unsynced:
+                continue
+            for shard, grad in zip(unit.sharded_params, unit._averaged({}), strict=True):
+                if grad is not None:
+                    shard.grad = grad if shard.grad is None else shard.grad + grad
 
     def _row(self, gradients: list[torch.Tensor | None], layout: ShardLayout) -> torch.Tensor:
         there = next(grad for grad in gradients if grad is not None)
@@ -424,6 +445,7 @@ class FullyShardedDataParallel(nn.Module):
         before = [(unit, unit._is_synced) for unit in self._units()]
         for unit, _ in before:
             unit._is_synced = False
+        self._has_unsynced = True
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Whole parameters, as modules find them: the same training as eager's, in one process."""
+"""Whole parameters, as modules find them, and their gradients: the same training as eager's, in one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -102,3 +102,30 @@ def test_flat_parameters_keep_their_dtypes() -> None:
     found = consolidate_sharded_state_dicts([flat.state_dict()], flat.get_shard_metadata())
     assert found.keys() == expected.keys()
     torch.testing.assert_close({name: found[name].cpu() for name in expected}, expected)
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.layers[which](x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("wrap", [whole, by_policy])
+def test_a_unit_that_takes_no_part_in_the_last_backward(wrap: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    plain = Choosing()
+    torch.manual_seed(0)
+    model = wrap(Choosing())
+    x = torch.linspace(-1, 1, 12).view(4, 3)
+    for which in (0, 1):
+        plain(x, which).square().mean().backward()
+    with model.no_sync():
+        model(x.to("ltc"), 0).square().mean().backward()
+    model(x.to("ltc"), 1).square().mean().backward()
+    for shard, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        assert shard.grad is not None and parameter.grad is not None
+        found = shard.grad.cpu()[: parameter.numel()].view(parameter.shape)
+        torch.testing.assert_close(found, parameter.grad)
