@@ -68,7 +68,16 @@ def test_a_whole_parameter_outside_of_forward() -> None:
     weight = model[0].weight
     assert weight.shape == (5, 3) and weight.requires_grad and isinstance(weight, nn.Parameter)
     assert "0.weight" not in dict(model.named_parameters()) and "bias=True" in str(model)
-    for use in (lambda: weight + 1, lambda: weight.data, lambda: nn.init.zeros_(weight)):
+    x = torch.ones(1, 3, device=ltd.lazy_device())
+    uses: list[Callable[[], Any]] = [
+        lambda: weight + 1,
+        lambda: weight.data + 1,
+        lambda: nn.init.zeros_(weight),
+        lambda: nn.functional.linear(x, weight),
+        lambda: x.copy_(weight),
+        lambda: x.add_(1).addmm_(x, weight),
+    ]
+    for use in uses:
         with pytest.raises(DividedParameterError, match="weight is divided over 1 processes"):
             use()
     model(torch.ones(1, 3, device=ltd.lazy_device())).sum().backward()
