@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch
 
 from ltc_core.errors import CheckpointError, listed
 from ltc_dist.fully_sharded.names import SHARD, original
+from ltc_dist.job.ranks import ranks
 
 __all__ = ["consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts", "main"]
+
+_WAIT_S = 30.0  # `save` of torch_xla returns without waiting for other processes, and its scripts consolidate then
 
 
 def consolidate_sharded_state_dicts(
@@ -103,20 +107,18 @@ def consolidate_sharded_model_checkpoints(
     Raises:
         CheckpointError: files are missing.
 
-    Cost: memory of the whole model twice.
+    Cost: memory of the whole model twice. In a job, rank 0 may wait half a minute for files of the other processes.
 
     Source: `torch_xla.distributed.fsdp.consolidate_sharded_model_checkpoints`.
     """
     pattern = ckpt_prefix + ckpt_suffix
-    paths = sorted(glob.glob(pattern))
-    saved = [torch.load(path, map_location="cpu") for path in paths]
-    saved.sort(key=lambda one: one["shard_metadata"]["rank"])
-    ranks = [one["shard_metadata"]["rank"] for one in saved]
+    saved = _read(pattern)
+    ranks_saved = [one["shard_metadata"]["rank"] for one in saved]
     count = saved[0]["shard_metadata"]["world_size"] if saved else 1
-    if ranks != list(range(count)):
+    if ranks_saved != list(range(count)):
         raise CheckpointError(
             f"the files {pattern} are not those of all processes",
-            got=f"ranks {listed(map(str, ranks))} of {count}" if saved else "no file",
+            got=f"ranks {listed(map(str, ranks_saved))} of {count}" if saved else "no file",
             next="name the files of one checkpoint, one of each process",
         )
     print(f"found {len(saved)} checkpoint files in {pattern}")
@@ -129,6 +131,20 @@ def consolidate_sharded_model_checkpoints(
     torch.save({"model": whole}, place)
     print(f"saved consolidated model to {place}")
     return whole, place
+
+
+def _read(pattern: str) -> list[dict[str, Any]]:
+    """What the files hold, by rank. Other processes of this job, as many as the files are of, may be writing still."""
+    found: dict[str, dict[str, Any]] = {}
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        for path in sorted({*glob.glob(pattern)} - found.keys()):
+            found[path] = torch.load(path, map_location="cpu")
+        counts = {one["shard_metadata"]["world_size"] for one in found.values()}
+        is_partial = counts == {ranks().world_size} and len(found) < ranks().world_size
+        if not is_partial or time.monotonic() > deadline:
+            return sorted(found.values(), key=lambda one: one["shard_metadata"]["rank"])
+        time.sleep(0.1)
 
 
 def main() -> None:

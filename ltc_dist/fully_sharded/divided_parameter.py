@@ -34,7 +34,6 @@ class DividedParameter(torch.Tensor):
     _name: str
     _count: int
     _is_param = True  # isinstance(x, nn.Parameter)
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -60,17 +59,28 @@ class DividedParameter(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
-        raise DividedParameterError(
-            f"the parameter {found[0]._name} is divided over {found[0]._count} processes",
-            got=f"a call of {func} outside of the forward of the module that was wrapped",
-            next="call the wrapped module itself; its shards are in sharded_params, and "
-            "consolidate_sharded_state_dicts makes whole parameters of what all processes saved",
-        )
+        # Beside a lazy tensor, that one's `__torch_dispatch__` would be called.
+        if any(
+            type(x) is not cls for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        ):
+            raise _error(func, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise _error(func, args, kwargs)
+
+
+def _error(func: Callable[..., Any], args: Any, kwargs: Any) -> DividedParameterError:
+    used = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, DividedParameter))
+    return DividedParameterError(
+        f"the parameter {used._name} is divided over {used._count} processes",
+        got=f"a call of {getattr(func, '__name__', func)} outside of the forward of the module that was wrapped",
+        next="call the wrapped module itself; its shards are in sharded_params, and "
+        "consolidate_sharded_state_dicts makes whole parameters of what all processes saved",
+    )

@@ -54,7 +54,7 @@ class FullyShardedDataParallel(nn.Module):
         module: the module. Its parameters may lie on the CPU or on the meta device; shards and buffers move to this
             process's lazy device.
         reshard_after_forward: free the whole parameters after forward; without it they are kept for backward.
-        flatten_parameters: one shard for all parameters that are trained, and one for the rest.
+        flatten_parameters: one shard for all parameters of a dtype that are trained, and one for the rest.
         execute_sharding_on_init: cut the graph, so that the undivided parameters are freed at once.
         sync_on_finalization: cut the graph at the end of backward.
         mark_step_on_finalization: an older name for it.
@@ -156,6 +156,7 @@ class FullyShardedDataParallel(nn.Module):
         self._is_on_dim_0 = shard_param_on_dim_0 and not flatten_parameters
         self._device = ltc.lazy_device()
         self._is_root: bool | None = None
+        self._root: list[FullyShardedDataParallel] = []  # in a list, so that it is no submodule
         self._is_synced = True
         self._uses: list[Use] = []  # forwards under way
         # Modules and attributes that are lists of parameters, and which ones; they are filled during forward.
@@ -164,6 +165,7 @@ class FullyShardedDataParallel(nn.Module):
         self._recomputed: tuple[int, Use] | None = None
         # Gradients of whole parameters, of backwards under `no_sync`, by the number of the shard.
         self._unsynced: dict[int, torch.Tensor] = {}
+        self._has_unsynced = False  # of the root: some unit may have such
         materialize(module, param_init_fn)
         self._fsdp_wrapped_module = module
         self.sharded_params: list[Any] = []  # parameters that say what they are part of
@@ -204,7 +206,7 @@ class FullyShardedDataParallel(nn.Module):
         """Make the shards, and take the whole parameters out of their modules."""
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         names: dict[nn.Parameter, list[str]] = {}
-        for path, module in self._fsdp_wrapped_module.named_modules():
+        for path, module in self._fsdp_wrapped_module.named_modules(remove_duplicate=False):
             if isinstance(module, FullyShardedDataParallel):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
@@ -226,9 +228,10 @@ class FullyShardedDataParallel(nn.Module):
         """Which parameters share a shard."""
         if not self.flatten_parameters:
             return [[p] for p in parameters]
-        trained = [p for p in parameters if p.requires_grad]
-        frozen = [p for p in parameters if not p.requires_grad]
-        return [row for row in (trained, frozen) if row]
+        rows: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in sorted(parameters, key=lambda p: not p.requires_grad):
+            rows.setdefault((parameter.requires_grad, parameter.dtype), []).append(parameter)
+        return list(rows.values())
 
     def _add_shard(self, members: list[nn.Parameter], names: list[str]) -> None:
         shapes = [p.shape for p in members]
@@ -309,6 +312,7 @@ class FullyShardedDataParallel(nn.Module):
         if self._is_root is None:
             for unit in self._units():
                 unit._is_root = unit is self
+                unit._root = [self]
 
     def _units(self) -> list[FullyShardedDataParallel]:
         return [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
@@ -376,6 +380,15 @@ class FullyShardedDataParallel(nn.Module):
                 before = self._unsynced.get(number)
                 self._unsynced[number] = row if before is None else before + row
             return [None] * len(self.sharded_params)
+        if self._root and self._root[0]._has_unsynced:
+            Variable._execution_engine.queue_callback(self._root[0]._average_the_rest)
+        found = self._averaged(rows)
+        if self._ends_step:
+            Variable._execution_engine.queue_callback(self._end_step)
+        return found
+
+    def _averaged(self, rows: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients of the shards, of `rows` and of what was kept under `no_sync`."""
         for number, before in self._unsynced.items():
             rows[number] = rows[number] + before if number in rows else before
         self._unsynced = {}
@@ -387,9 +400,18 @@ class FullyShardedDataParallel(nn.Module):
         for number, part in zip(rows, parts, strict=True):
             shard = self.sharded_params[number]
             found[number] = part.to(shard.dtype).view(shard.shape)
-        if self._ends_step:
-            Variable._execution_engine.queue_callback(self._end_step)
         return found
+
+    @torch.no_grad()
+    def _average_the_rest(self) -> None:
+        """What was kept under `no_sync` by units that took no part in this backward."""
+        self._has_unsynced = False
+        for unit in self._units():
+            if not unit._unsynced:
+                continue
+            for shard, grad in zip(unit.sharded_params, unit._averaged({}), strict=True):
+                if grad is not None:
+                    shard.grad = grad if shard.grad is None else shard.grad + grad
 
     def _row(self, gradients: list[torch.Tensor | None], layout: ShardLayout) -> torch.Tensor:
         there = next(grad for grad in gradients if grad is not None)
@@ -421,6 +443,7 @@ class FullyShardedDataParallel(nn.Module):
         before = [(unit, unit._is_synced) for unit in self._units()]
         for unit, _ in before:
             unit._is_synced = False
+        self._has_unsynced = True
         try:
             yield
         finally:

@@ -1,5 +1,7 @@
 """What `FullyShardedDataParallel` and its checkpoints refuse, and what they say."""
 
+import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from torch import nn
 import ltc_dist as ltd
 from ltc_core.errors import CheckpointError
 from ltc_dist import FullyShardedDataParallel as Sharded
+from ltc_dist.fully_sharded import consolidate
 from ltc_dist.fully_sharded.consolidate import (
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
@@ -68,7 +71,16 @@ def test_a_whole_parameter_outside_of_forward() -> None:
     weight = model[0].weight
     assert weight.shape == (5, 3) and weight.requires_grad and isinstance(weight, nn.Parameter)
     assert "0.weight" not in dict(model.named_parameters()) and "bias=True" in str(model)
-    for use in (lambda: weight + 1, lambda: weight.data, lambda: nn.init.zeros_(weight)):
+    x = torch.ones(1, 3, device=ltd.lazy_device())
+    uses: list[Callable[[], Any]] = [
+        lambda: weight + 1,
+        lambda: weight.data + 1,
+        lambda: nn.init.zeros_(weight),
+        lambda: nn.functional.linear(x, weight),
+        lambda: x.copy_(weight),
+        lambda: x.add_(1).addmm_(x, weight),
+    ]
+    for use in uses:
         with pytest.raises(DividedParameterError, match="weight is divided over 1 processes"):
             use()
     model(torch.ones(1, 3, device=ltd.lazy_device())).sum().backward()
@@ -155,6 +167,24 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     ltd.save({"model": model.state_dict(), "shard_metadata": metadata}, tmp_path / "model-0.pth")
     with pytest.raises(CheckpointError, match="(?s)ranks 0 of 2"):
         consolidate_sharded_model_checkpoints(str(tmp_path / "model"))
+
+
+def test_files_that_another_process_writes_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Sharded(net())
+    metadata = {**model.get_shard_metadata(), "world_size": 2}
+    held = [
+        {"model": model.state_dict(), "shard_metadata": {**metadata, "rank": rank}}
+        for rank in range(2)
+    ]
+    monkeypatch.setattr(consolidate, "ranks", lambda: types.SimpleNamespace(world_size=2))
+    monkeypatch.setattr(time, "sleep", lambda _: ltd.save(held[1], tmp_path / "model-1.pth"))
+    ltd.save(held[0], tmp_path / "model-0.pth")
+    found, _ = consolidate.consolidate_sharded_model_checkpoints(
+        str(tmp_path / "model"), save_model=False
+    )
+    assert found.keys() == dict(net().named_parameters()).keys()
 
 
 def test_a_shard_that_changes_between_forward_and_backward() -> None:
