@@ -52,6 +52,7 @@ _at_first_use: list[Callable[[], None]] = []
 # Seconds for which a fork waits for devices that other threads use: in all, and for one lock.
 _FORK_PATIENCE_S = 60.0
 _LOCK_WAIT_S = 0.1
+_STANDSTILL_S = 2.0  # cuts of other threads wait for a second at most (`fork_gate`)
 metrics.register_gauge(
     "PeakMemory", lambda: max((c.memory.peak_bytes for c in contexts()), default=0)
 )
@@ -257,26 +258,42 @@ def before_fork() -> None:
 
 
 def _held_still(chosen: Sequence[DeviceContext]) -> list[DeviceContext]:
-    """Take the locks of all devices if all are idle, else of none; returns the contexts whose lock is held.
+    """Take the locks of all devices that become idle, or of none; returns the contexts whose lock is held.
 
     The jobs end first, while no lock is held: they may need one. A thread that records on two devices may need the lock
     that is held here, so waits for locks are short.
     """
     deadline = time.monotonic() + _FORK_PATIENCE_S
     while True:
-        for ctx in chosen:
-            ctx.worker.drain(max(0.0, deadline - time.monotonic()))
+        idle = _become_idle(chosen, deadline)
         held = []
-        for ctx in chosen:
+        for ctx in idle:
             if not ctx.trace.lock.acquire(timeout=_LOCK_WAIT_S):
                 break
             held.append(ctx)
-        if len(held) == len(chosen) and all(ctx.worker.drain(0.0) for ctx in chosen):
+        if len(held) == len(idle) and all(ctx.worker.drain(0.0) for ctx in idle):
             return held
         for ctx in reversed(held):
             ctx.trace.lock.release()
         if time.monotonic() > deadline:
             return []
+
+
+def _become_idle(chosen: Sequence[DeviceContext], deadline: float) -> list[DeviceContext]:
+    """Wait for the jobs of devices; returns those that are idle then.
+
+    A job may wait for the thread that forks: that is so if all jobs wait for other threads, and none comes for a while.
+    """
+    last_move = time.monotonic()
+    while True:
+        workers = [ctx.worker for ctx in chosen]
+        busy = [w for w in workers if not (w.is_idle or w.is_this_thread)]
+        now = time.monotonic()
+        if not all(w.is_held_up for w in busy):
+            last_move = now
+        if not busy or now > min(deadline, last_move + _STANDSTILL_S):
+            return [ctx for ctx in chosen if ctx.worker not in busy]
+        busy[0].drain(_LOCK_WAIT_S)
 
 
 def after_fork_in_parent() -> None:

@@ -9,6 +9,7 @@ nothing meanwhile; an event or a semaphore of `threading` holds a lock of its ow
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import signal
@@ -16,11 +17,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ltc_core.timeline import slices
 
-__all__ = ["Job", "Worker", "is_worker"]
+__all__ = ["Job", "Worker", "held_up", "is_worker"]
 
 # A wait looks this often whether its job is done: the waiter that was to pass the lock on may have been interrupted.
 _LOOK_S = 1.0
@@ -34,6 +35,20 @@ _this_thread = threading.local()
 def is_worker() -> bool:
     """Whether this is the thread of a worker: what it does is a part of a job."""
     return hasattr(_this_thread, "worker")
+
+
+@contextlib.contextmanager
+def held_up() -> Iterator[None]:
+    """Mark the calling worker while it waits for other threads of this process: one of them may fork first."""
+    worker = getattr(_this_thread, "worker", None)
+    if worker is None:
+        yield
+        return
+    worker.is_held_up = True
+    try:
+        yield
+    finally:
+        worker.is_held_up = False
 
 
 class Job:
@@ -119,6 +134,7 @@ class Worker:
         self._last: Job | None = None
         self._thread: threading.Thread | None = None
         self._stopping: threading.Thread | None = None
+        self.is_held_up = False
 
     @property
     def is_this_thread(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, first_line, listed
 from ltc_core.graph.collective import COMBINE, is_scaled_first, plan_text
+from ltc_core.runtime.worker import held_up
 from ltc_core.settings import settings
 
 __all__ = ["ThreadGroup", "Stopped", "ThreadTransport"]
@@ -53,10 +54,11 @@ class ThreadGroup:
                 self._combine(combine)
             else:
                 number = self._round
-                in_time = self._changed.wait_for(
-                    lambda: self._round > number or self._error is not None or self._left,
-                    settings.collective_timeout_s,
-                )
+                with held_up():
+                    in_time = self._changed.wait_for(
+                        lambda: self._round > number or self._error is not None or self._left,
+                        settings.collective_timeout_s,
+                    )
                 if not in_time:
                     self._give_up(position, plan)
                 if self._round == number:

@@ -52,6 +52,15 @@ KINDS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+# dtype -> in which gloo reduces it; of another one its reduce-scatter never ends
+_REDUCED_AS = {
+    dtype: dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex64, torch.complex128),
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    )
+} | {torch.int16: torch.int32}  # sums and products of int32 have the same low bits
 _LONGEST_PAUSE_S = 0.01  # between two looks at whether a GPU is done
 _NUM_TOLD = 8  # collectives that a member tells: the one it is at, and those before
 _BETWEEN = "\0"  # two collectives of a text
@@ -318,7 +327,8 @@ class ProcessTransport:
     def _start_reduction(self, flat: torch.Tensor, kind: str) -> tuple[Any, Callable[[], Any]]:
         options = dist.AllreduceOptions()
         options.reduceOp = KINDS[kind]
-        return self._line.backend.allreduce([flat], options), lambda: None
+        wide = _reducible(flat, kind)
+        return self._line.backend.allreduce([wide], options), lambda: flat.copy_(wide)
 
     def _start_exchange(self, flat: torch.Tensor, kind: str) -> tuple[Any, Callable[[], Any]]:
         """Exchange vectors between two processes.
@@ -329,7 +339,7 @@ class ProcessTransport:
         sizes = [0, 0]
         sizes[1 - self._line.position] = flat.numel()
         come = torch.empty_like(flat)
-        work = self._line.backend.alltoall_base(come, flat, sizes, sizes)
+        work = self._line.backend.alltoall_base(_bytes(come), _bytes(flat), sizes, sizes)
         return work, lambda: COMBINE[kind](flat, come, out=flat)
 
     def finish_all_reduce(self, flat: torch.Tensor) -> None:
@@ -348,11 +358,11 @@ class ProcessTransport:
         options = dist.ReduceScatterOptions()
         options.reduceOp = KINDS[kind]
         parts = value.chunk(len(self._line.members), dim)
-        sent = torch.cat([_marked(part, mark) for part in parts])
+        sent = _reducible(torch.cat([_marked(part, mark) for part in parts]), kind)
         result = sent.new_empty(sent.numel() // len(parts))
         self._line.wait(self._line.backend._reduce_scatter_base(result, sent, options), call)
         self._line.check(is_agreed(result[-TRAILER:]), call)
-        return scaled(result[:-TRAILER].view(parts[0].shape), scale)
+        return scaled(result[:-TRAILER].view(parts[0].shape).to(value.dtype), scale)
 
     # -- moves ---------------------------------------------------------------------------------
 
@@ -366,7 +376,7 @@ class ProcessTransport:
         marks = [mark.to(flat.dtype) for flat in flats]
         for flat, own in zip(flats, marks, strict=True):
             flat[-TRAILER:] = own
-        for work in [self._line.backend.broadcast([flat], options) for flat in flats]:
+        for work in [self._line.backend.broadcast([_bytes(flat)], options) for flat in flats]:
             self._line.wait(work, call)
         self._check_marks([flat[-TRAILER:] for flat in flats], marks, call)
         return unpacked(flats, buckets, [v.shape for v in values])
@@ -375,7 +385,8 @@ class ProcessTransport:
         call, mark = self._begin(plan_text(f"all_gather along dim {dim} of", [value]), value)
         sent = _marked(value, mark)
         received = [torch.empty_like(sent) for _ in self._line.members]
-        self._line.wait(self._line.backend.allgather([received], [sent]), call)
+        rows = [_bytes(row) for row in received]
+        self._line.wait(self._line.backend.allgather([rows], [_bytes(sent)]), call)
         self._check_marks([row[-TRAILER:] for row in received], [mark] * len(received), call)
         return torch.cat([row[:-TRAILER].view(value.shape) for row in received], dim)
 
@@ -385,7 +396,8 @@ class ProcessTransport:
         parts = value.chunk(len(self._line.members), split_dim)
         sent = torch.stack([_marked(part, mark) for part in parts])
         received = torch.empty_like(sent)
-        self._line.wait(self._line.backend.alltoall_base(received, sent, [], []), call)
+        work = self._line.backend.alltoall_base(_bytes(received), _bytes(sent), [], [])
+        self._line.wait(work, call)
         self._check_marks([row[-TRAILER:] for row in received], [mark] * len(parts), call)
         return torch.cat([row[:-TRAILER].view(parts[0].shape) for row in received], concat_dim)
 
@@ -398,7 +410,8 @@ class ProcessTransport:
         come = [size * ((member, here) in routes) for member in members]
         sent = _marked(value, mark).repeat(sum(map(bool, to)))
         received = sent.new_zeros(max(size, sum(come)))
-        work = self._line.backend.alltoall_base(received[: sum(come)], sent, come, to)
+        into = _bytes(received[: sum(come)])
+        work = self._line.backend.alltoall_base(into, _bytes(sent), come, to)
         self._line.wait(work, call)
         if any(come):
             self._check_marks([received[-TRAILER:]], [mark], call)
@@ -429,6 +442,24 @@ class ProcessTransport:
 def _marked(value: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
     """The message of a value: its elements and a trailer."""
     return torch.cat([value.reshape(-1), mark])
+
+
+def _bytes(elements: torch.Tensor) -> torch.Tensor:
+    """The memory of contiguous elements, a row of bytes each: gloo moves neither complex numbers nor int16."""
+    return elements.unsqueeze(-1).view(torch.uint8)
+
+
+def _reducible(elements: torch.Tensor, kind: str) -> torch.Tensor:
+    """The elements in a dtype that is reduced; they themselves if theirs is."""
+    unknown = elements.dtype if is_on_gpus() else None  # NCCL raises at once
+    dtype = _REDUCED_AS.get(elements.dtype, unknown)
+    if dtype is None:
+        raise CollectiveError(
+            f"processes cannot reduce {elements.dtype}",
+            got=f"a reduction {kind!r}",
+            next="convert it before, to float32 or int32",
+        )
+    return elements.to(dtype)
 
 
 def is_on_gpus() -> bool:

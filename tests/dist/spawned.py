@@ -128,6 +128,10 @@ def wait_for_ever(rank: int, directory: str) -> None:
         time.sleep(0.1)
 
 
+ADDED_DTYPES = [torch.complex64, torch.complex128, torch.int16]
+OTHER_DTYPES = [*ADDED_DTYPES, torch.uint16, torch.float8_e4m3fn, torch.bool]
+
+
 def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
     """Give what a process reduces."""
     if dtype.is_floating_point:
@@ -146,6 +150,31 @@ def reduce_each_kind(rank: int, directory: str) -> None:
         for dtype in dtypes
     }
     torch.save(found, f"{directory}/{rank}.pt")
+
+
+def move_and_add_each_dtype(rank: int, directory: str) -> None:
+    """Collectives on dtypes that torch.distributed's backend for the processor does not know itself."""
+    import ltc_dist as ltd
+
+    device, count = ltd.lazy_device(), ltd.world_size()
+    found = {}
+    for dtype in OTHER_DTYPES:
+        x = torch.arange(2 * count).add(10 * rank).to(dtype).reshape(count, 2).to(device)
+        y = x.clone()
+        ltd.collective_broadcast([y], 1)
+        found[dtype] = {
+            "gathered": ltd.all_gather(x, 1),
+            "exchanged": ltd.all_to_all(x, 0, 1, count),
+            "permuted": ltd.collective_permute(x, [(k, (k + 1) % count) for k in range(count)]),
+            "broadcast": y,
+        }
+        if dtype in ADDED_DTYPES:
+            found[dtype]["sum"] = ltd.all_reduce("sum", x)
+            found[dtype]["listed"] = ltd.all_reduce("sum", [x.clone()], scale=0.5)[0]
+            found[dtype]["scattered"] = ltd.reduce_scatter("sum", x, 1.0, 0, count)
+    torch.save(ltd.to_cpu(found), Path(directory, f"{rank}.pt"))
+    with pytest.raises(RuntimeError, match=r"processes cannot reduce torch.uint16(?s:.*)float32"):
+        ltd.reduce_scatter("sum", x.to(torch.uint16), 1.0, 0, count).cpu()
 
 
 def serial(rank: int, path: str) -> None:

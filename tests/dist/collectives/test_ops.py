@@ -124,6 +124,30 @@ def test_each_kind_of_reduction(nprocs: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_each_dtype(nprocs: int, tmp_path: Path) -> None:
+    ltd.spawn(spawned.move_and_add_each_dtype, (str(tmp_path),), nprocs=nprocs)
+    for rank in range(nprocs):
+        for dtype, got in torch.load(tmp_path / f"{rank}.pt").items():
+            numbers = [torch.arange(2 * nprocs).add(10 * k) for k in range(nprocs)]
+            inputs = [n.to(dtype).reshape(nprocs, 2) for n in numbers]
+            expected = {
+                "gathered": torch.cat(inputs, 1),
+                "exchanged": torch.cat([x[rank : rank + 1] for x in inputs], 1),
+                "permuted": inputs[rank - 1],
+                "broadcast": inputs[1],
+            }
+            if dtype in spawned.ADDED_DTYPES:
+                total = torch.stack(inputs).sum(0, dtype=dtype)
+                half = (total * 0.5).to(dtype)
+                expected |= {"sum": total, "listed": half, "scattered": total[rank : rank + 1]}
+            assert got.keys() == expected.keys()
+            for name, value in expected.items():
+                assert got[name].dtype is dtype
+                assert got[name].tolist() == value.tolist(), (dtype, name)
+
+
+@pytest.mark.dist
 def test_processes_tell_each_other_which_replica_they_are(tmp_path: Path) -> None:
     ltd.spawn(spawned.replicate, (str(tmp_path),), nprocs=2, start_method="forkserver")
     for rank in range(2):

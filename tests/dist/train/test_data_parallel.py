@@ -180,6 +180,33 @@ def test_a_replica_that_waits_in_its_step_keeps_nobody_out(mode: str, tmp_path: 
     )
 
 
+def test_a_replica_starts_processes_while_another_one_waits_for_it() -> None:
+    passes(
+        """
+        import time
+        waits = threading.Event()
+
+        def loop(model, loader, device, context):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            loss = model(x.to(device)).square().mean()
+            loss.backward()
+            if device.index == 1:
+                assert waits.wait(30)
+                time.sleep(0.2)  # by now the other one waits in its collective
+                numbers = torch.utils.data.DataLoader(torch.arange(6.0), 3, num_workers=1)
+                assert [batch.sum().item() for batch in numbers] == [3, 12]
+            else:
+                waits.set()
+            ltd.optimizer_step(optimizer)
+            return [p.sum().item() for p in model.parameters()]
+
+        first, second = dp.DataParallel(net)(loop, parts)
+        assert first == second
+    """,
+        LTC_COLLECTIVE_TIMEOUT_S="20",
+    )
+
+
 def test_all_collectives() -> None:
     passes("""
         def collect(model, loader, device, context):
