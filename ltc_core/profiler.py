@@ -27,7 +27,7 @@ from ltc_core.errors import ProfilerError
 from ltc_core.live.scalars import Scalars
 from ltc_core.report import recording
 from ltc_core.report.build import PAGE
-from ltc_core.runtime.devices import contexts
+from ltc_core.runtime.devices import become_idle, contexts
 from ltc_core.timeline import slices
 
 __all__ = [
@@ -143,9 +143,11 @@ def at_exit() -> None:
 
 
 def _drain() -> None:
-    """Wait for the programs that were handed over, so that they are in what is recorded."""
-    for ctx in contexts():
-        ctx.worker.drain()
+    """Wait for the programs that were handed over, so that they are in what is recorded.
+
+    Not for those that wait for this thread, as one of another replica may.
+    """
+    become_idle(contexts())
 
 
 class _Recorded(abc.ABC):

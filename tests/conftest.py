@@ -295,7 +295,8 @@ def _no_leaks(_tmp_root: Path, request: pytest.FixtureRequest) -> Iterator[None]
     deadline = time.monotonic() + GRACE_S
     while (leaks := before.leaks(tmpdir)) and time.monotonic() < deadline:
         time.sleep(0.02)
-        if before.leaked_bytes():  # a thread of autograd may have held what a backward that failed has left
+        # A thread of autograd may have held what a backward that failed has left.
+        if before.leaked_bytes():
             gc.collect()
     before.restore()
     tempfile.tempdir = outer_tempdir

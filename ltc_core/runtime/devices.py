@@ -7,6 +7,7 @@ handlers; calls `device_context`.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from ltc_core.timeline import slices
 __all__ = [
     "DeviceContext",
     "at_first_use",
+    "become_idle",
     "checked",
     "context",
     "context_of",
@@ -265,7 +267,7 @@ def _held_still(chosen: Sequence[DeviceContext]) -> list[DeviceContext]:
     """
     deadline = time.monotonic() + _FORK_PATIENCE_S
     while True:
-        idle = _become_idle(chosen, deadline)
+        idle = become_idle(chosen, deadline)
         held = []
         for ctx in idle:
             if not ctx.trace.lock.acquire(timeout=_LOCK_WAIT_S):
@@ -279,10 +281,14 @@ def _held_still(chosen: Sequence[DeviceContext]) -> list[DeviceContext]:
             return []
 
 
-def _become_idle(chosen: Sequence[DeviceContext], deadline: float) -> list[DeviceContext]:
+def become_idle(chosen: Sequence[DeviceContext], deadline: float = math.inf) -> list[DeviceContext]:
     """Wait for the jobs of devices; returns those that are idle then.
 
-    A job may wait for the thread that forks: that is so if all jobs wait for other threads, and none comes for a while.
+    A job may wait for the thread that calls this: that is so if all jobs wait for other threads, and none comes for a
+    while.
+
+    Args:
+        deadline: of `time.monotonic`.
     """
     last_move = time.monotonic()
     while True:

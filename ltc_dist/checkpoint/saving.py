@@ -31,7 +31,8 @@ def save(
     """Save a structure with its tensors on the CPU, in the master process.
 
     A file appears whole or not at all. The n-th call of another process for a path returns when the master has written
-    it n times. The master waits for nobody, so `if is_master_ordinal(): save(...)` works, too.
+    it n times. The master waits for nobody, so `if is_master_ordinal(): save(...)` works, too. Nobody waits in the
+    threads of a DataParallel.
 
     Args:
         file_or_path: where to; processes do not wait for what goes to an open file.
@@ -87,7 +88,7 @@ def _in_master(
     else:
         for ctx in contexts():  # the master's values may need this process's part in a collective
             ctx.cut("Save")
-    if master_only and path is not None and ranks().world_size > 1:
+    if master_only and path is not None and ranks().world_size > 1 and not ranks().threads:
         _notice(str(Path(path).absolute()), writes, global_master)
 
 

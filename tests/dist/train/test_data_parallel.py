@@ -207,6 +207,46 @@ def test_a_replica_starts_processes_while_another_one_waits_for_it() -> None:
     )
 
 
+def test_a_replica_ends_a_timeline_while_another_one_waits_for_it(tmp_path: Path) -> None:
+    passes(
+        f"""
+        import time
+        import ltc_core as ltc
+        import ltc_core.profiler
+        waits = threading.Event()
+
+        def loop(model, loader, device, context):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            loss = model(x.to(device)).square().mean()
+            loss.backward()
+            if device.index == 1:
+                assert waits.wait(30)
+                time.sleep(0.2)  # by now the other one waits in its collective
+                with ltc.profiler.timeline({str(tmp_path / "timeline")!r}):
+                    torch.ones(2, device=device).sum().item()
+            else:
+                waits.set()
+            ltd.optimizer_step(optimizer)
+            return [p.sum().item() for p in model.parameters()]
+
+        first, second = dp.DataParallel(net)(loop, parts)
+        assert first == second
+    """,
+        LTC_COLLECTIVE_TIMEOUT_S="20",
+    )
+
+
+def test_the_first_replica_saves(tmp_path: Path) -> None:
+    passes(f"""
+        def loop(model, loader, device, context):
+            ltd.save({{"rank": ltd.get_ordinal(), "x": torch.ones(2, device=device)}}, {str(tmp_path / "a.pt")!r})
+
+        dp.DataParallel(net)(loop, parts)
+        saved = torch.load({str(tmp_path / "a.pt")!r})
+        assert saved["rank"] == 0 and saved["x"].tolist() == [1, 1]
+    """)
+
+
 def test_all_collectives() -> None:
     passes("""
         def collect(model, loader, device, context):
