@@ -375,10 +375,12 @@ class DeviceContext:
 
     def _placement(self, compiled: CompiledGraph, num_threads: int, is_awaited: bool) -> Placement:
         policy, tier = compiled.placement, compiled.program.tier
+        # Else it waits for other processes before anything runs.
+        may_be_here = tier is Tier.COMPILED or not compiled.lines
         if tier is Tier.OP_BY_OP:
-            is_here = policy.is_small and self.worker.is_idle
+            is_here = may_be_here and policy.is_small and self.worker.is_idle
             return Placement.HERE if is_here else Placement.WORKER
-        if tier is Tier.REPLAY and policy.is_quicker_here(is_awaited):
+        if tier is Tier.REPLAY and may_be_here and policy.is_quicker_here(is_awaited):
             return Placement.HERE
         # With fewer threads sums round differently, and this run must be reproducible: use all threads.
         is_async = settings.compile == "async"
@@ -391,7 +393,8 @@ class DeviceContext:
             compiled.program.note_steps(policy.times)
             policy.times = None
         spin_briefly(placement is Placement.YIELDING)
-        return placement
+        is_here = placement is Placement.HERE
+        return Placement.WORKER if is_here and not may_be_here else placement
 
     def _release_team_of_worker(self) -> None:
         """Free the OpenMP threads of the worker, which is idle."""

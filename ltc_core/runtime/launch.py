@@ -127,7 +127,8 @@ class Launch(Job):
         if seen is not None:
             compiled = self._compiled
             seen.note(compiled.described(), step=self.step, tier=compiled.program.runs_as)
-            seen.pass_arrow(self.arrow)
+            if not self._started_ns:
+                seen.pass_arrow(self.arrow)
 
     def _start(self) -> None:
         self._started_ns = time.perf_counter_ns()
