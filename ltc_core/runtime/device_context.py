@@ -123,7 +123,7 @@ class DeviceContext:
         if not self.trace or self.worker.is_this_thread:
             return None
         if reason != "Streaming":
-            self._await_worker()
+            self._await_worker(is_awaited)
         fork_gate.pass_through()
         with self.trace.lock:
             if not self.trace:
@@ -153,7 +153,7 @@ class DeviceContext:
         self.trace.may_be_dynamic = self.executor.takes_dynamic_shapes
         self.trace.may_compile = self.executor.compiles
 
-    def _await_worker(self) -> None:
+    def _await_worker(self, is_awaited: bool) -> None:
         """Wait for room in the queue, and until the cores are free for a program that is to run in this thread.
 
         A cut waits for nothing else. Ctrl-C loses nothing yet. The lock is not held: a job does not end before the
@@ -161,7 +161,7 @@ class DeviceContext:
         """
         if self.worker.is_idle:
             return
-        is_next_here = self._is_next_here()
+        is_next_here = self._is_next_here(is_awaited)
         if is_next_here or self.worker.is_full:
             with slices.watched("wait for the worker") as seen, metrics.timer("DeviceLockWait"):
                 if seen is not None:
@@ -171,10 +171,16 @@ class DeviceContext:
                 else:
                     self.worker.wait_for_slot()
 
-    def _is_next_here(self) -> bool:
-        """Whether a program of the path that ends here was last to run in the thread that cuts."""
+    def _is_next_here(self, is_awaited: bool) -> bool:
+        """Whether a program of the path that ends here was last to run in the thread that cuts, or is quicker there.
+
+        A program that is awaited would wait for the worker's jobs anyway.
+        """
         programs = self.trace.cursor.programs or {}
-        return any(compiled.placement.is_here for compiled in programs.copy().values())
+        return any(
+            compiled.placement.is_here or (is_awaited and compiled.placement.is_quicker_here(True))
+            for compiled in programs.copy().values()
+        )
 
     def _mark(self) -> None:
         """Count the time since the last cut or wait; what was before the first one is the script's start."""
