@@ -118,14 +118,7 @@ def _ltc(hardware: str) -> Peer:
     if settings.device != hardware:
         raise RuntimeError(f"the lazy device stands for {settings.device}, not for {hardware}")
     if hardware == "xla":  # compiles at the first run; a launch does not wait for what it started
-        return Peer(
-            ltc.lazy_device(),
-            ltc.wait_device_ops,
-            ltc.mark_step,
-            is_compiled=_ltc_is_compiled,
-            counts=_ltc_xla_counts,
-            versions=_versions(hardware, "torch_xla"),
-        )
+        return _ltc_that_compiles_first(_ltc_xla_counts, _versions(hardware, "torch_xla"))
     return Peer(
         ltc.lazy_device(),
         ltc.wait_device_ops,
@@ -140,18 +133,26 @@ def _ltc(hardware: str) -> Peer:
 
 def _ltc_on_jax(hardware: str) -> Peer:
     """Programs are compiled by XLA at their first run."""
-    import ltc_core as ltc
     from ltc_core.settings import settings
 
     if hardware != "cpu" or settings.executor != "jax":
         raise RuntimeError(f"ltc runs on {settings.executor} and {hardware}, not on jax and cpu")
+    return _ltc_that_compiles_first(_ltc_counts, _versions(hardware, "jax"))
+
+
+def _ltc_that_compiles_first(
+    counts: Callable[[], dict[str, int]], versions: dict[str, str]
+) -> Peer:
+    """ltc where a program is compiled before its first run."""
+    import ltc_core as ltc
+
     return Peer(
         ltc.lazy_device(),
         ltc.wait_device_ops,
         ltc.mark_step,
         is_compiled=_ltc_is_compiled,
-        counts=_ltc_counts,
-        versions=_versions(hardware, "jax"),
+        counts=counts,
+        versions=versions,
     )
 
 

@@ -59,8 +59,11 @@ def all_gather_bucketized(
         gathered = all_gather(flat, 0, groups).view(count, -1)
         sizes = [input_list[k].numel() for k in chosen]
         for k, part in zip(chosen, gathered.split_with_sizes(sizes, 1), strict=True):
-            parts = part.reshape(count, *input_list[k].shape).unbind(0)
-            results[k] = torch.cat(parts, dim) if input_list[k].dim() else part.reshape(count)
+            rows = part.reshape(count, *input_list[k].shape)
+            if input_list[k].dim():
+                place = dim % input_list[k].dim()
+                rows = rows.movedim(0, place).flatten(place, place + 1)
+            results[k] = rows
     return _into(output, results)
 
 
@@ -96,13 +99,20 @@ def reduce_scatter_bucketized(
             )
     results = list(input_list)
     for chosen in deal(input_list, bucket_cap_mb):
-        parts = [torch.stack(input_list[k].chunk(shard_count, scatter_dim)) for k in chosen]
+        parts = [_rows(input_list[k], scatter_dim, shard_count) for k in chosen]
         flat = torch.cat([part.reshape(shard_count, -1) for part in parts], 1)
         mine = reduce_scatter(reduce_type, flat, scale, 0, shard_count, groups).view(-1)
         sizes = [math.prod(part.shape[1:]) for part in parts]
         for k, part, found in zip(chosen, parts, mine.split_with_sizes(sizes), strict=True):
             results[k] = found.view(part.shape[1:])
     return _into(output, results)
+
+
+def _rows(value: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Stack the parts of a tensor along a dimension."""
+    place = dim % value.dim()
+    parts = torch.unflatten(value, place, (count, value.shape[place] // count))
+    return parts.movedim(place, 0)
 
 
 def _into(output: Tensors | None, results: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ltc_core.errors import CheckpointError, listed
 from ltc_core.source import user_line
+from ltc_dist.fully_sharded.shards import is_shard
 from ltc_dist.fully_sharded.wrapper import FullyShardedDataParallel
 
 __all__ = ["Divided", "checkpointed"]
@@ -74,7 +75,7 @@ class Divided:
 
 class _Model(Divided):
     def __init__(self, model: nn.Module) -> None:
-        super().__init__({n: p for n, p in model.named_parameters() if hasattr(p, "_is_sharded")})
+        super().__init__({n: p for n, p in model.named_parameters() if is_shard(p)})
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def checkpointed(held: Any, name: str) -> Any:
         return _Model(held) if is_divided and any(True for _ in held.parameters()) else held
     if isinstance(held, torch.optim.Optimizer):
         params = [p for group in held.param_groups for p in group["params"]]
-        are_shards = [hasattr(p, "_is_sharded") for p in params]
+        are_shards = [is_shard(p) for p in params]
         if any(are_shards) and not all(are_shards):
             raise CheckpointError(
                 f"{name!r} cannot be saved",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ltc_core.errors import CheckpointError, listed
-from ltc_dist.fully_sharded.names import SHARD, original
+from ltc_dist.fully_sharded.names import SHARD, joined, original
 from ltc_dist.job.ranks import ranks
 
 __all__ = ["consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts", "main"]
@@ -55,7 +55,7 @@ def consolidate_sharded_state_dicts(
         if last.startswith(SHARD):
             info = shard_metadata["shard_info"][path][last]
             whole = _whole([state[name] for state in state_dict_list], info["_orig_size"])
-            key = f"{path}.{info['_orig_name']}" if path else info["_orig_name"]
+            key = joined(path, info["_orig_name"])
             found |= _unflattened(key, whole, shard_metadata["flatten_info"])
         else:
             dtype = buffers.get(name, {}).get("_orig_dtype")

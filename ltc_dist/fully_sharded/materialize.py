@@ -13,7 +13,14 @@ __all__ = ["materialize"]
 
 
 def materialize(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
-    """Give memory and values to what is on the meta device, as `torch.distributed.fsdp` does."""
+    """Allocate the tensors that are on the meta device, on the CPU, and initialize them.
+
+    Args:
+        init: called with each module that has such tensors; None for its `reset_parameters`.
+
+    Raises:
+        DeviceError: a module has no `reset_parameters`.
+    """
     for each in module.modules():
         own = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
         if not any(t.is_meta for t in own):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["MODULE", "SHARD", "inner", "original", "shard_name"]
+__all__ = ["MODULE", "SHARD", "inner", "joined", "original", "shard_name"]
 
 MODULE = "_fsdp_wrapped_module"
 SHARD = "_fsdp_shard"
@@ -13,6 +13,11 @@ _SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
 def inner(name: str) -> str:
     """A name below torch_xla's second wrapper."""
     return f"{_INNER}.{name}"
+
+
+def joined(path: str, name: str) -> str:
+    """The name of what is below a module."""
+    return f"{path}.{name}" if path else name
 
 
 def shard_name(name: str) -> str:

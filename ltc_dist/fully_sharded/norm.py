@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ltc_dist.collectives.ops import all_reduce
 from ltc_dist.collectives.process_group import Groups
+from ltc_dist.fully_sharded.shards import is_shard
 
 __all__ = ["clip_by_norm"]
 
@@ -24,24 +26,21 @@ def clip_by_norm(
 
     Cost: recorded; one all_reduce.
     """
-    is_max = norm_type == float("inf")
-    totals = []
-    for is_sharded in (True, False):
-        norms = [
-            torch.linalg.vector_norm(p.grad.float(), norm_type)
-            for p in parameters
-            if p.grad is not None and hasattr(p, "_is_sharded") == is_sharded
+    norms = []
+    for is_divided in (True, False):
+        gradients = [
+            p.grad.float() for p in parameters if p.grad is not None and is_shard(p) == is_divided
         ]
-        if norms:
-            stacked = torch.stack(norms)
-            total = stacked.max() if is_max else stacked.pow(norm_type).sum()
-            if is_sharded:
-                total = all_reduce("max" if is_max else "sum", total, groups=groups)
-            totals.append(total)
-    joined = torch.stack(totals)
-    norm = joined.max() if is_max else joined.sum().pow(1 / norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(factor.to(p.grad.dtype))
-    return norm
+        if gradients:
+            norm = get_total_norm(gradients, norm_type)
+            norms.append(_over_all(norm, norm_type, groups) if is_divided else norm)
+    total = get_total_norm(norms, norm_type)
+    clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def _over_all(norm: torch.Tensor, norm_type: float, groups: Groups) -> torch.Tensor:
+    """The norm of the shards of all processes, of that of this process's."""
+    if norm_type == float("inf"):
+        return all_reduce("max", norm, groups=groups)
+    return all_reduce("sum", norm.pow(norm_type), groups=groups).pow(1 / norm_type)

@@ -1,4 +1,4 @@
-"""The shards of parameters: how they are cut, gathered from all processes, and what gradients become."""
+"""The shards of parameters, and how they are cut."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ltc_core.graph.buckets import deal
-from ltc_core.settings import settings
-from ltc_dist.collectives.ops import all_gather, reduce_scatter
-from ltc_dist.collectives.process_group import Groups
-
-__all__ = ["ShardLayout", "gathered", "scattered"]
+__all__ = ["ShardLayout", "is_shard"]
 
 
 class ShardLayout:
@@ -71,41 +66,6 @@ class ShardLayout:
         return found
 
 
-def gathered(
-    shards: Sequence[torch.Tensor], dtype: torch.dtype | None, count: int, groups: Groups
-) -> list[torch.Tensor]:
-    """For each shard, the vector that those of all processes make, in `dtype` or its own.
-
-    Cost: recorded; a message for each LTC_BUCKET_MB.
-    """
-    mine = [shard.reshape(-1).to(dtype or shard.dtype) for shard in shards]
-    if count == 1:
-        return [part.clone() for part in mine]
-    found = list(mine)
-    for chosen in deal(mine, settings.bucket_mb):
-        parts = [mine[k] for k in chosen]
-        flat = all_gather(parts[0] if len(parts) == 1 else torch.cat(parts), 0, groups)
-        rows = flat.view(count, -1).split_with_sizes([part.numel() for part in parts], 1)
-        for k, part in zip(chosen, rows, strict=True):
-            found[k] = part.reshape(-1)
-    return found
-
-
-def scattered(
-    parts: Sequence[torch.Tensor], scale: float, groups: Groups, bucket_mb: float
-) -> list[torch.Tensor]:
-    """For each matrix of `ShardLayout.parts`, this process's row of the sum over the processes, times `scale`.
-
-    Args:
-        bucket_mb: MiB of a message at most; 0 for LTC_BUCKET_MB.
-    """
-    found = list(parts)
-    for chosen in deal(parts, bucket_mb or settings.bucket_mb):
-        rows = [parts[k] for k in chosen]
-        flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-        mine = reduce_scatter("sum", flat, scale, 0, len(flat), groups).view(-1)
-        for k, part in zip(
-            chosen, mine.split_with_sizes([row.shape[1] for row in rows]), strict=True
-        ):
-            found[k] = part
-    return found
+def is_shard(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is the shard of others: the parameter of a `FullyShardedDataParallel`."""
+    return hasattr(parameter, "_is_sharded")

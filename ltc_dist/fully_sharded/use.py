@@ -22,7 +22,6 @@ class Unit(Protocol):
     def gather(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
     def frozen(self, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
     def scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]: ...
-    def names_of(self, shard: torch.Tensor) -> str: ...
 
 
 class Use:
@@ -100,7 +99,7 @@ class Use:
                 if shard._version != before:
                     raise RuntimeError(
                         "one of the variables needed for gradient computation has been modified by an inplace "
-                        f"operation: the shard of {self._unit.names_of(shard)} is at version {shard._version}; "
+                        f"operation: the shard of {', '.join(shard._members)} is at version {shard._version}; "
                         f"expected version {before} instead"
                     )
             self.whole = self._unit.gather(shards)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ from torch.utils._pytree import tree_map_only
 
 import ltc_core as ltc
 from ltc_core.errors import LtcError
+from ltc_core.settings import settings
+from ltc_dist.collectives.bucketized import all_gather_bucketized, reduce_scatter_bucketized
 from ltc_dist.collectives.process_group import Groups, group_of
 from ltc_dist.fully_sharded.divided_parameter import DividedParameter
 from ltc_dist.fully_sharded.materialize import materialize
-from ltc_dist.fully_sharded.names import MODULE, inner, original, shard_name
+from ltc_dist.fully_sharded.names import MODULE, inner, joined, original, shard_name
 from ltc_dist.fully_sharded.norm import clip_by_norm
 from ltc_dist.fully_sharded.policy import wrap_below
-from ltc_dist.fully_sharded.shards import ShardLayout, gathered, scattered
+from ltc_dist.fully_sharded.shards import ShardLayout, is_shard
+from ltc_dist.fully_sharded.transparent import Transparent
 from ltc_dist.fully_sharded.use import Use
 from ltc_dist.fully_sharded.whole_parameters import WholeParameters
 
@@ -37,7 +41,7 @@ class FullyShardedError(LtcError, RuntimeError):
     """A use of a module that its divided parameters do not allow."""
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Transparent):
     """A module whose parameters, gradients and optimizer state are divided over the processes.
 
     Each process keeps a shard of each parameter. The parameters are gathered for the module's forward, freed after it,
@@ -87,6 +91,8 @@ class FullyShardedDataParallel(nn.Module):
 
     Source: `torch_xla.distributed.fsdp.XlaFullyShardedDataParallel`; ZeRO, arXiv:1910.02054.
     """
+
+    HELD = MODULE
 
     def __init__(
         self,
@@ -155,8 +161,8 @@ class FullyShardedDataParallel(nn.Module):
         self._multiple = 1 if shard_param_on_dim_0 else _shard_size_multiple
         self._is_on_dim_0 = shard_param_on_dim_0 and not flatten_parameters
         self._device = ltc.lazy_device()
-        self._is_root: bool | None = None
-        self._root: list[FullyShardedDataParallel] = []  # in a list, so that it is no submodule
+        # The outermost unit, once a forward was called; in a list, so that it is no submodule.
+        self._root: list[FullyShardedDataParallel] = []
         self._is_synced = True
         self._uses: list[Use] = []  # forwards under way
         # Modules and attributes that are lists of parameters, and which ones; they are filled during forward.
@@ -169,8 +175,6 @@ class FullyShardedDataParallel(nn.Module):
         materialize(module, param_init_fn)
         self._fsdp_wrapped_module = module
         self.sharded_params: list[Any] = []  # parameters that say what they are part of
-        self._layouts: list[ShardLayout] = []
-        self._names: list[list[str]] = []  # for each shard, those of its parameters
         self._divide()
         self._cast_buffers()
         if execute_sharding_on_init:
@@ -180,17 +184,6 @@ class FullyShardedDataParallel(nn.Module):
     def module(self) -> nn.Module:
         """The module that is wrapped."""
         return self._fsdp_wrapped_module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == MODULE:
-                raise
-            return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: int) -> nn.Module:
-        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator, no-any-return]
 
     def extra_repr(self) -> str:
         return (
@@ -210,9 +203,10 @@ class FullyShardedDataParallel(nn.Module):
             if isinstance(module, FullyShardedDataParallel):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
-                _check_parameter(parameter, f"{path}.{name}" if path else name)
+                full_name = joined(path, name)
+                _check_parameter(parameter, full_name)
                 places.setdefault(parameter, []).append((module, name))
-                names.setdefault(parameter, []).append(f"{path}.{name}" if path else name)
+                names.setdefault(parameter, []).append(full_name)
         rows = self._rows(list(places))
         for members in rows:
             self._add_shard(members, [names[p][0] for p in members])
@@ -245,7 +239,8 @@ class FullyShardedDataParallel(nn.Module):
             else f"{MODULE}.{inner(names[0])}"
         )
         shard._is_sharded = True
-        shard._layout, shard._unit_rank, shard._groups = layout, self.rank, self.sharding_groups
+        shard._layout, shard._members = layout, names
+        shard._unit_rank, shard._groups = self.rank, self.sharding_groups
         shard._orig_name = whole
         shard._orig_size = (
             torch.Size([sum(layout.numels)]) if self.flatten_parameters else shapes[0]
@@ -253,8 +248,6 @@ class FullyShardedDataParallel(nn.Module):
         shard._name = shard_name(whole)
         self.register_parameter(shard._name, shard)
         self.sharded_params.append(shard)
-        self._layouts.append(layout)
-        self._names.append(names)
 
     @torch.no_grad()
     def _cast_buffers(self) -> None:
@@ -270,13 +263,6 @@ class FullyShardedDataParallel(nn.Module):
                 if cast.dtype != before:
                     cast._orig_dtype = before
                 module._buffers[name] = cast
-
-    def names_of(self, shard: torch.Tensor) -> str:
-        """The parameters of a shard, for messages."""
-        for other, names in zip(self.sharded_params, self._names, strict=True):
-            if other is shard:
-                return ", ".join(names)
-        raise AssertionError(shard)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -309,10 +295,13 @@ class FullyShardedDataParallel(nn.Module):
 
     def _find_root(self) -> None:
         """The unit whose forward is called first is the outermost one."""
-        if self._is_root is None:
+        if not self._root:
             for unit in self._units():
-                unit._is_root = unit is self
                 unit._root = [self]
+
+    @property
+    def _is_root(self) -> bool:
+        return self._root == [self]
 
     def _units(self) -> list[FullyShardedDataParallel]:
         return [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
@@ -338,9 +327,8 @@ class FullyShardedDataParallel(nn.Module):
         return use.whole[index]
 
     def _described(self, index: int, name: str) -> DividedParameter:
-        places = [(k, shape) for k, layout in enumerate(self._layouts) for shape in layout.shapes]
-        number, shape = places[index]
-        shard = self.sharded_params[number]
+        places = [(shard, shape) for shard in self.sharded_params for shape in shard._layout.shapes]
+        shard, shape = places[index]
         count, device = self.world_size, self._device
         return DividedParameter(shape, shard.dtype, device, shard.requires_grad, name, count)
 
@@ -349,32 +337,30 @@ class FullyShardedDataParallel(nn.Module):
 
     def gather(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The whole parameters."""
-        vectors = gathered(shards, self.compute_dtype, self.world_size, self.sharding_groups)
-        pairs = zip(self._layouts, vectors, strict=True)
-        return [parameter for layout, vector in pairs for parameter in layout.whole(vector)]
+        mine = [shard.reshape(-1).to(self.compute_dtype or shard.dtype) for shard in shards]
+        cap_mb = settings.bucket_mb
+        vectors = all_gather_bucketized(mine, 0, self.sharding_groups, bucket_cap_mb=cap_mb)
+        pairs = zip(self.sharded_params, vectors, strict=True)
+        return [whole for shard, vector in pairs for whole in shard._layout.whole(vector)]
+
+    def _by_shard(self, values: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
+        """The shards, and those of the values, one for each parameter, that belong to each."""
+        rest = iter(values)
+        for shard in self.sharded_params:
+            yield shard, list(itertools.islice(rest, len(shard._layout.shapes)))
 
     def frozen(self, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are not trained."""
-        found: list[torch.Tensor] = []
-        at = 0
-        for shard, layout in zip(self.sharded_params, self._layouts, strict=True):
-            if not shard.requires_grad:
-                found += whole[at : at + len(layout.shapes)]
-            at += len(layout.shapes)
-        return found
+        rows = self._by_shard(whole)
+        return [one for shard, members in rows if not shard.requires_grad for one in members]
 
     def scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Gradients of the shards, averaged over the processes, of those of this process's whole parameters."""
         self._recomputed = None
         rows: dict[int, torch.Tensor] = {}
-        at = 0
-        for number, (shard, layout) in enumerate(
-            zip(self.sharded_params, self._layouts, strict=True)
-        ):
-            mine = list(gradients[at : at + len(layout.shapes)])
-            at += len(mine)
+        for number, (shard, mine) in enumerate(self._by_shard(gradients)):
             if shard.requires_grad and any(grad is not None for grad in mine):
-                rows[number] = self._row(mine, layout)
+                rows[number] = self._row(mine, shard._layout)
         if not self._is_synced:
             for number, row in rows.items():
                 before = self._unsynced.get(number)
@@ -395,7 +381,15 @@ class FullyShardedDataParallel(nn.Module):
         scale = 1 / (self.gradient_predivide_factor * self.gradient_postdivide_factor)
         if self.gradient_predivide_factor == self.gradient_postdivide_factor == 1:
             scale = 1 / self.world_size
-        parts = scattered(list(rows.values()), scale, self.sharding_groups, self._bucket_mb)
+        parts = reduce_scatter_bucketized(
+            "sum",
+            list(rows.values()),
+            scale,
+            0,
+            self.world_size,
+            self.sharding_groups,
+            bucket_cap_mb=self._bucket_mb or settings.bucket_mb,
+        )
         found: list[torch.Tensor | None] = [None] * len(self.sharded_params)
         for number, part in zip(rows, parts, strict=True):
             shard = self.sharded_params[number]
@@ -490,8 +484,7 @@ class FullyShardedDataParallel(nn.Module):
         for path, unit in self.named_modules():
             if isinstance(unit, FullyShardedDataParallel):
                 for shard in unit.sharded_params:
-                    name = f"{path}.{shard._orig_name}" if path else shard._orig_name
-                    found.append((original(name), shard))
+                    found.append((original(joined(path, shard._orig_name)), shard))
         return found
 
     def get_shard_metadata(self) -> dict[str, Any]:
@@ -507,12 +500,10 @@ class FullyShardedDataParallel(nn.Module):
                 for shard in unit.sharded_params
             }
             if unit.flatten_parameters:
-                for shard, layout, names in zip(
-                    unit.sharded_params, unit._layouts, unit._names, strict=True
-                ):
-                    key = f"{path}.{shard._orig_name}" if path else shard._orig_name
-                    below = [inner(name) for name in names]
-                    flat[key] = below, layout.shapes, layout.numels
+                for shard in unit.sharded_params:
+                    names = [inner(name) for name in shard._members]
+                    layout = shard._layout
+                    flat[joined(path, shard._orig_name)] = names, layout.shapes, layout.numels
             prefix = original(f"{path}." if path else "")
             shared |= {
                 prefix + k: [prefix + v for v in row] for k, row in unit._shared_names.items()
@@ -600,4 +591,4 @@ def _is_in(item: Any, numbers: dict[nn.Parameter, int]) -> bool:
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
-    return not hasattr(parameter, "_is_sharded")
+    return not is_shard(parameter)

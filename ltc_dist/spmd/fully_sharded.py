@@ -12,6 +12,7 @@ from torch import nn
 
 import ltc_core as ltc
 from ltc_dist.fully_sharded.policy import wrap_below
+from ltc_dist.fully_sharded.transparent import Transparent
 from ltc_dist.spmd.mesh import Mesh, get_global_mesh
 from ltc_dist.spmd.sharding import mark_sharding, sharding_of
 
@@ -20,7 +21,7 @@ __all__ = ["SpmdFullyShardedDataParallel"]
 ShardOutput = Callable[[Any, Mesh], None]
 
 
-class SpmdFullyShardedDataParallel(nn.Module):
+class SpmdFullyShardedDataParallel(Transparent):
     """A module whose parameters, gradients and optimizer state are divided over the axis 'fsdp' of a mesh.
 
     Args:
@@ -39,6 +40,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
     Source: `torch_xla.experimental.spmd_fully_sharded_data_parallel`.
     """
+
+    HELD = "_orig_module"
 
     def __init__(
         self,
@@ -96,15 +99,6 @@ class SpmdFullyShardedDataParallel(nn.Module):
         output = self.module(*args, **kwargs)
         self._shard_output(output, self._mesh)
         return output
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-    def __getitem__(self, key: int) -> nn.Module:
-        return self.module.__getitem__(key)  # type: ignore[operator, no-any-return]
 
 
 def _spec(t: torch.Tensor, dim: int, axis: str | None) -> tuple[Any, ...]:

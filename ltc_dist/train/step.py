@@ -16,6 +16,7 @@ from ltc_core.errors import CollectiveError
 from ltc_dist.collectives.ops import all_reduce
 from ltc_dist.collectives.process_group import Groups, group_of
 from ltc_dist.fully_sharded.norm import clip_by_norm
+from ltc_dist.fully_sharded.shards import is_shard
 
 __all__ = ["clip_grad_norm_", "optimizer_step", "reduce_gradients"]
 
@@ -64,7 +65,7 @@ def reduce_gradients(
     if len(group.members) == 1:
         return
     params = [p for row in optimizer.param_groups for p in row["params"]]
-    if any(hasattr(p, "_is_sharded") for p in params):
+    if any(map(is_shard, params)):
         raise CollectiveError(
             "the gradients of divided parameters are averaged already",
             got="the parameters of a FullyShardedDataParallel",
@@ -98,7 +99,7 @@ def clip_grad_norm_(
     Source: `torch.nn.utils.clip_grad_norm_`.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    shards: list[Any] = [p for p in given if hasattr(p, "_is_sharded") and p.grad is not None]
+    shards: list[Any] = [p for p in given if is_shard(p) and p.grad is not None]
     if shards:
         return clip_by_norm(given, float(max_norm), float(norm_type), shards[0]._groups)
     return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite=False)

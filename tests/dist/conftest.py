@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.conftest import marked_steps as marked_steps
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(_tmp_root: Path) -> None:

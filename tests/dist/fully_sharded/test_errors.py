@@ -21,6 +21,8 @@ from ltc_dist.fully_sharded.consolidate import (
 from ltc_dist.fully_sharded.divided_parameter import DividedParameterError
 from ltc_dist.fully_sharded.wrapper import FullyShardedError
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)

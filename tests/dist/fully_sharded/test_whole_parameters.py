@@ -10,6 +10,8 @@ from torch import nn
 from ltc_dist import FullyShardedDataParallel as Sharded
 from ltc_dist.fully_sharded.consolidate import consolidate_sharded_state_dicts
 
+pytestmark = pytest.mark.usefixtures("marked_steps")
+
 
 class Penalized(nn.Module):
     """Asks for its own parameters in forward."""

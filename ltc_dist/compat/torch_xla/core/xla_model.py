@@ -53,6 +53,7 @@ from ltc_dist.compat.table import STABLEHLO
 from ltc_dist.compat.torch_xla.runtime import xla_device
 from ltc_dist.compat.torch_xla.utils.utils import for_each_instance, for_each_instance_rewrite
 from ltc_dist.data.batch import map_movable
+from ltc_dist.fully_sharded.shards import is_shard
 
 __all__ = [
     "REDUCE_AND",
@@ -342,7 +343,7 @@ def all_to_all(
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The gradients that accelerate averages. Those of divided parameters are averaged already."""
     params = [p for row in optimizer.param_groups for p in row["params"]]
-    return [p.grad for p in params if p.grad is not None and not hasattr(p, "_is_sharded")]
+    return [p.grad for p in params if p.grad is not None and not is_shard(p)]
 
 
 def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:

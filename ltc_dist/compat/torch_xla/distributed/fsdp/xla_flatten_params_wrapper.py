@@ -9,11 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from ltc_dist.fully_sharded.transparent import Transparent
+
 __all__ = ["XlaFlattenParamsWrapper"]
 
 
-class XlaFlattenParamsWrapper(nn.Module):
+class XlaFlattenParamsWrapper(Transparent):
     """Has the attributes and the forward of a module. It is made when it is asked for, and is part of no other."""
+
+    HELD = "_fpw_module"
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -22,17 +26,6 @@ class XlaFlattenParamsWrapper(nn.Module):
     @property
     def module(self) -> nn.Module:
         return self._fpw_module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_fpw_module":
-                raise
-            return getattr(self._fpw_module, name)
-
-    def __getitem__(self, key: int) -> nn.Module:
-        return self._fpw_module.__getitem__(key)  # type: ignore[operator, no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fpw_module(*args, **kwargs)
