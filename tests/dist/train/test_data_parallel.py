@@ -11,6 +11,7 @@ pytestmark = pytest.mark.dist
 
 PRELUDE = """
 import threading
+import time
 import torch
 import ltc_dist as ltd
 import ltc_dist.data_parallel as dp
@@ -42,6 +43,30 @@ def loop(model, loader, device, context, losses=None):
         torch.nn.functional.mse_loss(model(a), b).backward()
         ltd.optimizer_step(optimizer)
     return device, seen, context.epochs, ltd.get_ordinal(), ltd.world_size(), threading.current_thread().name
+
+# A loop whose second replica acts while the first one waits in its collective, in each step.
+def while_it_waits(act, steps=1):
+    waits = threading.Event()
+
+    def loop(model, loader, device, context):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(x.to(device)).square().mean()
+            loss.backward()
+            if device.index == 1:
+                assert waits.wait(30)
+                waits.clear()
+                time.sleep(0.2)  # by now the other one waits
+                act(device)
+            else:
+                waits.set()
+            ltd.optimizer_step(optimizer)
+            losses.append(loss.item())
+        return losses + [p.sum().item() for p in model.parameters()]
+
+    return loop
 """
 
 
@@ -147,33 +172,17 @@ def test_a_replica_that_waits_in_its_step_keeps_nobody_out(mode: str, tmp_path: 
     """The other one looks at the report, and at a value of that device, before it comes to the collective."""
     passes(
         """
-        import time
         from ltc_core.runtime.devices import count_pending_ops
         values = [torch.ones(2, device=f"ltc:{k}") for k in range(2)]
-        waits, steps = threading.Event(), 4
+        steps = 4  # op by op, and replayed or compiled
 
-        def loop(model, loader, device, context):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            losses = []
-            for _ in range(steps):  # op by op, and replayed or compiled
-                optimizer.zero_grad()
-                loss = model(x.to(device)).square().mean()
-                loss.backward()
-                if device.index == 1:
-                    assert waits.wait(30)
-                    waits.clear()
-                    time.sleep(0.2)  # by now the other one waits in its collective
-                    assert count_pending_ops()
-                    assert values[0].tolist() == [1, 1]
-                if device.index == 0:
-                    waits.set()
-                ltd.optimizer_step(optimizer)
-                losses.append(loss.item())
-            return losses
+        def look(device):
+            assert count_pending_ops()
+            assert values[0].tolist() == [1, 1]
 
         ltd.mark_step()
-        first, second = dp.DataParallel(net)(loop, parts)
-        assert first == second and len(first) == steps
+        first, second = dp.DataParallel(net)(while_it_waits(look, steps), parts)
+        assert first == second and len(first) == steps + 4
     """,
         LTC_COMPILE=mode,
         LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
@@ -183,24 +192,11 @@ def test_a_replica_that_waits_in_its_step_keeps_nobody_out(mode: str, tmp_path: 
 def test_a_replica_starts_processes_while_another_one_waits_for_it() -> None:
     passes(
         """
-        import time
-        waits = threading.Event()
+        def read(device):
+            numbers = torch.utils.data.DataLoader(torch.arange(6.0), 3, num_workers=1)
+            assert [batch.sum().item() for batch in numbers] == [3, 12]
 
-        def loop(model, loader, device, context):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            loss = model(x.to(device)).square().mean()
-            loss.backward()
-            if device.index == 1:
-                assert waits.wait(30)
-                time.sleep(0.2)  # by now the other one waits in its collective
-                numbers = torch.utils.data.DataLoader(torch.arange(6.0), 3, num_workers=1)
-                assert [batch.sum().item() for batch in numbers] == [3, 12]
-            else:
-                waits.set()
-            ltd.optimizer_step(optimizer)
-            return [p.sum().item() for p in model.parameters()]
-
-        first, second = dp.DataParallel(net)(loop, parts)
+        first, second = dp.DataParallel(net)(while_it_waits(read), parts)
         assert first == second
     """,
         LTC_COLLECTIVE_TIMEOUT_S="20",
@@ -210,26 +206,14 @@ def test_a_replica_starts_processes_while_another_one_waits_for_it() -> None:
 def test_a_replica_ends_a_timeline_while_another_one_waits_for_it(tmp_path: Path) -> None:
     passes(
         f"""
-        import time
         import ltc_core as ltc
         import ltc_core.profiler
-        waits = threading.Event()
 
-        def loop(model, loader, device, context):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            loss = model(x.to(device)).square().mean()
-            loss.backward()
-            if device.index == 1:
-                assert waits.wait(30)
-                time.sleep(0.2)  # by now the other one waits in its collective
-                with ltc.profiler.timeline({str(tmp_path / "timeline")!r}):
-                    torch.ones(2, device=device).sum().item()
-            else:
-                waits.set()
-            ltd.optimizer_step(optimizer)
-            return [p.sum().item() for p in model.parameters()]
+        def watch(device):
+            with ltc.profiler.timeline({str(tmp_path / "timeline")!r}):
+                torch.ones(2, device=device).sum().item()
 
-        first, second = dp.DataParallel(net)(loop, parts)
+        first, second = dp.DataParallel(net)(while_it_waits(watch), parts)
         assert first == second
     """,
         LTC_COLLECTIVE_TIMEOUT_S="20",
