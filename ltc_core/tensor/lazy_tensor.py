@@ -19,6 +19,7 @@ import torch.optim.optimizer
 from torch import _tensor_str
 from torch.autograd.graph import increment_version
 from torch.nn import parameter
+from torch.nn.utils import parametrize
 from torch.utils import _foreach_utils, _python_dispatch
 
 from ltc_core import errors, source
@@ -75,14 +76,17 @@ class _Flattening:
     """The attribute `__tensor_flatten__`, which PyTorch's tracers look for; a call of it raises.
 
     Others do not find it: libraries that save tensors would take a lazy tensor apart, and it has no inner tensors.
-    Neither does `nn.Module._apply`, which would swap tensors, which fails while an autograd graph refers to one. So it
-    assigns `.data` (see `ops.set_data`). Without the C++ side `_apply` swaps.
+    Neither do those who would swap tensors, which fails while an autograd graph refers to one: `nn.Module._apply`
+    assigns `.data` instead (see `ops.set_data`), and parametrizations call `set_`. Without the C++ side `_apply` swaps.
     """
 
     def __get__(self, tensor: torch.Tensor | None, owner: type) -> Callable[..., Any]:
         if tensor is not None:
-            is_hidden = register.is_native() and is_called_from("_apply", 3)
-            if is_hidden or not _asking_module().startswith("torch."):
+            asking = _asking_module()
+            swaps = asking == parametrize.__name__ or (
+                register.is_native() and is_called_from("_apply", 3)
+            )
+            if swaps or not asking.startswith("torch."):
                 raise AttributeError("__tensor_flatten__")
         return LazyTensor._refuse_flattening
 

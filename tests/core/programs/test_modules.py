@@ -122,6 +122,25 @@ class TestMoving:
 
         beside_eager(program, rtol=1e-5, atol=1e-6)
 
+    def test_a_parametrization_is_removed_while_a_graph_refers_to_its_parameter(self) -> None:
+        """Removing it and assigning the weight call `set_`: the parameter stays the object that an optimizer has."""
+
+        def program(device: torch.device) -> Any:
+            torch.manual_seed(0)
+            model = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)).to(device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            x = torch.ones(4, 3, device=device)
+            parameter = model.parametrizations.weight.original
+            losses = [model(x).square().sum()]
+            model.weight = model.weight.detach() * 2
+            losses.append(model(x).square().sum())
+            nn.utils.parametrize.remove_parametrizations(model, "weight")
+            model(x).square().sum().backward()
+            optimizer.step()
+            return losses, model.weight is parameter, model.weight, model(x)
+
+        beside_eager(program, rtol=1e-5, atol=1e-6)
+
     @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
     def test_what_old_weight_norm_computed_does_not_hold_its_parameters(self) -> None:
         """The attribute `weight` has a graph, which refers to both parameters."""
