@@ -18,7 +18,7 @@ from ltc_core import errors, metrics, source
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.ops import cpu_draws
 from ltc_core.ops.composites import RULE_MAKERS, RULES
-from ltc_core.ops.fallback import run_real
+from ltc_core.ops.fallback import cannot_hold, run_real
 from ltc_core.ops.special import SPECIAL, on_other_device, share
 from ltc_core.record.fast_path import add_op, enable
 from ltc_core.record.make_node import OutResized
@@ -260,6 +260,8 @@ class _Mover:
             return [self.argument(i, position) for i in item]
         if not isinstance(item, torch.Tensor) or type(item) is LazyTensor:
             return item
+        if item.is_nested:
+            raise cannot_hold(item, f"{self._schema.op} takes", self._device)
         may_be = item.dim() == 0 or position in _MAY_BE_ON_CPU.get(self._schema.name, ())
         if not may_be and _serves_torch_xla():
             may_be = position in _MAY_BE_ON_CPU_FOR_TORCH_XLA.get(self._schema.name, ())

@@ -106,12 +106,7 @@ class _RealCall:
                 if item is part:
                     return original
             if item.layout is not torch.strided or item.is_quantized or item.is_nested:
-                raise errors.UnsupportedOpError(
-                    f"{self.schema.op} gives a {_kind(item)} tensor, which {self.ctx.device} cannot hold",
-                    where=source.user_line(),
-                    next="run it on the CPU: t.cpu()"
-                    + (", or pad: enable_nested_tensor=False" if item.is_nested else ""),
-                )
+                raise cannot_hold(item, f"{self.schema.op} gives", self.ctx.device)
             return wrap(self._new_cell(item))
         return item
 
@@ -124,10 +119,28 @@ class _RealCall:
         return Cell(self.ctx.trace, _value(self.ctx, data, meta), meta)
 
 
-def _kind(item: torch.Tensor) -> str:
+def cannot_hold(
+    item: torch.Tensor, which_op: str, device: torch.device
+) -> errors.UnsupportedOpError:
+    """The error for a tensor of a kind that the device does not have; `which_op` says what an op does with it."""
+    instead = ""
     if item.is_nested:
-        return "nested"
-    return "quantized" if item.is_quantized else str(item.layout).removeprefix("torch.")
+        kind, instead = (
+            "nested",
+            ", or pad: torch.nn.utils.rnn.pad_sequence, enable_nested_tensor=False",
+        )
+    elif item.is_quantized:
+        kind = "quantized"
+    else:
+        kind = str(item.layout).removeprefix("torch.")
+        instead = (
+            ", or have dense tensors: sparse=False in a layer, Adam for SparseAdam, to_dense()"
+        )
+    return errors.UnsupportedOpError(
+        f"{which_op} a {kind} tensor, which {device} cannot hold",
+        where=source.user_line(),
+        next=f"run it on the CPU: t.cpu(){instead}",
+    )
 
 
 def _value(

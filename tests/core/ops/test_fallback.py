@@ -223,6 +223,18 @@ class TestResults:
         with pytest.raises(NotImplementedError, match="sparse_coo.*cannot hold") as raised:
             torch.eye(2, device=device).to_sparse()
         assert "test_fallback.py" in str(raised.value) and "  Next: " in str(raised.value)
+        for made in (
+            lambda: torch.nested.nested_tensor(
+                [torch.ones(2, 3)], layout=torch.jagged, device=device
+            ),
+            lambda: torch.nested.as_nested_tensor(
+                [torch.ones(2, 3, device=device)], layout=torch.jagged
+            ),
+        ):
+            with pytest.raises(
+                NotImplementedError, match=r"takes a nested.*cannot hold[\s\S]*pad_sequence"
+            ):
+                made()
 
     def test_autograd_goes_through(self) -> None:
         def program(device: torch.device) -> Any:
