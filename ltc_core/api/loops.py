@@ -1,4 +1,4 @@
-"""Loops of a script as one call: `scan`, `scan_layers`, `fori_loop`, `while_loop`, `gradient_accumulation`.
+"""Loops of a script as one call: `scan`, `scan_layers`, `fori_loop`, `while_loop`, `gradient_accumulation`; and `cond`.
 
 Each loop calls its function once an iteration, and the calls are recorded one after the other: a step's graph has the
 ops of all iterations. So gradients are eager's, random numbers differ from iteration to iteration, and any executor
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
+    "cond",
     "fori_loop",
     "gradient_accumulation",
     "scan",
@@ -132,6 +133,18 @@ def _require_same(found: Sequence[Mapping[str, torch.Tensor]]) -> None:
                 raise ValueError(
                     f"Shape mismatch for '{name}' in layer {number}: expected {first[name].shape}, got {t.shape}."
                 )
+
+
+def cond(
+    pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any]
+) -> Any:
+    """Call `true_fn(*operands)` if `pred` is true, else `false_fn(*operands)`.
+
+    Cost: waits for the condition.
+
+    Source: `torch.cond`.
+    """
+    return (true_fn if bool(pred) else false_fn)(*operands)
 
 
 def while_loop(

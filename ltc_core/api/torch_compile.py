@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.api.loops import cond, while_loop
 from ltc_core.runtime.devices import contexts
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import LazyTensor
@@ -27,6 +28,12 @@ _compile: Callable[..., Any] = torch.compile
 # How deep containers and objects are looked into (a trainer, its list of models, a model), and how many items of each.
 _DEPTH = 3
 _WIDTH = 100
+# PyTorch's control flow compiles a wrapper of its op, which has no rule for lazy tensors. Called in Python, above
+# autograd, a branch or a body has gradients also for tensors that it captures.
+_CONTROL_FLOW: dict[str, Callable[..., Any]] = {
+    "torch._higher_order_ops.cond": cond,
+    "torch._higher_order_ops.while_loop": while_loop,
+}
 
 
 def register_torch_compile() -> None:
@@ -50,7 +57,9 @@ def compile(model: Any = None, **options: Any) -> Any:
 
     @functools.wraps(made)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (model if _is_recorded(model, args, kwargs) else made)(*args, **kwargs)
+        if not _is_recorded(model, args, kwargs):
+            return made(*args, **kwargs)
+        return _CONTROL_FLOW.get(model.__module__, model)(*args, **kwargs)
 
     return call
 

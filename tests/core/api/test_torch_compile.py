@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop as torch_while_loop
 
 import ltc_core as ltc
 from ltc_core.api import torch_compile
@@ -177,3 +178,19 @@ def test_it_is_told_once(device: torch.device) -> None:
     assert [str(w.message) for w in told if "torch.compile" in str(w.message)] == [
         "torch.compile does nothing on ltc: a step is recorded and compiled as a whole anyway"
     ]
+
+
+def test_control_flow_of_pytorch_has_gradients_of_what_it_captures(device: torch.device) -> None:
+    x = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    scale = torch.tensor(3.0, device=device, requires_grad=True)
+    for pred, to_x, to_scale in ((True, [3.0, 3.0], 3.0), (False, [1.0, 1.0], None)):
+        x.grad = scale.grad = None
+        taken = torch.tensor(pred, device=device)
+        torch.cond(taken, lambda x: x * scale, lambda x: x + 1, (x,)).sum().backward()
+        assert x.grad is not None and x.grad.tolist() == to_x
+        assert (None if scale.grad is None else scale.grad.item()) == to_scale
+    x.grad = scale.grad = None
+    start = torch.tensor(0, device=device), x
+    count, out = torch_while_loop(lambda k, v: k < 3, lambda k, v: (k + 1, v * scale), start)
+    out.sum().backward()
+    assert count.item() == 3 and x.grad.tolist() == [27.0, 27.0] and scale.grad.item() == 81.0
