@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import ltc_core as ltc
 import ltc_dist
 from ltc_core.graph import collective
 from ltc_dist.collectives.process_group import group_of
+from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import ranks
 from ltc_dist.processes.serial import MpSerialExecutor
 
@@ -37,6 +39,7 @@ __all__ = [
     "reduce_each_kind",
     "replicate",
     "serial",
+    "start_others",
     "tell",
     "train",
     "wait_elsewhere",
@@ -243,6 +246,18 @@ def miss(rank: int, how: str) -> None:
             time.sleep(30)
         return
     rendezvous("epoch")
+
+
+def start_others(rank: int) -> None:
+    """Rank 0 starts a program and a fork that end, and comes to a rendezvous when rank 1 has looked for ended ranks."""
+    if rank == 0:
+        subprocess.run([sys.executable, "-c", "import ltc_dist"], check=True)
+        pid = os.fork()
+        if not pid:
+            sys.exit(0)
+        os.waitpid(pid, 0)
+        time.sleep(2 * host_collectives.LOOK_S)
+    assert host_collectives.rendezvous("after") == [b"", b""]
 
 
 def collect(rank: int, directory: str) -> None:
