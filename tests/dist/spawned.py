@@ -563,15 +563,19 @@ def distributed_checkpoint(rank: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
-def normalise(rank: int, directory: str) -> None:
+def normalise(rank: int, directory: str, norm_class: Any) -> None:
     """Train with batch statistics of all processes; the batches are of 5 and 3."""
     import ltc_dist as ltd
+
+    if norm_class is torch.nn.SyncBatchNorm:
+        dist: Any = torch.distributed
+        dist.init_process_group()
 
     torch.manual_seed(0)
     batch = torch.randn(8, 3, 4).split([5, 3])[rank].to(ltd.lazy_device())
     batch.requires_grad_()
-    norm = ltd.SyncBatchNorm(3).to(ltd.lazy_device())
-    average = ltd.SyncBatchNorm(3, momentum=None, affine=False).to(ltd.lazy_device())
+    norm = norm_class(3).to(ltd.lazy_device())
+    average = norm_class(3, momentum=None, affine=False).to(ltd.lazy_device())
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -588,6 +592,8 @@ def normalise(rank: int, directory: str) -> None:
         "out": norm(batch).detach(),
     }
     torch.save(ltd.to_cpu(kept), f"{directory}/{rank}.pt")
+    if norm_class is torch.nn.SyncBatchNorm:
+        dist.destroy_process_group()
 
 
 def take(rank: int, tensor: torch.Tensor, parameter: torch.nn.Parameter, directory: str) -> None:
