@@ -258,6 +258,11 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.FAILED)
         return result
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if not self.hang and self.supervision.first_failure() is not None:
+            _tell_first_failure(self.supervision, "all are started again")
+        super()._restart_workers(worker_group)
+
     def _shutdown(self, death_sig: Any = None, timeout: Any = None, **more: Any) -> None:
         """End the processes. `death_sig` is the signal that the agent was sent; None if a process has failed."""
         number, grace_s = signal.SIGTERM, _STOP_S
@@ -388,7 +393,9 @@ def _tell(text: str) -> None:
     print(f"ltc-launch: {text}", file=sys.stderr, flush=True)
 
 
-def _tell_first_failure(supervision: Supervision[_Launched]) -> int:
+def _tell_first_failure(
+    supervision: Supervision[_Launched], consequence: str = "the others were stopped"
+) -> int:
     """Report which process failed first, and how; return the exit code."""
     first = supervision.first_failure()
     assert first is not None
@@ -401,5 +408,5 @@ def _tell_first_failure(supervision: Supervision[_Launched]) -> int:
         how, code = "raised this", report.exit_code
     elif code == -signal.SIGKILL:
         how += "; if nobody did that, the machine was out of memory"
-    _tell(f"rank {first.rank} (pid {process.pid}) {how}; the others were stopped")
+    _tell(f"rank {first.rank} (pid {process.pid}) {how}; {consequence}")
     return code if code > 0 else 128 - code

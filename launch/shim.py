@@ -29,7 +29,7 @@ from ltc_core.runtime.devices import abandon_work
 from ltc_core.settings import settings
 from ltc_dist import libraries
 from ltc_dist.job import host_collectives
-from ltc_dist.job.ranks import ranks
+from ltc_dist.job.ranks import own_rank, ranks
 from ltc_dist.job.store import note_served
 from ltc_dist.processes import child, unconnected
 from ltc_dist.processes.failures import last_line, verdict_of
@@ -50,6 +50,7 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 def main(argv: list[str]) -> None:
     parent_pid, beats, *argv = argv
     child.begin(int(parent_pid))
+    own_rank()
     note_served(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if beats:
         heartbeat.start(beats, ranks().local_rank)

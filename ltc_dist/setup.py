@@ -16,6 +16,7 @@ from ltc_dist import libraries
 from ltc_dist.checkpoint import checkpointer, lock
 from ltc_dist.job import companions as companions_of_job
 from ltc_dist.job import host_collectives
+from ltc_dist.job.ranks import own_rank
 
 __all__ = ["set_up"]
 
@@ -26,6 +27,7 @@ def set_up() -> None:
     With LTC_AUTOLOAD libraries choose the device, too.
     """
     source.skip_frames_of(os.path.dirname(__file__))  # a user's line is never one of this package
+    own_rank()  # before the script starts processes
     os.register_at_fork(after_in_child=lock.after_fork_in_child)
     # Runs before the handlers of ltc_core, which were registered earlier: the last collectives need the devices.
     atexit.register(host_collectives.leave_at_exit)

@@ -17,6 +17,13 @@ from ltc_core.ops.packed_sequence import (
     pack_padded_sequence_backward,
     pad_packed_sequence,
 )
+from ltc_core.ops.synced_batch_norm import (
+    batch_norm_backward_elemt,
+    batch_norm_backward_reduce,
+    batch_norm_elemt,
+    batch_norm_gather_stats_with_counts,
+    batch_norm_stats,
+)
 from ltc_core.tensor.handles import Cell, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
@@ -289,6 +296,11 @@ RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten._pack_padded_sequence.default: pack_padded_sequence,
     aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
     aten._pad_packed_sequence.default: pad_packed_sequence,
+    aten.batch_norm_stats.default: batch_norm_stats,
+    aten.batch_norm_gather_stats_with_counts.default: batch_norm_gather_stats_with_counts,
+    aten.batch_norm_elemt.default: batch_norm_elemt,
+    aten.batch_norm_backward_reduce.default: batch_norm_backward_reduce,
+    aten.batch_norm_backward_elemt.default: batch_norm_backward_elemt,
     aten._thnn_fused_lstm_cell.default: fused_lstm_cell,
     aten._thnn_fused_lstm_cell_backward_impl.default: fused_lstm_cell_backward,
     aten._thnn_fused_gru_cell.default: fused_gru_cell,

@@ -209,7 +209,7 @@ def _call(
             )
     except Exception as error:
         raise errors.op_error(
-            error,
+            _without_list_of_kernels(error),
             what=str(schema.op),
             got=sizes_of(args) or ", ".join(map(repr, args)),
             where=source.user_line(),
@@ -220,9 +220,19 @@ def _call(
     return result
 
 
+def _without_list_of_kernels(error: Exception) -> Exception:
+    """PyTorch's error of an op that has no kernel, without the 60 lines that say where it has one."""
+    if not isinstance(error, NotImplementedError):
+        return error
+    text, _, rest = str(error).partition(
+        ". This could be because the operator doesn't exist for this backend"
+    )
+    return NotImplementedError(text) if rest else error
+
+
 def _advice(error: Exception) -> str:
     if isinstance(error, NotImplementedError):
-        return "eager PyTorch cannot do this on the CPU either"
+        return "eager PyTorch cannot do this on the CPU either; write it with other ops"
     if "allocate memory" in str(error):
         return "use smaller tensors or a smaller batch; get_memory_info() tells what is held"
     return "the call is wrong for eager PyTorch too: check the shapes, dtypes and indices above"

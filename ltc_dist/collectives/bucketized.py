@@ -10,7 +10,7 @@ import torch
 from ltc_core.errors import CollectiveError
 from ltc_core.graph.buckets import deal
 from ltc_core.settings import settings
-from ltc_dist.collectives.ops import all_gather, all_reduce, reduce_scatter, written_to
+from ltc_dist.collectives.ops import all_gather, all_reduce, place_of, reduce_scatter, written_to
 from ltc_dist.collectives.process_group import Groups, group_of
 
 __all__ = ["all_gather_bucketized", "all_reduce_bucketized_gradients", "reduce_scatter_bucketized"]
@@ -54,14 +54,15 @@ def all_gather_bucketized(
     """
     count = len(group_of(groups).members)
     results = list(input_list)
+    places = [place_of(dim, value) if value.dim() else None for value in input_list]
     for chosen in deal(input_list, bucket_cap_mb):
         flat = torch.cat([input_list[k].reshape(-1) for k in chosen])
         gathered = all_gather(flat, 0, groups).view(count, -1)
         sizes = [input_list[k].numel() for k in chosen]
         for k, part in zip(chosen, gathered.split_with_sizes(sizes, 1), strict=True):
             rows = part.reshape(count, *input_list[k].shape)
-            if input_list[k].dim():
-                place = dim % input_list[k].dim()
+            place = places[k]
+            if place is not None:
                 rows = rows.movedim(0, place).flatten(place, place + 1)
             results[k] = rows
     return _into(output, results)
@@ -91,7 +92,7 @@ def reduce_scatter_bucketized(
     Source: `torch_xla.core.xla_model.reduce_scatter_bucketized`.
     """
     for value in input_list:
-        if value.shape[scatter_dim] % shard_count:
+        if value.shape[place_of(scatter_dim, value)] % shard_count:
             raise CollectiveError(
                 f"dim {scatter_dim} of a tensor cannot be dealt out to the group",
                 got=f"{list(value.shape)}, {shard_count} parts",
@@ -110,7 +111,7 @@ def reduce_scatter_bucketized(
 
 def _rows(value: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Stack the parts of a tensor along a dimension."""
-    place = dim % value.dim()
+    place = place_of(dim, value)
     parts = torch.unflatten(value, place, (count, value.shape[place] // count))
     return parts.movedim(place, 0)
 

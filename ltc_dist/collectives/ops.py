@@ -38,6 +38,7 @@ __all__ = [
     "broadcast_master_param",
     "collective_broadcast",
     "collective_permute",
+    "place_of",
     "reduce_scatter",
     "written_to",
 ]
@@ -157,7 +158,7 @@ def all_gather(
     group = group_of(groups)
     given = _checked(value, "all_gather")
     given = given.reshape(1) if given.dim() == 0 else given
-    dim = dim % given.dim()
+    dim = place_of(dim, given)
     if len(group.members) == 1:
         result = given.clone()
     else:
@@ -191,7 +192,7 @@ def reduce_scatter(
         result = given * scale
     else:
         written, route = _line(group, given)
-        dim = scatter_dim % given.dim()
+        dim = place_of(scatter_dim, given)
         result = ops.reduce_scatter(
             given, written, reduce_type, float(scale), dim, shard_count, route
         )
@@ -213,9 +214,9 @@ def all_to_all(
     group = group_of(groups)
     given = _checked(value, "all_to_all")
     _check_count(given, split_dimension, split_count, group)
+    dims = place_of(split_dimension, given), place_of(concat_dimension, given)
     if split_count == 1:
         return given.clone()
-    dims = split_dimension % given.dim(), concat_dimension % given.dim()
     written, route = _line(group, given)
     return ops.all_to_all(given, written, *dims, split_count, route)  # type: ignore[no-any-return]
 
@@ -225,8 +226,26 @@ def written_to(output: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return output.resize_(result.shape).copy_(result)
 
 
+def place_of(dim: int, value: torch.Tensor) -> int:
+    """`dim`, counted from the first dimension.
+
+    Raises:
+        CollectiveError: the tensor has no such dimension.
+    """
+    count = value.dim()
+    if not -count <= dim < count:
+        raise CollectiveError(
+            f"the tensor has no dimension {dim}",
+            got=f"a tensor of {count} dimension{'' if count == 1 else 's'}: {list(value.shape)}",
+            next=f"dimensions count from {-count} to {count - 1}"
+            if count
+            else "a number has no dimensions: reshape(1)",
+        )
+    return dim % count
+
+
 def _check_count(value: torch.Tensor, dim: int, count: int, group: Group) -> None:
-    size = value.shape[dim]
+    size = value.shape[place_of(dim, value)]
     if count != len(group.members) or size % count:
         raise CollectiveError(
             f"dim {dim} of the tensor cannot be dealt out to the group",

@@ -40,7 +40,7 @@ from ltc_core.settings import settings
 from ltc_core.timeline import slices
 from ltc_core.timeline.marks import Awaited
 from ltc_dist.job import protocol
-from ltc_dist.job.ranks import Ranks, ranks
+from ltc_dist.job.ranks import Ranks, owns_rank, ranks
 from ltc_dist.job.store import connect
 
 __all__ = [
@@ -181,7 +181,8 @@ def _leave_job(rank: int) -> None:
     for ctx in contexts():
         ctx.worker.drain(exit_patience_s())
     # A launcher's store outlives this process. A store served by rank 0 may be gone, or may never have been made.
-    if _store is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    has_store = _store is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if has_store and owns_rank():
         with contextlib.suppress(RuntimeError):
             protocol.ENDED.tell(job_store(), rank=rank)
     _store = None

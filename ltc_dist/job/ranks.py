@@ -23,6 +23,8 @@ __all__ = [
     "get_ordinal",
     "is_master_ordinal",
     "master_print",
+    "own_rank",
+    "owns_rank",
     "ranks",
     "read_ranks",
     "replica",
@@ -128,6 +130,34 @@ def ranks() -> Ranks:
     """
     found: Ranks | None = getattr(_of_thread, "ranks", None)
     return read_ranks() if found is None else found
+
+
+_OWNER = "_LTC_RANK_OWNER"  # a variable, so that the processes that the owner starts inherit it
+
+
+def own_rank() -> None:
+    """Make this process the owner of its rank, unless another process of this rank is and has started this one.
+
+    Processes inherit RANK: the workers of a `DataLoader`, and programs that the script starts. The first one is the
+    owner.
+    """
+    try:
+        here = read_ranks()
+    except SettingsError:  # told at the first use of the ranks
+        return
+    if here.world_size > 1 and not os.environ.get(_OWNER, "").startswith(_place(here)):
+        os.environ[_OWNER] = _place(here) + str(os.getpid())
+
+
+def owns_rank() -> bool:
+    """Whether this process speaks for its rank to the other ranks of the job."""
+    return os.environ.get(_OWNER, "").rpartition("/")[2] == str(os.getpid())
+
+
+def _place(of: Ranks) -> str:
+    """A rank of one attempt of one job."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return "/".join([*(os.environ.get(name, "") for name in names), str(of.rank), ""])
 
 
 @contextmanager

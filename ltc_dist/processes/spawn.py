@@ -32,7 +32,7 @@ from ltc_core.errors import RankError
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import keeping_copies
 from ltc_dist.job import host_collectives
-from ltc_dist.job.ranks import Ranks, ranks
+from ltc_dist.job.ranks import Ranks, own_rank, ranks
 from ltc_dist.job.store import LOOPBACK, note_served, serve_store
 from ltc_dist.processes import child, kept_zygote, unconnected
 from ltc_dist.processes.failures import (
@@ -159,6 +159,7 @@ def _main(call: Call, place: _Place, file: ReportFile) -> None:
     # With a group of its own, what it starts can be found when it has ended. Ctrl-C is the parent's to hand on.
     os.setpgid(0, 0)
     os.environ.update(place.variables)
+    own_rank()
     settings.accept_environment()
     note_served(LOOPBACK, int(place.variables["MASTER_PORT"]))
     if place.start_method == "forkserver":

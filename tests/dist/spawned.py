@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import ltc_core as ltc
 import ltc_dist
 from ltc_core.graph import collective
 from ltc_dist.collectives.process_group import group_of
+from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import ranks
 from ltc_dist.processes.serial import MpSerialExecutor
 
@@ -37,6 +39,7 @@ __all__ = [
     "reduce_each_kind",
     "replicate",
     "serial",
+    "start_others",
     "tell",
     "train",
     "wait_elsewhere",
@@ -243,6 +246,18 @@ def miss(rank: int, how: str) -> None:
             time.sleep(30)
         return
     rendezvous("epoch")
+
+
+def start_others(rank: int) -> None:
+    """Rank 0 starts a program and a fork that end, and comes to a rendezvous when rank 1 has looked for ended ranks."""
+    if rank == 0:
+        subprocess.run([sys.executable, "-c", "import ltc_dist"], check=True)
+        pid = os.fork()
+        if not pid:
+            sys.exit(0)
+        os.waitpid(pid, 0)
+        time.sleep(2 * host_collectives.LOOK_S)
+    assert host_collectives.rendezvous("after") == [b"", b""]
 
 
 def collect(rank: int, directory: str) -> None:
@@ -548,15 +563,19 @@ def distributed_checkpoint(rank: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
-def normalise(rank: int, directory: str) -> None:
+def normalise(rank: int, directory: str, norm_class: Any) -> None:
     """Train with batch statistics of all processes; the batches are of 5 and 3."""
     import ltc_dist as ltd
+
+    if norm_class is torch.nn.SyncBatchNorm:
+        dist: Any = torch.distributed
+        dist.init_process_group()
 
     torch.manual_seed(0)
     batch = torch.randn(8, 3, 4).split([5, 3])[rank].to(ltd.lazy_device())
     batch.requires_grad_()
-    norm = ltd.SyncBatchNorm(3).to(ltd.lazy_device())
-    average = ltd.SyncBatchNorm(3, momentum=None, affine=False).to(ltd.lazy_device())
+    norm = norm_class(3).to(ltd.lazy_device())
+    average = norm_class(3, momentum=None, affine=False).to(ltd.lazy_device())
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -573,6 +592,8 @@ def normalise(rank: int, directory: str) -> None:
         "out": norm(batch).detach(),
     }
     torch.save(ltd.to_cpu(kept), f"{directory}/{rank}.pt")
+    if norm_class is torch.nn.SyncBatchNorm:
+        dist.destroy_process_group()
 
 
 def take(rank: int, tensor: torch.Tensor, parameter: torch.nn.Parameter, directory: str) -> None:

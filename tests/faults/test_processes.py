@@ -74,6 +74,10 @@ def test_row_1_a_job_that_is_started_again_ends_as_if_nothing_had_been(
     # What was being written when a rank was killed does not count.
     assert first in (3, 6) and second in (6, 9)
     assert final(out) == expected
+    told = re.findall(
+        r"ltc-launch: rank (\d) \(pid \d+\) was killed by SIGKILL.*; all are started again", err
+    )
+    assert told == ["0", "1"], err
 
 
 CAUSE_COMES_LATE = """

@@ -274,6 +274,12 @@ class TestErrors:
         with pytest.raises(NotImplementedError) as raised:
             torch.ops.aten._cudnn_init_dropout_state(0.5, True, 1, dtype=torch.uint8, device=device)
         assert isinstance(raised.value, LtcError)
+        what, got, advice = str(raised.value).splitlines()  # without the list of the op's kernels
+        assert "Could not run 'aten::_cudnn_init_dropout_state'" in what and "got: 0.5" in got
+        assert (
+            advice
+            == "  Next: eager PyTorch cannot do this on the CPU either; write it with other ops"
+        )
 
     def test_assertions_on_values_are_made(self, device: torch.device) -> None:
         torch._assert_async(torch.ones((), device=device))

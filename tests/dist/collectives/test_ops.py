@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,28 @@ def test_only_sums_have_gradients() -> None:
         functions.reduce_scatter("min", x, 1.0, 0, 1)
     (functions.all_gather(x.sum()) * 3).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dimension_that_is_not_there(dim: int) -> None:
+    x = torch.ones(2, 2, device=ltc.lazy_device())
+    calls: list[Callable[[], Any]] = [
+        lambda: ltd.all_gather(x, dim),
+        lambda: ltd.reduce_scatter("sum", x, 1.0, dim, 1),
+        lambda: ltd.all_to_all(x, dim, 0, 1),
+        lambda: ltd.all_to_all(x, 0, dim, 1),
+        lambda: ltd.all_gather_bucketized([x], dim),
+        lambda: ltd.reduce_scatter_bucketized("sum", [x], 1.0, dim, 1),
+    ]
+    told = rf"no dimension {dim}\n  got: a tensor of 2 dimensions: \[2, 2\]\n.* from -2 to 1"
+    for call in calls:
+        with pytest.raises(CollectiveError, match=told):
+            call()
+    number = x.sum()
+    with pytest.raises(
+        CollectiveError, match=r"no dimension 0(?s:.*)0 dimensions: \[\](?s:.*)reshape\(1\)"
+    ):
+        ltd.reduce_scatter("sum", number, 1.0, 0, 1)
 
 
 def test_many_tensors_that_cannot_be_dealt_out() -> None:

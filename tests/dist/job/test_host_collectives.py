@@ -42,6 +42,12 @@ def test_three_processes_meet(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_process_that_a_rank_starts_does_not_end_the_rank(method: str) -> None:
+    xmp.spawn(spawned.start_others, nprocs=2, start_method=method)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "text"),
     [

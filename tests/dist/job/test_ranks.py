@@ -13,6 +13,8 @@ from ltc_dist.job.ranks import (
     get_ordinal,
     is_master_ordinal,
     master_print,
+    own_rank,
+    owns_rank,
     ranks,
     read_ranks,
     replica,
@@ -53,6 +55,21 @@ def test_the_contract_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks() == Ranks(5, 8, 1, 4)
     assert (get_ordinal(-1), get_local_ordinal(-1), world_size(0)) == (5, 1, 8)
     assert not is_master_ordinal() and not is_master_ordinal(local=False)
+
+
+def test_the_first_process_of_a_rank_owns_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module._OWNER, "")  # restored at the end
+    own_rank()
+    assert not owns_rank()  # one process has no ranks to speak to
+    set_all(monkeypatch, CONTRACT)
+    own_rank()
+    assert owns_rank()
+    monkeypatch.setattr(module.os, "getpid", lambda: -1)  # a process that it starts
+    own_rank()
+    assert not owns_rank()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of another attempt, though it inherits
+    own_rank()
+    assert owns_rank()
 
 
 def test_the_master_of_a_host_is_not_the_master_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

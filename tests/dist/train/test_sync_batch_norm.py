@@ -10,8 +10,9 @@ from tests.dist import spawned
 
 
 @pytest.mark.dist
-def test_two_processes_are_one(tmp_path: Path) -> None:
-    ltd.spawn(spawned.normalise, (str(tmp_path),), nprocs=2, start_method="forkserver")
+@pytest.mark.parametrize("norm_class", [ltd.SyncBatchNorm, torch.nn.SyncBatchNorm])
+def test_two_processes_are_one(norm_class: type, tmp_path: Path) -> None:
+    ltd.spawn(spawned.normalise, (str(tmp_path), norm_class), nprocs=2, start_method="forkserver")
     found = [torch.load(tmp_path / f"{k}.pt") for k in range(2)]
     torch.manual_seed(0)
     batch = torch.randn(8, 3, 4).requires_grad_()
