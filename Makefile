@@ -61,7 +61,7 @@ help:
 	@echo "make test-quick  run those that find most mistakes in a minute"
 	@echo "make test-xla  run the tests of the TPU executor on the CPU (an environment of 8 GB of its own)"
 	@echo "make test-jax  run the tests of the executor for XLA through JAX (an environment of its own)"
-	@echo "make tpu-aot  compile training steps for a TPU v5e, without one (ARGS=\"gpt --chips 4\"; those with convolutions take long)"
+	@echo "make tpu-aot  compile training steps for a TPU v5e, without one (ARGS=\"gpt --chips 4\")"
 	@echo "make test-torch TORCH=2.15.0  run tests with another PyTorch, 2.9 to 2.15 (an environment of 2 GB of its own)"
 	@echo "make test-programs  run small programs beside eager, op by op (ARGS=\"--tier compiled\": compiled, an hour)"
 	@echo "make test-opinfo  run PyTorch's operators beside eager: op by op, lowered, compiled (over an hour)"
