@@ -86,14 +86,19 @@ class Program(abc.ABC):
         yield
 
     @property
-    def runs_in_cpp(self) -> bool:
-        """Whether the next run may be `run_in_cpp`."""
-        return False
+    def native(self) -> Any | None:
+        """A program in C++ that the next run may be, None if there is none: `run(inputs, scalars)` of two lists.
 
-    def run_in_cpp(self, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
-        """As `run`, but the state of PyTorch's in the calling thread does not matter, and nothing blocks.
+        It runs in a PyTorch state of its own, and blocks on nothing. Donated inputs are taken out of the list: they die
+        at their last use. What it returns goes to `results_of`.
+        """
+        return None
 
-        Donated inputs are taken out of the list: they die at their last use.
+    def results_of(self, found: Any, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
+        """The results of a run of `native`, which has returned `found`, or raised it.
+
+        Raises:
+            NodeFailure: an op failed; chained to the op's exception.
         """
         raise NotImplementedError
 

@@ -22,14 +22,14 @@ from ltc_core.native_extension import Extension
 from ltc_core.record import random_state
 from ltc_core.record.dynamic_shapes import Dynamic, Entry
 from ltc_core.record.dynamic_steps import OFTEN
-from ltc_core.record.trace import Step, Trace
+from ltc_core.record.trace import Step, Trace, epochs
 from ltc_core.settings import settings
 from ltc_core.tensor import native_objects
 from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, View
 from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty, wrap_in_cpp
 
-__all__ = ["extension", "add_op", "install", "num_fast_calls", "enable"]
+__all__ = ["extension", "add_op", "enable", "install", "known_cut", "num_fast_calls"]
 
 extension = Extension("_ltc_record", Path(__file__).parent / "csrc" / "ltc_record.cpp", "-O2")
 
@@ -66,7 +66,9 @@ def install() -> bool:
             if native_objects.native is not None:
                 objects = native_objects.native
                 native.use_locks(objects.Lock, objects.lock_functions)
-            native.setup(detach, dispatch, make_empty, empty, random_state.stream, *types, OFTEN)
+            native.setup(
+                detach, dispatch, make_empty, empty, random_state.stream, epochs, *types, OFTEN
+            )
             wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
@@ -106,3 +108,25 @@ def _is_wanted() -> bool:
 def num_fast_calls() -> int:
     """Number of calls that C++ has recorded so far; 0 without the C++ part."""
     return 0 if _native is None else int(_native.count())
+
+
+def known_cut(
+    alive: tuple[int, ...],
+    donated: tuple[bool, ...],
+    slots: tuple[int, ...],
+    outputs: tuple[tuple[int, int], ...],
+    peak_bytes: int,
+) -> Any | None:
+    """A cut that C++ can make again, by `make(step, trace, memory, program)`; None without the C++ part.
+
+    Args:
+        alive: numbers of the values that are alive.
+        donated: for each input, whether only the trace holds it.
+        slots: positions of the inputs that the program reads.
+        outputs: bytes of each, and the position among the program's inputs of the memory that it takes (-1: none).
+        peak_bytes: of the program, beside the buffers.
+    """
+    if _native is None or native_objects.native is None:
+        return None
+    nbytes, taken = zip(*outputs, strict=True) if outputs else ((), ())
+    return _native.known_cut(alive, donated, slots, nbytes, taken, peak_bytes)

@@ -25,11 +25,11 @@ from ltc_core.tensor.buffer import MemoryCounter
 from ltc_core.tensor.handles import Cell, Value, View
 from ltc_core.tensor.native_objects import native
 
-__all__ = ["Cut", "Step", "Trace"]
+__all__ = ["Cut", "Step", "Trace", "epochs"]
 
 # A lock that its owner may take again. C++ takes one of its own kind without a call of Python.
 _new_lock: Callable[[], Any] = threading.RLock if native is None else native.Lock
-_epochs = itertools.count(1)
+epochs = itertools.count(1)
 # Counts of references, as `map` sees them. A weak reference would not tell whether somebody holds a value: the garbage
 # collector clears those to all garbage before it calls the first finalizer, and the others may still record ops on it.
 _HELD_BY_LIST = next(map(getrefcount, [object()]))
@@ -128,7 +128,8 @@ class Trace:
 
     def _restart(self) -> None:
         # A cut defers interrupts meanwhile: the inputs of one trace do not belong to the cursor of another.
-        self.epoch = next(_epochs)
+        # `csrc/known_cut.h` does the same.
+        self.epoch = next(epochs)
         self.cursor = self.root
         self.count = 0
         self.limit = self.first_limit

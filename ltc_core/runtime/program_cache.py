@@ -22,6 +22,7 @@ from ltc_core.graph.ir import Graph, TensorMeta, references
 from ltc_core.graph.passes import count_ops, prune
 from ltc_core.program.plan import plan
 from ltc_core.program.program import Program
+from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Step, Trace
 from ltc_core.report import recording
 from ltc_core.runtime.placement import PlacementPolicy
@@ -37,6 +38,7 @@ class CompiledGraph:
 
     `recorded` is the number of ops of the path, dead ones included. `outputs` are, for each output, its bytes and the
     position of the donated input whose memory it reuses (-1: none). `lines` are those of the graph's collectives.
+    `known_cut` makes the cut again in C++; None where it cannot.
     """
 
     __slots__ = (
@@ -48,6 +50,7 @@ class CompiledGraph:
         "lines",
         "input_slots",
         "key",
+        "known_cut",
         "num_parts",
         "outputs",
         "placement",
@@ -65,6 +68,7 @@ class CompiledGraph:
         input_slots: tuple[int, ...],
         outputs: tuple[tuple[int, int], ...],
         recorded: dict[str, int],
+        known_cut: Any = None,
     ) -> None:
         self.graph = graph
         self.lines = collective.lines_of(graph.nodes)
@@ -72,6 +76,7 @@ class CompiledGraph:
         self.input_slots = input_slots
         self.outputs = outputs
         self.recorded = recorded
+        self.known_cut = known_cut
         self.placement = PlacementPolicy(len(graph.nodes))
         self.path: Step | None = None
         self.key: Any = None
@@ -137,10 +142,18 @@ class ProgramCache:
             self._evict()
         else:
             metrics.count("CachedCompile")
-        self._recent[id(found)] = found
-        self._recent.move_to_end(id(found))
-        found.runs += 1
+        self._note_use(found)
         return found
+
+    def note_found(self, compiled: CompiledGraph) -> None:
+        """Note that a program is used again, which was found without `compile`."""
+        metrics.count("CachedCompile")
+        self._note_use(compiled)
+
+    def _note_use(self, compiled: CompiledGraph) -> None:
+        self._recent[id(compiled)] = compiled
+        self._recent.move_to_end(id(compiled))
+        compiled.runs += 1
 
     @in_own_state
     def _build(
@@ -163,7 +176,12 @@ class ProgramCache:
         metrics.observe(metric, time.perf_counter_ns() - started)
         metrics.observe("TensorsGraphSize", len(kept))
         metrics.observe("InputOutputAliasCount", len(program.reuses))
-        return CompiledGraph(graph, program, slots, self._outputs(graph, program), count_ops(nodes))
+        results = self._outputs(graph, program)
+        known_cut = None
+        if not is_dynamic:
+            held = tuple(value is None for _, value, _ in cut.inputs)
+            known_cut = fast_path.known_cut(outputs, held, slots, results, program.peak_bytes)
+        return CompiledGraph(graph, program, slots, results, count_ops(nodes), known_cut)
 
     def _outputs(self, graph: Graph, program: Program) -> tuple[tuple[int, int], ...]:
         metas = graph.metas()
@@ -181,6 +199,8 @@ class ProgramCache:
             _, oldest = self._recent.popitem(last=False)
             if oldest.path is not None and oldest.path.programs is not None:
                 oldest.path.programs.pop(oldest.key, None)
+                if oldest.path.known is oldest:
+                    oldest.path.known = None
             metrics.count("EvictedCompile")
 
     @property

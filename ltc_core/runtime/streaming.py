@@ -80,6 +80,11 @@ class Streaming:
         return self._has_more and self._trace.count >= self._size
 
     @property
+    def is_whole(self) -> bool:
+        """Whether steps are handed over whole."""
+        return not self._num_parts
+
+    @property
     def is_in_parts(self) -> bool:
         """Whether what is recorded is a part of a step."""
         return self._parts > 0

@@ -142,8 +142,8 @@ class TieredProgram(Program, Reported):
         return (yield from compiled.run_in_steps(inputs, scalars))
 
     @property
-    def runs_in_cpp(self) -> bool:
-        return self._is_replay_next() and self._reference.runs_in_cpp
+    def native(self) -> Any | None:
+        return self._reference.native if self._is_replay_next() else None
 
     def _is_replay_next(self) -> bool:
         """Whether the next run is a replay, and nothing is to be compiled or looked for before it."""
@@ -154,11 +154,11 @@ class TieredProgram(Program, Reported):
         is_settled = settings.compile == "off" or self._given_up
         return is_settled or not self._is_wanted(self._runs + 1)
 
-    def run_in_cpp(self, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
+    def results_of(self, found: Any, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
         self._runs += 1
         self.last_run = next(_launches)
         self._note_op_by_op()
-        return self._counted(self._reference.run_in_cpp(inputs, scalars))
+        return self._counted(self._reference.results_of(found, inputs, scalars))
 
     def _note_op_by_op(self) -> None:
         self.op_by_op_runs += 1

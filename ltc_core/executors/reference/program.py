@@ -117,13 +117,16 @@ class ReferenceProgram(Program):
         return self.run(inputs, scalars)
 
     @property
-    def runs_in_cpp(self) -> bool:
-        return self._replay is not None and self._replay.is_native and settings.replay != "never"
+    def native(self) -> Any | None:
+        if self._replay is None or not self._replay.is_native or settings.replay == "never":
+            return None
+        return self._replay.program
 
-    def run_in_cpp(self, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
-        assert self._replay is not None
+    def results_of(self, found: Any, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
+        if isinstance(found, BaseException):
+            raise found
         try:
-            results = self._run_replay(self._replay, inputs, scalars)
+            results = self._results(replay.found(found))
         except SubgraphFailure as failure:
             raise self._salvaged(failure, inputs, scalars) from failure.__cause__
         return in_own_state(self.run)(inputs, scalars) if results is None else results
@@ -187,7 +190,9 @@ class ReferenceProgram(Program):
         self, program: replay.Replay, inputs: Sequence[Any], scalars: Sequence[Any]
     ) -> list[Any] | None:
         """Results of a run in C++; None if it does not take these scalars, and Python has to run it."""
-        found = program.run(inputs if type(inputs) is list else list(inputs), scalars)
+        return self._results(program.run(inputs if type(inputs) is list else list(inputs), scalars))
+
+    def _results(self, found: list[Any] | replay.Failed | None) -> list[Any] | None:
         if found is None:
             return None
         self.is_replayed = True

@@ -23,7 +23,7 @@ from ltc_core.graph.op_schema import runs_with_grad
 from ltc_core.native_extension import Extension
 from ltc_core.program.plan import MemoryPlan
 
-__all__ = ["Failed", "Replay", "build", "extension"]
+__all__ = ["Failed", "Replay", "build", "extension", "found"]
 
 extension = Extension("_ltc_replay", Path(__file__).parent / "csrc" / "ltc_replay.cpp", "-O1")
 
@@ -63,12 +63,13 @@ class Replay:
     """A program in C++.
 
     Attributes:
+        program: of the C++ part.
         num_native: number of its nodes that are calls of PyTorch's kernels.
         is_native: whether all of them are.
     """
 
     def __init__(self, program: Any, num_native: int, is_native: bool) -> None:
-        self._program = program
+        self.program = program
         self.num_native = num_native
         self.is_native = is_native
 
@@ -80,8 +81,12 @@ class Replay:
         Args:
             inputs: in the graph's order. Those that are donated are taken out: they die at their last use.
         """
-        found = self._program.run(inputs, list(scalars))
-        return Failed(*found) if type(found) is tuple else found
+        return found(self.program.run(inputs, list(scalars)))
+
+
+def found(returned: Any) -> list[torch.Tensor] | Failed | None:
+    """What a program of the C++ part has returned, with a type for a failure."""
+    return Failed(*returned) if type(returned) is tuple else returned
 
 
 def build(

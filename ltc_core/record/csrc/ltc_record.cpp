@@ -5,6 +5,8 @@
 // op at the dispatcher's key for Python. When Python records a call, the kernel keeps with the step what to expect of a
 // repetition (`Expected`, expected.h). A call that meets it moves the cursor, and its results are made in C++
 // (`NextStep`, next_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
+#include "known_cut.h"
+#include "locked.h"
 #include "next_step.h"
 #include "view_function.h"
 
@@ -18,86 +20,6 @@ namespace ltc {
 namespace {
 
 // ---- kernels at the dispatcher's key for Python --------------------------------------------------------------------
-
-// Pauses garbage collection while C++ records, as ltc_core/uninterrupted.py does for Python: a finalizer may record ops
-// itself. `calls` has an item for each call of Python's that is under way, in any thread. Without one, a flag will do.
-class Pause {
- public:
-  Pause() {
-    if (PyList_GET_SIZE(calls) == 0 && !is_flagged && PyGC_IsEnabled()) {
-      PyGC_Disable();
-      is_flagged = is_ours = true;
-    } else {
-      is_noted = PyList_Append(calls, Py_None) == 0;
-      if (is_noted && PyGC_Disable() && PyList_Append(paused, Py_None) < 0)
-        PyGC_Enable();
-      PyErr_Clear(); // no memory for the note: collection stays on
-    }
-  }
-  ~Pause() {
-    const ErrorAside aside;
-    if (is_ours) {
-      is_flagged = false;
-      // A call that another thread has begun meanwhile turns collection on again.
-      if (PyList_GET_SIZE(calls) > 0 && PyList_Append(paused, Py_None) == 0)
-        return;
-      PyGC_Enable();
-      return;
-    }
-    const Py_ssize_t num_calls = PyList_GET_SIZE(calls);
-    if (is_noted && num_calls > 0)
-      PyList_SetSlice(calls, num_calls - 1, num_calls, nullptr);
-    if (PyList_GET_SIZE(calls) == 0 && PyList_GET_SIZE(paused) > 0) {
-      PyList_SetSlice(paused, 0, PyList_GET_SIZE(paused), nullptr);
-      if (!is_flagged)
-        PyGC_Enable();
-    }
-  }
-
-  // In a forked child: the call was another thread's, which is not in this process.
-  static void after_fork() {
-    if (is_flagged)
-      PyGC_Enable();
-    is_flagged = false;
-  }
-
- private:
-  inline static bool is_flagged = false; // a call in C++ has turned collection off, without an item of `calls`
-  bool is_ours = false, is_noted = false;
-};
-
-// Holds the trace's lock; `is_taken` is false, with an error set, if that failed. No garbage is collected meanwhile.
-class Locked {
- public:
-  explicit Locked(PyObject* trace) : lock(Py_NewRef(trace_of.lock.of(trace))) {
-    if (is_type(lock.get(), lock_type)) {
-      is_taken = lock_functions.take(lock.get()); // may wait, without the GIL
-    } else {
-      const Object taken(PyObject_CallMethodNoArgs(lock.get(), name_acquire));
-      is_taken = static_cast<bool>(taken);
-    }
-    if (is_taken)
-      pause.emplace();
-  }
-  ~Locked() {
-    if (!is_taken)
-      return;
-    pause.reset();
-    if (is_type(lock.get(), lock_type)) {
-      lock_functions.give(lock.get());
-      return;
-    }
-    const ErrorAside aside;
-    const Object released(PyObject_CallMethodNoArgs(lock.get(), name_release));
-    if (!released)
-      PyErr_WriteUnraisable(lock.get());
-  }
-  bool is_taken;
-
- private:
-  const Object lock;
-  std::optional<Pause> pause;
-};
 
 thread_local bool is_for_python = false; // `Follower` leaves the last call to Python because of `is_of_other_mode`
 
@@ -256,11 +178,11 @@ PyObject* add(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, LazyTensor,
-//       Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, OFTEN)
+// setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, epochs,
+//       LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, OFTEN)
 PyObject* setup(PyObject*, PyObject* given) {
-  PyObject *op, *python, *empty, *memory, *stream, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOOn", &op, &python, &empty, &memory, &stream, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry, &often))
+  PyObject *op, *python, *empty, *memory, *stream, *numbers, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry;
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOOOn", &op, &python, &empty, &memory, &stream, &numbers, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry, &often))
     return nullptr;
   const auto find = [](PyObject* type, std::initializer_list<std::pair<Slot*, const char*>> slots) {
     for (const auto& [slot, name] : slots) {
@@ -272,7 +194,8 @@ PyObject* setup(PyObject*, PyObject* given) {
   const bool found =
       find(trace, {{&trace_of.lock, "lock"}, {&trace_of.epoch, "epoch"}, {&trace_of.cursor, "cursor"},
                    {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.values, "values"},
-                   {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.sized, "sized"}, {&trace_of.device, "device"}}) &&
+                   {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.sized, "sized"}, {&trace_of.device, "device"},
+                   {&trace_of.root, "root"}, {&trace_of.first_limit, "first_limit"}}) &&
       find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
                   {&step_of.next_key, "next_key"}, {&step_of.node, "node"},
                   {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},
@@ -289,7 +212,7 @@ PyObject* setup(PyObject*, PyObject* given) {
       find(value, {{&value_of.buffer, "buffer"}, {&value_of.epoch, "epoch"}, {&value_of.index, "index"}}) &&
       find(meta, {{&meta_of.size, "size"}, {&meta_of.stride, "stride"}, {&meta_of.offset, "offset"},
                   {&meta_of.dtype, "dtype"}, {&meta_of.maker, "_maker"}}) &&
-      find(buffer, {{&buffer_error, "error"}});
+      find(buffer, {{&buffer_error, "error"}, {&buffer_data, "data"}});
   if (!found)
     return nullptr;
   detach = Py_NewRef(op);
@@ -297,6 +220,8 @@ PyObject* setup(PyObject*, PyObject* given) {
   make_empty = Py_NewRef(empty);
   empty_op = Py_NewRef(memory);
   find_stream = Py_NewRef(stream);
+  epochs = Py_NewRef(numbers);
+  buffer_type = Py_NewRef(buffer);
   lazy_tensor = Py_NewRef(tensor);
   cell_type = Py_NewRef(cell);
   view_type = Py_NewRef(view);
@@ -360,6 +285,7 @@ PyMethodDef methods[] = {
     {"wrap", wrap_handle, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},
     {"rename_view", rename_view, METH_VARARGS, nullptr},
+    {"known_cut", known_cut, METH_VARARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_record", nullptr, -1, methods};
@@ -374,9 +300,16 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_release = PyUnicode_InternFromString("release");
   name_handle = PyUnicode_InternFromString("_h");
   name_rewind = PyUnicode_InternFromString("rewind");
+  name_run = PyUnicode_InternFromString("run");
+  name_set = PyUnicode_InternFromString("set");
+  name_add = PyUnicode_InternFromString("add");
+  name_note_peak = PyUnicode_InternFromString("note_peak");
+  name_mark_donated = PyUnicode_InternFromString("mark_donated");
   maker_type.tp_dealloc = free_maker;
   expected_type.tp_dealloc = free_expected;
-  for (PyTypeObject* type : {&maker_type, &expected_type}) {
+  known_cut_type.tp_dealloc = free_known_cut;
+  known_cut_type.tp_methods = known_cut_methods;
+  for (PyTypeObject* type : {&maker_type, &expected_type, &known_cut_type}) {
     type->tp_flags = Py_TPFLAGS_DEFAULT;
     if (PyType_Ready(type) < 0)
       return nullptr;

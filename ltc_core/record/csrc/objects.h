@@ -89,7 +89,7 @@ class Slot {
 };
 
 inline struct {
-  Slot lock, epoch, cursor, count, limit, values, inputs, scalars, sized, device;
+  Slot lock, epoch, cursor, count, limit, values, inputs, scalars, sized, device, root, first_limit;
 } trace_of;
 inline struct {
   Slot parent, next, next_key, node, inputs, num_scalars, lenses, expected, dynamic;
@@ -115,10 +115,11 @@ inline struct {
 inline struct {
   Slot size, stride, offset, dtype, maker;
 } meta_of;
-inline Slot buffer_error;
+inline Slot buffer_error, buffer_data;
 
-inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type; // set by `setup`, never released
+inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type, *buffer_type; // set by `setup`, never released
 inline PyObject *name_acquire, *name_release, *name_handle, *name_rewind;
+inline PyObject *name_run, *name_set, *name_add, *name_note_peak, *name_mark_donated;
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL
 inline Py_ssize_t num_followed = 0;
@@ -131,6 +132,7 @@ inline struct {
   bool (*take)(PyObject*);
   void (*give)(PyObject*);
 } lock_functions;
+inline PyObject* epochs; // an iterator over the numbers of traces
 inline PyObject* find_stream; // (trace, generator) -> the cell of a random stream
 
 inline bool is_type(PyObject* object, PyObject* type) {

@@ -284,6 +284,7 @@ class FreeProgram(ReferenceProgram):
     """Says of itself that it leaves Python's lock free, and notes the threads it runs in."""
 
     tier = Tier.COMPILED  # type: ignore[assignment]
+    native = None  # type: ignore[assignment]
     threads: list[str] = []
 
     def run(self, inputs: Any, scalars: Any) -> list[Any]:

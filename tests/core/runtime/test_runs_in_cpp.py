@@ -18,17 +18,19 @@ pytestmark = pytest.mark.skipif(replay.extension.load() is None, reason="no C++ 
 Read = Callable[[], float]
 
 
-@pytest.fixture(autouse=True)
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+@pytest.fixture(autouse=True, params=["each cut in Python", "known cuts in C++"])
+def runs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[int]]:
     """How many ops each program had that ran without a launch."""
     found: list[int] = []
-    plain = DeviceContext._run_in_cpp
+    plain = DeviceContext._finish_in_cpp
 
-    def counted(self: DeviceContext, compiled, cut, inputs, outputs) -> None:  # type: ignore[no-untyped-def]
+    def counted(self: DeviceContext, compiled, *args) -> None:  # type: ignore[no-untyped-def]
         found.append(len(compiled.graph.nodes))
-        plain(self, compiled, cut, inputs, outputs)
+        plain(self, compiled, *args)
 
-    monkeypatch.setattr(DeviceContext, "_run_in_cpp", counted)
+    monkeypatch.setattr(DeviceContext, "_finish_in_cpp", counted)
+    if request.param == "each cut in Python":
+        monkeypatch.setattr(DeviceContext, "_cut_known", lambda *args: False)
     monkeypatch.setattr(placement, "_AWAITED_NS", 1 << 62)  # however busy the machine is
     with settings.override(replay="always", steps="marked"):
         context(0).wait()
@@ -42,7 +44,7 @@ def repeated(read: Read, times: int = 6) -> list[float]:
 def test_a_loop_that_reads_runs_without_launches(runs: list[int]) -> None:
     x = torch.ones(4, device="ltc")
     assert repeated(lambda: (x * 2.0 + 1.0).sum().item()) == [12.0] * 6
-    assert runs and set(runs) == {3}
+    assert runs.count(3) >= 2 and set(runs) <= {3, 4}  # in the first one `x` is filled
 
 
 def test_values_that_stay_are_those_of_eager(runs: list[int]) -> None:

@@ -1,0 +1,217 @@
+// A cut that has been made before, made again: a trace is taken apart and its program run, without a call of Python.
+//
+// It does what `Trace.cut`, `DeviceContext._output_buffers` and `DeviceContext._run_in_cpp` do. A program that a read
+// waits for takes a few microseconds, and these would take ten times as long.
+#pragma once
+#include "locked.h"
+
+#include <vector>
+
+namespace ltc {
+
+// What a cut found, and what its program makes of it.
+struct KnownCut {
+  PyObject_HEAD
+  std::vector<Py_ssize_t>* alive; // numbers of the values that are alive
+  std::vector<bool>* donated; // whether nobody but the trace holds an input, for each of them
+  std::vector<Py_ssize_t>* slots; // positions of the inputs that the program reads
+  struct Output {
+    Py_ssize_t nbytes;
+    Py_ssize_t taken; // position of the program's input whose memory it takes, or -1
+  };
+  std::vector<Output>* outputs;
+  Py_ssize_t peak_bytes; // of the program, beside the buffers
+};
+inline PyTypeObject known_cut_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.KnownCut", sizeof(KnownCut)};
+
+inline void free_known_cut(PyObject* self) {
+  auto* known = reinterpret_cast<KnownCut*>(self);
+  delete known->alive;
+  delete known->donated;
+  delete known->slots;
+  delete known->outputs;
+  Py_TYPE(self)->tp_free(self);
+}
+
+inline bool numbers_of(PyObject* tuple, std::vector<Py_ssize_t>& found) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i)
+    found.push_back(PyLong_AsSsize_t(PyTuple_GET_ITEM(tuple, i)));
+  return !PyErr_Occurred();
+}
+
+// known_cut(alive, donated, slots, nbytes, taken, peak_bytes)
+inline PyObject* known_cut(PyObject*, PyObject* given) {
+  PyObject *alive, *donated, *slots, *nbytes, *taken;
+  Py_ssize_t peak_bytes;
+  if (!PyArg_ParseTuple(
+          given, "O!O!O!O!O!n", &PyTuple_Type, &alive, &PyTuple_Type, &donated, &PyTuple_Type, &slots, &PyTuple_Type,
+          &nbytes, &PyTuple_Type, &taken, &peak_bytes))
+    return nullptr;
+  Object made(PyType_GenericAlloc(&known_cut_type, 0));
+  if (!made)
+    return nullptr;
+  auto* known = reinterpret_cast<KnownCut*>(made.get());
+  known->alive = new std::vector<Py_ssize_t>();
+  known->donated = new std::vector<bool>();
+  known->slots = new std::vector<Py_ssize_t>();
+  known->outputs = new std::vector<KnownCut::Output>();
+  known->peak_bytes = peak_bytes;
+  std::vector<Py_ssize_t> sizes, places;
+  if (!numbers_of(alive, *known->alive) || !numbers_of(slots, *known->slots) || !numbers_of(nbytes, sizes) ||
+      !numbers_of(taken, places))
+    return nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(donated); ++i)
+    known->donated->push_back(PyTuple_GET_ITEM(donated, i) == Py_True);
+  for (size_t i = 0; i < sizes.size() && i < places.size(); ++i)
+    known->outputs->push_back({sizes[i], places[i]});
+  if (known->outputs->size() != known->alive->size()) {
+    PyErr_SetString(PyExc_ValueError, "not as many outputs as values that are alive");
+    return nullptr;
+  }
+  return made.release();
+}
+
+class CutInCpp {
+ public:
+  CutInCpp(const KnownCut& known, PyObject* trace, PyObject* memory) : known(known), trace(trace), memory(memory) {}
+
+  // Whether the trace holds what it held then.
+  bool is_known() const {
+    PyObject *values = trace_of.values.of(trace), *inputs = trace_of.inputs.of(trace);
+    if (PyDict_GET_SIZE(trace_of.sized.of(trace)) != 0 ||
+        PyList_GET_SIZE(inputs) != static_cast<Py_ssize_t>(known.donated->size()))
+      return false;
+    size_t at = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); ++i) {
+      PyObject* value = PyList_GET_ITEM(values, i);
+      if (value == Py_None || Py_REFCNT(value) == 1)
+        continue;
+      if (at == known.alive->size() || (*known.alive)[at++] != i)
+        return false;
+    }
+    if (at != known.alive->size())
+      return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
+      PyObject* row = PyList_GET_ITEM(inputs, i);
+      if ((Py_REFCNT(PyTuple_GET_ITEM(row, 1)) == 1) != (*known.donated)[i] || buffer_data.is_none(buffer_of(i)))
+        return false;
+    }
+    return true;
+  }
+
+  // (what the program returned, its inputs, its scalars, the output buffers): see `DeviceContext._cut_known`.
+  PyObject* make(PyObject* program) {
+    if (!take_inputs() || !make_buffers() || !restart())
+      return nullptr;
+    const Object peak(PyLong_FromSsize_t(known.peak_bytes));
+    const Object noted(peak ? PyObject_CallMethodOneArg(memory, name_note_peak, peak.get()) : nullptr);
+    if (!noted)
+      return nullptr;
+    Object found(PyObject_CallMethodObjArgs(program, name_run, data.get(), scalars.get(), nullptr));
+    if (!found) { // Python fills the buffers with it
+      PyObject *type, *error, *traceback;
+      PyErr_Fetch(&type, &error, &traceback);
+      PyErr_NormalizeException(&type, &error, &traceback);
+      Py_XDECREF(type);
+      Py_XDECREF(traceback);
+      found = Object(error);
+    }
+    const auto count = static_cast<Py_ssize_t>(known.outputs->size());
+    if (PyList_Check(found.get()) && PyList_GET_SIZE(found.get()) == count)
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        const Object done(
+            PyObject_CallMethodOneArg(PyList_GET_ITEM(buffers.get(), i), name_set, PyList_GET_ITEM(found.get(), i)));
+        if (!done)
+          return nullptr;
+      }
+    return PyTuple_Pack(4, found.get(), data.get(), scalars.get(), buffers.get());
+  }
+
+ private:
+  const KnownCut& known;
+  PyObject *const trace, *const memory;
+  Object data, scalars, buffers;
+
+  PyObject* buffer_of(Py_ssize_t input) const {
+    return PyTuple_GET_ITEM(PyList_GET_ITEM(trace_of.inputs.of(trace), input), 2);
+  }
+
+  bool take_inputs() {
+    data = Object(PyList_New(static_cast<Py_ssize_t>(known.slots->size())));
+    scalars = Object(Py_NewRef(trace_of.scalars.of(trace)));
+    if (!data)
+      return false;
+    Py_ssize_t at = 0;
+    for (const Py_ssize_t slot : *known.slots)
+      PyList_SET_ITEM(data.get(), at++, Py_NewRef(buffer_data.of(buffer_of(slot))));
+    return true;
+  }
+
+  bool make_buffers() {
+    buffers = Object(PyList_New(static_cast<Py_ssize_t>(known.outputs->size())));
+    if (!buffers)
+      return false;
+    Py_ssize_t at = 0;
+    for (const auto& output : *known.outputs) {
+      const Object nbytes(PyLong_FromSsize_t(output.nbytes));
+      PyObject* buffer = nbytes ? PyObject_CallFunctionObjArgs(buffer_type, memory, nbytes.get(), nullptr) : nullptr;
+      if (!buffer)
+        return false;
+      PyList_SET_ITEM(buffers.get(), at++, buffer);
+    }
+    Py_ssize_t more_bytes = 0;
+    for (size_t i = 0; i < known.outputs->size(); ++i) {
+      const auto& output = (*known.outputs)[i];
+      more_bytes += output.nbytes;
+      if (output.taken >= 0) {
+        const Object freed(PyObject_CallMethodNoArgs(buffer_of((*known.slots)[output.taken]), name_mark_donated));
+        if (!freed)
+          return false;
+        more_bytes -= PyLong_AsSsize_t(freed.get());
+      }
+      PyObject* value = PyList_GET_ITEM(trace_of.values.of(trace), (*known.alive)[i]);
+      value_of.buffer.set(value, PyList_GET_ITEM(buffers.get(), static_cast<Py_ssize_t>(i)));
+    }
+    const Object number(PyLong_FromSsize_t(more_bytes));
+    const Object added(number ? PyObject_CallMethodOneArg(memory, name_add, number.get()) : nullptr);
+    return static_cast<bool>(added);
+  }
+
+  // As `Trace._restart`. What only the trace held dies, less the data that the program takes.
+  bool restart() const {
+    const Object epoch(PyIter_Next(epochs));
+    const Object values(PyList_New(0)), inputs(PyList_New(0)), numbers(PyList_New(0)), sized(PyDict_New());
+    if (!epoch || !values || !inputs || !numbers || !sized)
+      return false;
+    trace_of.epoch.set(trace, epoch.get());
+    trace_of.cursor.set(trace, trace_of.root.of(trace));
+    trace_of.limit.set(trace, trace_of.first_limit.of(trace));
+    trace_of.values.set(trace, values.get());
+    trace_of.inputs.set(trace, inputs.get());
+    trace_of.scalars.set(trace, numbers.get());
+    trace_of.sized.set(trace, sized.get());
+    return trace_of.count.set_number(trace, 0);
+  }
+};
+
+// known.make(step, trace, memory, program): None if the trace is not at this step, or does not hold what it held then.
+inline PyObject* make_known_cut(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "a step, a trace, a counter of memory, a program");
+    return nullptr;
+  }
+  PyObject* trace = given[1];
+  const Locked locked(trace);
+  if (!locked.is_taken)
+    return nullptr;
+  CutInCpp cut(*reinterpret_cast<KnownCut*>(self), trace, given[2]);
+  if (trace_of.cursor.of(trace) != given[0] || !cut.is_known())
+    Py_RETURN_NONE;
+  return cut.make(given[3]);
+}
+
+inline PyMethodDef known_cut_methods[] = {
+    {"make", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_known_cut)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+} // namespace ltc
