@@ -1,7 +1,7 @@
 """Convolutions and their gradients.
 
 On a TPU they have another form. XLA computes a convolution of float32 there in six passes of bfloat16
-(`Precision.HIGHEST`), which takes it ten times as long to compile as one pass.
+(precision HIGHEST), which takes it ten times as long to compile as one pass.
 """
 
 from __future__ import annotations
