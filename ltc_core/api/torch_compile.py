@@ -16,8 +16,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from ltc_core.api.loops import cond, while_loop
+from ltc_core.api.loops import cond, scan, while_loop
 from ltc_core.runtime.devices import contexts
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import LazyTensor
@@ -28,11 +29,28 @@ _compile: Callable[..., Any] = torch.compile
 # How deep containers and objects are looked into (a trainer, its list of models, a model), and how many items of each.
 _DEPTH = 3
 _WIDTH = 100
+
+
+def _scan(fn: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any) -> tuple[Any, Any]:
+    """`scan_op` of PyTorch, whose function takes the leaves of the carry and of a slice."""
+    return scan(
+        lambda carry, x: fn(*pytree.tree_leaves(carry), *x, *additional_inputs), list(init), xs
+    )
+
+
+def _map(fn: Callable[..., Any], xs: Any, args: Any) -> Any:
+    """`map_impl` of PyTorch, whose function takes the leaves of a slice, then `args`."""
+    return scan(lambda _, x: (None, fn(*x, *args)), None, xs)[1]
+
+
 # PyTorch's control flow compiles a wrapper of its op, which has no rule for lazy tensors. Called in Python, above
-# autograd, a branch or a body has gradients also for tensors that it captures.
-_CONTROL_FLOW: dict[str, Callable[..., Any]] = {
-    "torch._higher_order_ops.cond": cond,
-    "torch._higher_order_ops.while_loop": while_loop,
+# autograd, a branch or a body has gradients also for tensors that it captures. Module of the wrapper -> the name that
+# the wrapper has for the op, and what is called instead.
+_CONTROL_FLOW: dict[str, tuple[str, Callable[..., Any]]] = {
+    "torch._higher_order_ops.cond": ("cond_op", cond),
+    "torch._higher_order_ops.map": ("map_impl", _map),
+    "torch._higher_order_ops.scan": ("scan_op", _scan),
+    "torch._higher_order_ops.while_loop": ("while_loop_op", while_loop),
 }
 
 
@@ -59,9 +77,18 @@ def compile(model: Any = None, **options: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _is_recorded(model, args, kwargs):
             return made(*args, **kwargs)
-        return _CONTROL_FLOW.get(model.__module__, model)(*args, **kwargs)
+        return _recorded(model)(*args, **kwargs)
 
     return call
+
+
+def _recorded(called: Any) -> Any:
+    """The function to call where values of the device take part."""
+    if called.__module__ not in _CONTROL_FLOW:
+        return called
+    name, op = _CONTROL_FLOW[called.__module__]
+    names = {**called.__globals__, name: op}
+    return FunctionType(called.__code__, names, closure=called.__closure__)
 
 
 # -- modules ---------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ def _transposed(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, 
 
     return [
         ([pick(a, i) for a in args], {k: pick(a, i) for k, a in kwargs.items()})
-        for i in range(len(args[0]))
+        for i in range(next(len(a) for a in args if type(a) in (list, tuple)))
     ]
 
 

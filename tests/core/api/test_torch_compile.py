@@ -4,11 +4,14 @@ import copy
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.scan import scan as torch_scan
 from torch._higher_order_ops.while_loop import while_loop as torch_while_loop
 
 import ltc_core as ltc
@@ -194,3 +197,30 @@ def test_control_flow_of_pytorch_has_gradients_of_what_it_captures(device: torch
     count, out = torch_while_loop(lambda k, v: k < 3, lambda k, v: (k + 1, v * scale), start)
     out.sum().backward()
     assert count.item() == 3 and x.grad.tolist() == [27.0, 27.0] and scale.grad.item() == 81.0
+
+
+def looped(device: Any) -> list[torch.Tensor]:
+    x = torch.arange(6.0, device=device).view(3, 2).requires_grad_()
+    scale = torch.tensor(3.0, device=device, requires_grad=True)
+
+    def add(carry: Any, x: Any) -> Any:
+        total = carry["total"] * 0.5 + x * scale
+        return {"total": total}, (total * 2, x.sin())
+
+    start = {"total": torch.ones(3, device=device)}
+    carry, (doubled, sines) = torch_scan(add, start, x, dim=1, reverse=True)
+    mapped = torch_map(
+        lambda x, bias: {"y": x[0] * scale + x[1].cos() + bias}, (x, x * 2), scale * 2
+    )["y"]
+    scanned = associative_scan(lambda a, b: a * b * scale, x, dim=0, combine_mode="generic")
+    found = [carry["total"], doubled, sines, mapped, scanned]
+    loss = sum((each**2).sum() for each in found)
+    return found + list(torch.autograd.grad(cast(torch.Tensor, loss), [x, scale]))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # PyTorch's, on the CPU
+def test_loops_of_pytorch_have_gradients_of_what_they_capture(device: torch.device) -> None:
+    for got, wanted in zip(looped(device), looped("cpu"), strict=True):
+        torch.testing.assert_close(got.cpu(), wanted)

@@ -81,6 +81,22 @@ def _atanh(x: Tensor) -> Tensor:
     return 0.5 * (torch.log1p(x) - torch.log1p(-x))
 
 
+def _abs(x: Tensor) -> Any:
+    """Absolute value of narrow integers; the compiler's is wider, so that of the smallest one does not wrap."""
+    return torch.where(x < 0, -x, x) if x.dtype in (torch.int8, torch.int16) else NotImplemented
+
+
+def _of_bytes(op: torch._ops.OpOverload) -> Rule:
+    """Rule of `any` or `all`, whose result is uint8 for uint8; the compiler's is bool."""
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype is not torch.uint8:
+            return NotImplemented
+        return op(x.bool(), *args, **kwargs).to(torch.uint8)
+
+    return run
+
+
 _inside_gelu = False
 
 
@@ -168,7 +184,13 @@ def _power(x: Tensor, exponent: Any) -> Any:
     return NotImplemented
 
 
+_OF_BYTES = (
+    aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
+)  # fmt: skip
+
 EXACT: Mapping[torch._ops.OpOverload, Rule] = {
+    **{op: _of_bytes(op) for op in _OF_BYTES},
+    aten.abs.default: _abs,
     aten.acosh.default: _elementwise(_acosh),
     aten.asinh.default: _elementwise(_asinh),
     aten.atanh.default: _elementwise(_atanh),

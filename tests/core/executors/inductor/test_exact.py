@@ -31,6 +31,8 @@ def calls(op: torch._ops.OpOverload, dtype: torch.dtype) -> list[tuple[tuple[Any
     named = {"rounding_mode": "floor"} if op._opname == "div" else {}
     if op is aten.pow.Tensor_Scalar:
         return [((x, -0.5), {}), ((x, -2), {})]
+    if op in _OF_INTEGERS:
+        return [((x, *_DIMS[op._overloadname]), {})]
     taken = [a.name for a in op._schema.arguments if not a.kwarg_only]
     if len(taken) == 1:
         return [((x,), {})]
@@ -48,13 +50,17 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=16 * eps, atol=1e-37, equal_nan=True)
 
 
+_OF_INTEGERS = [op for op in EXACT if op._opname in ("abs", "all", "any")]
+_DIMS: dict[str, tuple[Any, ...]] = {"default": (), "dim": (0,), "dims": ([0],)}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", EXACT, ids=str)
 def test_a_rule_gives_what_eager_gives(op: torch._ops.OpOverload, dtype: torch.dtype) -> None:
     for args, named in calls(op, dtype):
         got = EXACT[op](*args, **named)
         if got is NotImplemented:
-            assert op is aten.erf.default and dtype is not torch.float32
+            assert op in _OF_INTEGERS or op is aten.erf.default and dtype is not torch.float32
         else:
             assert_close(got, op(*args, **named))
 
@@ -64,6 +70,18 @@ def test_whole_numbers_are_left_to_the_compiler() -> None:
     assert EXACT[aten.remainder.Tensor](x, x) is NotImplemented
     assert EXACT[aten.div.Tensor_mode](x, x, rounding_mode="floor") is NotImplemented
     assert EXACT[aten.div.Tensor_mode](x.float(), x, rounding_mode="trunc") is NotImplemented
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
+@pytest.mark.parametrize("op", _OF_INTEGERS, ids=str)
+def test_rules_of_narrow_integers(op: torch._ops.OpOverload, dtype: torch.dtype) -> None:
+    x = torch.tensor([[0, 1, 3], [7, torch.iinfo(dtype).min, torch.iinfo(dtype).max]], dtype=dtype)
+    args = _DIMS[op._overloadname]
+    got, expected = EXACT[op](x, *args), op(x, *args)
+    if (dtype is torch.uint8) is (op._opname == "abs"):
+        assert got is NotImplemented
+    else:
+        assert got.dtype is expected.dtype and torch.equal(got, expected)
 
 
 def test_gelu_keeps_the_compilers_erf() -> None:

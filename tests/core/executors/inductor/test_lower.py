@@ -179,6 +179,15 @@ class TestNumbers:
         assert first is tensors[0] and torch.equal(first, torch.full((4,), 0.5))
         assert second is tensors[1] and torch.equal(second, 2 - 0.5 * torch.arange(4.0))
 
+    def test_a_foreach_op_whose_first_operand_is_a_number(self) -> None:
+        step = Node(
+            aten._foreach_pow.ScalarAndTensor, (Scalar(0), [Ref(0), Ref(1)]), {}, 2, (META, META)
+        )
+        graph = Graph((step,), dict.fromkeys(range(2), META), (2, 3))
+        tensors = [torch.arange(4.0), torch.ones(4)]
+        results = run(graph, tensors, 0.5)
+        assert [t.tolist() for t in results] == [[1.0, 0.5, 0.25, 0.125], [0.5] * 4]
+
 
 class TestStrides:
     def test_convolutions_are_channels_last_inside_and_as_recorded_outside(self) -> None:
