@@ -104,7 +104,8 @@ def connected() -> Any:
         raise RankError(
             "the store of the job cannot be reached",
             got=first_line(error),
-            next="start the script with ltc-launch or torchrun; on several hosts MASTER_ADDR must be reachable",
+            next="start the script with ltc-launch or torchrun, or set MASTER_ADDR and MASTER_PORT for srun or mpirun; "
+            "on several hosts MASTER_ADDR must be reachable",
         ) from error
     # A launcher may keep its store when it restarts the processes. On one host the prefix separates the attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
