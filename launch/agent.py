@@ -42,7 +42,7 @@ from ltc_core.errors import first_line
 from ltc_dist.expected_name import expected_by
 from ltc_dist.job import host_collectives
 from ltc_dist.processes import child
-from ltc_dist.processes.failures import how_it_ended
+from ltc_dist.processes.failures import after, how_it_ended
 from ltc_dist.processes.supervision import Supervision
 from ltc_dist.processes.zygote import Zygote, can_fork
 
@@ -408,5 +408,6 @@ def _tell_first_failure(
         how, code = "raised this", report.exit_code
     elif code == -signal.SIGKILL:
         how += "; if nobody did that, the machine was out of memory"
+    how += after(supervision.ended_before(first))
     _tell(f"rank {first.rank} (pid {process.pid}) {how}; {consequence}")
     return code if code > 0 else 128 - code

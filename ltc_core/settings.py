@@ -147,9 +147,16 @@ def _translate_graph_format(name: str, text: str) -> str:
     return "text" if text == "backend" else text
 
 
+# Of PyTorch's contract, Open MPI, MVAPICH2, MPICH and Intel MPI, SLURM, in the order of `ltc_dist.job.ranks`.
+_LOCAL_RANK = (
+    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "SLURM_LOCALID",
+)
+
+
 def _default_device_ordinal(environ: Mapping[str, str]) -> int:
     """The GPU or chip of this process: the processes of a host take one each, in the order of their local ranks."""
-    text = environ.get("LOCAL_RANK", "")
+    text = next((environ[name] for name in _LOCAL_RANK if name in environ), "")
     local_rank = int(text) if text.isdecimal() else 0
     chosen = environ.get("LTC_DEVICES", "").split(",")
     if local_rank < len(chosen) and chosen[local_rank].strip().isdecimal():
@@ -197,7 +204,7 @@ SETTINGS: tuple[Setting, ...] = (
             "What the graphs run on: the processor, a GPU or a TPU chip for each device; xla: what PJRT_DEVICE names.",
             choices=("cpu", "cuda", "tpu", "xla"), translate=_translate_hardware),
     Setting("device_ordinal", "LTC_DEVICE_ORDINAL", (), int, 0,
-            "The GPU or chip of this process's first device (default: that of LTC_DEVICES, or LOCAL_RANK).",
+            "The GPU or chip of this process's first device (default: that of LTC_DEVICES, or its local rank).",
             at_least=0, default_of=_default_device_ordinal),
     Setting("devices", "LTC_DEVICES", (), str, "",
             "The GPUs or chips of a host's processes in the order of their local ranks, such as 0,2,3.",

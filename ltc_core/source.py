@@ -14,6 +14,7 @@ import threading
 from types import CodeType, FrameType
 
 import torch
+import typing_extensions
 from torch.autograd.graph import _engine_run_backward
 
 __all__ = [
@@ -29,6 +30,7 @@ _libraries = [
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__)
 ]
 _libraries += (threading.__file__, contextlib.__file__)
+_libraries.append(typing_extensions.__file__)  # wraps functions that PyTorch calls deprecated
 _INSTALLED = tuple(sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "purelib", "platlib"))
 # Both by the id of a code object, which stays alive here: its hash, of all its constants, is computed anew each time.
 _is_user: dict[int, tuple[bool, CodeType]] = {}

@@ -10,10 +10,12 @@ import importlib
 import os
 
 from ltc_core import source
+from ltc_core.api import c10d
 from ltc_core.executors import companions
 from ltc_core.settings import settings
 from ltc_dist import libraries
 from ltc_dist.checkpoint import checkpointer, lock
+from ltc_dist.collectives import c10d_lines
 from ltc_dist.job import companions as companions_of_job
 from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import own_rank
@@ -32,6 +34,7 @@ def set_up() -> None:
     # Runs before the handlers of ltc_core, which were registered earlier: the last collectives need the devices.
     atexit.register(host_collectives.leave_at_exit)
     host_collectives.before_leaving(checkpointer.close_all)
+    c10d.begin = c10d_lines.begin  # its collectives are compared with those of the other processes
     companions.find = companions_of_job.find  # devices of one job can be joined
     if settings.compat:
         importlib.import_module("ltc_dist.compat")

@@ -20,12 +20,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltc_core import errors, source
 from ltc_core.api.verbs import is_lazy_tensor, to_cpu
+from ltc_core.graph.collective import plan_text
 from ltc_core.ops.composites import RULE_MAKERS
 from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.runtime.devices import upload_all
 from ltc_core.settings import settings
 
-__all__ = ["hand_over_before_calls", "register"]
+__all__ = ["begin", "hand_over_before_calls", "register"]
 
 dist: Any = torch.distributed  # its stubs lack what is used here
 _c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # some builds are without
@@ -52,10 +53,42 @@ _WRITE_THEIR_FIRST = frozenset(
         "scatter_",
     }
 )
+# Op -> its arguments whose sizes and dtypes are the same in all members of the group: those of one member alone may be
+# empty elsewhere, and parts may have any sizes.
+_ALIKE = {
+    "_allgather_base_": "input_tensor",
+    "_reduce_scatter_base_": "output_tensor",
+    "allgather_": "input_tensors",
+    "allgather_coalesced_": "input_list",
+    "allgather_into_tensor_coalesced_": "inputs",
+    "allreduce_": "tensors",
+    "allreduce_coalesced_": "tensors",
+    "alltoall_": "",
+    "alltoall_base_": "",
+    "barrier": "",
+    "broadcast_": "tensors",
+    "gather_": "input_tensors",
+    "reduce_": "tensors",
+    "reduce_scatter_": "output_tensors",
+    "reduce_scatter_tensor_coalesced_": "outputs",
+    "scatter_": "output_tensors",
+}
 _WRITE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
 _RECEIVE = frozenset({"recv_", "recv_any_source_"})
 # Functional ops that are complete, and may have written their operands, only after `wait_tensor` on their results.
+_TOLD = frozenset(
+    {"reduce_op", "src"}
+)  # arguments of functional ops that are the same in all members
 _ONE_TO_ONE = frozenset({"batch_p2p_ops", "irecv", "isend"})
+
+
+def _not_compared(group: Any, plan: str, has_root: bool) -> Callable[[Any], None] | None:
+    return None
+
+
+# Called before a collective of a group, to compare it with those of the other processes; returns what waits for its
+# work, None for PyTorch's own wait. `ltc_dist` sets it, because only it knows the job's store.
+begin: Callable[[Any, str, bool], Callable[[Any], None] | None] = _not_compared
 
 
 def register() -> None:
@@ -145,15 +178,34 @@ def _rule(op: Any) -> Rule:
         finish = _waiting
     else:
         return _refusal(op)
-    group = names.index("process_group")
+    at = names.index("process_group")
+    plan = _plan_maker(name, names)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        _serve_cpu(dist.ProcessGroup.unbox(args[group]))
+        group = dist.ProcessGroup.unbox(args[at])
+        _serve_cpu(group)
         hand_over()
         copies = _copies(args)
-        return finish(op(*copies, **kwargs), args[0], copies[0], name in _WRITE_THEIR_FIRST)
+        wait = begin(group, plan(copies), "root_rank" in names) if name in _ALIKE else None
+        result = op(*copies, **kwargs)
+        return finish(result, args[0], copies[0], name in _WRITE_THEIR_FIRST, wait)
 
     return call
+
+
+def _plan_maker(name: str, names: list[str]) -> Callable[[Any], str]:
+    """What makes the text of a collective from its arguments; the same in all members of the group."""
+    alike = names.index(_ALIKE[name]) if _ALIKE.get(name) else None
+    root = names.index("root_rank") if "root_rank" in names else None
+    what = f"torch.distributed's {name.strip('_')}"
+
+    def plan(args: Any) -> str:
+        rooted = what if root is None else f"{what} with root {args[root]}"
+        if alike is None:
+            return rooted
+        return plan_text(f"{rooted} of", pytree.tree_leaves(args[alike]))
+
+    return plan
 
 
 def _copies(args: Any) -> Any:
@@ -163,15 +215,20 @@ def _copies(args: Any) -> Any:
     )
 
 
-# -- what comes after an op of c10d: its result, its first argument, the copy of that, whether the op wrote it ---------
+# -- what comes after an op of c10d: its result, its first argument, the copy of that, whether the op wrote it, how to
+#    wait for it ------------------------------------------------------------------------------------------------------
 
 
-def _waiting(result: Any, first: Any, copy: Any, is_written: bool) -> Any:
+def _waiting(result: Any, first: Any, copy: Any, is_written: bool, wait: Any) -> Any:
     """Wait and copy back the written tensors; the same result with finished work, whose tensors are the caller's."""
     work = result[-1] if isinstance(result, tuple) else result
     if work is None:  # monitored_barrier
         return None
-    dist.Work.unbox(work).wait()
+    work = dist.Work.unbox(work)
+    if wait is None:
+        work.wait()
+    else:
+        wait(work)
     if is_written:
         _bring_back(first, copy)
     done: Any = torch.futures.Future()
@@ -180,11 +237,11 @@ def _waiting(result: Any, first: Any, copy: Any, is_written: bool) -> Any:
     return (first, work) if isinstance(result, tuple) else work
 
 
-def _sending(work: Any, first: Any, copy: Any, is_written: bool) -> Any:
+def _sending(work: Any, first: Any, copy: Any, is_written: bool, wait: Any) -> Any:
     return work  # it holds the copies
 
 
-def _receiving(work: Any, first: Any, copy: Any, is_written: bool) -> Any:
+def _receiving(work: Any, first: Any, copy: Any, is_written: bool, wait: Any) -> Any:
     return _Receiving(dist.Work.unbox(work), first, copy).boxed()
 
 
@@ -262,15 +319,19 @@ def _functional_rule(op: Any) -> Rule:
     names = [argument.name for argument in op._schema.arguments]
     if "group_name" not in names:
         return _refusal(op)
-    group = names.index("group_name")
+    at = names.index("group_name")
+    plan = _functional_plan_maker(name, names)
     writes = [
         a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write
     ]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        _serve_cpu(_group_named(args[group]))
+        group = _group_named(args[at])
+        _serve_cpu(group)
         hand_over()
         copies, named = _copies(args), _copies(kwargs)
+        if name not in _ONE_TO_ONE:
+            begin(group, plan(copies), True)  # these ops wait by themselves
         result = op(*copies, **named)
         if name in _ONE_TO_ONE:
             given = pytree.tree_leaves(args)
@@ -286,6 +347,19 @@ def _functional_rule(op: Any) -> Rule:
         return _uploaded(result, args)
 
     return call
+
+
+def _functional_plan_maker(name: str, names: list[str]) -> Callable[[Any], str]:
+    alike = next((names.index(n) for n in ("input", "inputs", "self") if n in names), None)
+    what = f"torch.distributed's functional {name}"
+
+    def plan(args: Any) -> str:
+        if alike is None or "all_to_all" in name or "alltoall" in name:
+            return what
+        told = " ".join(str(a) for n, a in zip(names, args, strict=False) if n in _TOLD)
+        return plan_text(f"{what} {told} of", pytree.tree_leaves(args[alike]))
+
+    return plan
 
 
 def _uploaded(result: Any, args: Any) -> Any:

@@ -48,15 +48,19 @@ def token(group: str, index: int) -> torch.Tensor:
     return found
 
 
-def hand_over() -> None:
+def hand_over(group: str | None = None) -> None:
     """Hand over the collectives that were recorded and not cut: other processes may wait for them.
+
+    Args:
+        group: name of the group whose collectives are handed over; None for all.
 
     Cost: none where no collective is recorded; else a cut of its device's graph.
     """
     with _lock:
         tokens = list(_tokens.items())
-    for (_, index), found in tokens:
-        _cut_if_recorded(found, index)
+    for (name, index), found in tokens:
+        if group in (None, name):
+            _cut_if_recorded(found, index)
 
 
 def _cut_if_recorded(found: LazyTensor, index: int) -> None:

@@ -26,7 +26,7 @@ from ltc_core.graph import collective
 from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.settings import settings
 from ltc_core.timeline import slices
-from ltc_dist.collectives.transport import KINDS, Line, is_on_gpus
+from ltc_dist.collectives.transport import KINDS, LINES, Line, is_on_gpus, keep
 from ltc_dist.job import clock, host_collectives, protocol
 from ltc_dist.job.host_collectives import connected, job_store
 from ltc_dist.job.ranks import Ranks, ranks
@@ -134,10 +134,9 @@ def _end_what_is_stuck() -> None:
     Handlers that are registered later, as those of scripts are, have run. If the exit code is known, the process ends
     without waiting for the threads of gloo, which may abort it.
     """
-    lines = [line for line in map(collective.TRANSPORTS.get, _transports) if isinstance(line, Line)]
-    stuck = [line for line in lines if line.is_stuck]
+    stuck = [line for line in LINES if line.is_stuck]
     for line in stuck:
-        line.keep()
+        keep(line.backend)
     code = host_collectives.exit_code
     if code is None and hasattr(sys, "last_value"):  # an exception that nobody has caught
         code = 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from ltc_dist.collectives.identity import identity, is_agreed, trailer
 from ltc_dist.job import protocol
 from ltc_dist.job.host_collectives import LOOK_S, Patience, ended, wait_checking
 
-__all__ = ["KINDS", "Line", "ProcessTransport", "is_on_gpus"]
+__all__ = ["KINDS", "LINES", "Line", "ProcessTransport", "is_on_gpus", "keep"]
 
 dist: Any = torch.distributed  # its stubs lack what is used here
 
@@ -65,6 +66,9 @@ _LONGEST_PAUSE_S = 0.01  # between two looks at whether a GPU is done
 _NUM_TOLD = 8  # collectives that a member tells: the one it is at, and those before
 _BETWEEN = "\0"  # two collectives of a text
 _TELL_S = 5.0  # for the others to tell what they are at; a member that waits tells it after LOOK_S
+
+
+LINES: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,11 @@ class _Call:
         return f"{plan}; number {self.number}{device}{where}"
 
 
+def keep(connection: Any) -> None:
+    """Never free a connection: its destructor would wait for the collective that is under way."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
 class Line:
     """The connected processes of one line.
 
@@ -126,6 +135,7 @@ class Line:
         self._num_awaited = 0
         self._slices: dict[int, Slice] = {}  # of the collectives under way, by their numbers
         self._met = 0  # number of the last collective whose plan was new
+        LINES.add(self)
 
     def on(self, route: Route) -> ProcessTransport:
         return ProcessTransport(self, route)
@@ -219,13 +229,17 @@ class Line:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait(self, work: Any, call: _Call) -> None:
-        """Wait for an op; now and then check what the missing processes do."""
+    def wait(self, work: Any, call: _Call, looks_for_ended: bool = True) -> None:
+        """Wait for an op; now and then check what the missing processes do.
+
+        Args:
+            looks_for_ended: False if a member may end while the others are not done: a lost one makes the op fail then.
+        """
         self._num_awaited += 1
         with slices.watched("wait for other processes", "", self._meeting(call)) as seen:
             if seen is not None:
                 seen.note(plan=call.plan, group=self._name, line=call.where)
-            self._wait(work, call)
+            self._wait(work, call, looks_for_ended)
         self._num_awaited -= 1
         begun = self._slices.pop(call.number, None)
         if begun is not None:
@@ -247,11 +261,7 @@ class Line:
         """Whether a collective is under way, or was left under way by an error."""
         return bool(self.under_way) or self._num_awaited > 0
 
-    def keep(self) -> None:
-        """Never free the connection: its destructor would wait for the collective that is under way."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
-
-    def _wait(self, work: Any, call: _Call) -> None:
+    def _wait(self, work: Any, call: _Call, looks_for_ended: bool) -> None:
         is_done = _is_done_on_gpu if is_on_gpus() else _is_done
         patience = Patience(self._store)
         tells = False
@@ -264,7 +274,8 @@ class Line:
             self._tell()
             tells = True
             self._check_others(call)
-            self._look_for_ended(call)
+            if looks_for_ended:
+                self._look_for_ended(call)
             if patience.is_over():
                 raise CollectiveTimeoutError(
                     f"the others did not all come within {settings.collective_timeout_s:g} s",

@@ -3,8 +3,8 @@
 Messages go through the job's store, served by its launcher, or by rank 0 at MASTER_ADDR. A wait first hands over the
 recorded collectives, because other processes may wait for them: see `wait_for`. A failed wait names the missing
 process: as soon as that process has ended, else at the timeout. (`store.synchronize` of torch.distributed.elastic names
-no process, and its keys stay in the store.) Uses `ranks`; used by `collectives.process_group`, `processes.spawn` and
-`checkpoint`.
+no process, and its keys stay in the store.) The threads of `train.data_parallel` meet without a store: `MEETINGS`.
+Uses `ranks`; used by `collectives.process_group`, `processes.spawn` and `checkpoint`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from ltc_dist.job.store import connect
 
 __all__ = [
     "LOOK_S",
+    "MEETINGS",
     "Patience",
     "abandon",
     "before_leaving",
@@ -73,6 +74,8 @@ _has_left = 0  # id of the process that has left; a forked child has another id
 _meetings: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
 exit_code: int | None = None  # of this process; set when its script has failed
 _last_calls: list[Callable[[], None]] = []
+# name of a thread's group (`Ranks.threads`) -> brings a payload to a meeting of all threads, returns those of all
+MEETINGS: dict[str, Callable[[str, bytes], list[bytes]]] = {}
 
 
 def job_store() -> Any:
@@ -101,7 +104,8 @@ def connected() -> Any:
         raise RankError(
             "the store of the job cannot be reached",
             got=first_line(error),
-            next="start the script with ltc-launch or torchrun; on several hosts MASTER_ADDR must be reachable",
+            next="start the script with ltc-launch or torchrun, or set MASTER_ADDR and MASTER_PORT for srun or mpirun; "
+            "on several hosts MASTER_ADDR must be reachable",
         ) from error
     # A launcher may keep its store when it restarts the processes. On one host the prefix separates the attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -191,7 +195,8 @@ def _leave_job(rank: int) -> None:
 def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> list[bytes]:
     """Wait until every process has called this with `tag` as often as this one; exchange payloads.
 
-    The processes may call it in different places: only the tag must agree. A call that raises does not count.
+    The processes may call it in different places: only the tag must agree. A call that raises does not count. In the
+    threads of a DataParallel the threads meet, all of them and in one order of tags.
 
     Args:
         replicas: the participating ranks; all by default.
@@ -202,6 +207,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
     Raises:
         TypeError: the payload is not bytes.
         RankError: a process has ended, or has not come in time; or this rank is not one of `replicas`.
+        CollectiveError: a thread of the DataParallel has ended, has failed, is at another tag, or has not come in time.
 
     Cost: hands over recorded collectives; nothing else is synced.
 
@@ -219,6 +225,8 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
         )
     if len(members) == 1:
         return [payload]
+    if here.threads:
+        return _meet_threads(here, tag, payload, members)
     with _lock:
         _meetings[tag, members] += 1
         number = _meetings[tag, members]
@@ -239,6 +247,18 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Iterable[int] = ()) -> 
     # All processes have arrived at this meeting, so all have read the payloads of the previous one.
     protocol.MEETING.forget(store, **place, number=number - 1, rank=here.rank)
     return payloads
+
+
+def _meet_threads(here: Ranks, tag: str, payload: bytes, members: tuple[int, ...]) -> list[bytes]:
+    if len(members) < here.world_size:
+        raise RankError(
+            "threads meet all together",
+            got=f"rendezvous {tag!r} of {len(members)} of {here.world_size} threads",
+            next="leave `replicas` out, or use processes",
+        )
+    hand_over(here.threads)
+    payloads = MEETINGS[here.threads](f"rendezvous {tag!r}", payload)
+    return [payloads[rank] for rank in members]
 
 
 def wait_for(keys: Sequence[str], of: Sequence[int], what: str) -> None:

@@ -1,8 +1,8 @@
 """Ranks: the index of this process in its job and on this host, and the number of processes of both.
 
 Read from RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which ltc-launch, torchrun and others set (PyTorch's
-contract), else from SLURM's variables. Without them, this is the only process. A thread of `train.data_parallel` has
-its own ranks. All code gets its ranks here.
+contract), else from those of mpirun (Open MPI, MVAPICH2, MPICH, Intel MPI), else from SLURM's. Without them, this is
+the only process. A thread of `train.data_parallel` has its own ranks. All code gets its ranks here.
 """
 
 from __future__ import annotations
@@ -48,24 +48,47 @@ class Ranks:
 
 _CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _NEEDED = ("RANK", "WORLD_SIZE")
+# Of a process of mpirun: rank, world size, local rank, local world size.
+_MPI = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
 def read_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     """Read the ranks from `environ` (default: os.environ).
 
-    Without LOCAL_WORLD_SIZE the job is assumed to be on one host. LOCAL_RANK defaults to RANK modulo LOCAL_WORLD_SIZE.
+    Without a local world size the job is assumed to be on one host. The local rank defaults to the rank modulo that.
+    Within SLURM, mpirun's variables count if all four are set: srun sets PMI_RANK and PMI_SIZE, too.
 
     Raises:
         SettingsError: only a part of the variables is set, or they contradict each other.
 
-    Source: the variables are those of PyTorch's elastic agent.
+    Source: the variables of PyTorch's elastic agent; those of the manuals of the MPI libraries and of srun.
     """
     environ = os.environ if environ is None else environ
     if any(name in environ for name in _CONTRACT):
         return _of_contract(environ)
+    for names in _MPI:
+        if all(name in environ for name in names):
+            return _of_names(environ, names)
     if all(name in environ for name in _SLURM) and environ["SLURM_NTASKS"] != "1":
         return _of_slurm(environ)
+    for names in _MPI:
+        if all(name in environ for name in names[:2]):
+            return _of_names(environ, names)
     return Ranks()
 
 
@@ -78,10 +101,15 @@ def _of_contract(environ: Mapping[str, str]) -> Ranks:
             got=found,
             next="start the script with ltc-launch or torchrun, or unset these variables to run one process",
         )
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
-    local_rank = _number(environ, "LOCAL_RANK", rank % max(local_size, 1))
-    return _checked(Ranks(rank, size, local_rank, local_size), "RANK")
+    return _of_names(environ, _CONTRACT)
+
+
+def _of_names(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> Ranks:
+    """The ranks of the variables for rank, world size, local rank and local world size; the local ones may lack."""
+    rank, size = _number(environ, names[0]), _number(environ, names[1])
+    local_size = _number(environ, names[3], size)
+    local_rank = _number(environ, names[2], rank % max(local_size, 1))
+    return _checked(Ranks(rank, size, local_rank, local_size), names[0])
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Ranks:

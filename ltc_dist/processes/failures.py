@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed
@@ -18,6 +18,7 @@ from ltc_core.errors import (
     PeerEndedError,
     RankEndedError,
     RankTimeoutError,
+    listed,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "SILENT",
     "VANISHED",
     "Failure",
+    "after",
     "first_failure",
     "has_cause",
     "how_it_ended",
@@ -139,6 +141,14 @@ def last_line(error: BaseException) -> str:
     except Exception as failure:
         text = f"(its __str__ raises {type(failure).__name__})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def after(ended: Sequence[int]) -> str:
+    """Words on the ranks that ended with exit code 0 before a failure, which follows from that; empty without any."""
+    if not ended:
+        return ""
+    ranks = f"rank {ended[0]}" if len(ended) == 1 else f"ranks {listed(ended)}"
+    return f", after {ranks} ended with exit code 0 while others waited"
 
 
 def how_it_ended(exitcode: int) -> str:

@@ -37,6 +37,7 @@ from ltc_dist.job.store import LOOPBACK, note_served, serve_store
 from ltc_dist.processes import child, kept_zygote, unconnected
 from ltc_dist.processes.failures import (
     Failure,
+    after,
     how_it_ended,
 )
 from ltc_dist.processes.forked_process import ForkedProcess
@@ -317,10 +318,10 @@ class SpawnContext:
         first = self._supervision.first_failure()
         assert first is not None
         of = self._started[first.rank]
-        report = of.report()
+        report, before = of.report(), after(self._supervision.ended_before(first))
         if report is None or report.is_exit:
-            raise _ended(first, of.pid)
-        raise _rebuilt(first.rank, report, of.pid)
+            raise _ended(first, of.pid, before)
+        raise _rebuilt(first.rank, report, of.pid, before)
 
     def _end_after_sigterm(self) -> None:
         """Kill what did not end in time; print what failed while it was told to end."""
@@ -395,8 +396,8 @@ def _variables(of: Ranks, port: int) -> dict[str, str]:
     }
 
 
-def _ended(failure: Failure, pid: int) -> RankError:
-    how = how_it_ended(failure.exitcode)
+def _ended(failure: Failure, pid: int, before: str) -> RankError:
+    how = how_it_ended(failure.exitcode) + before
     advice = "its own output says more"
     if failure.exitcode == -signal.SIGKILL:
         advice = "if nobody killed it, the machine was out of memory: use a smaller batch or fewer processes"
@@ -407,8 +408,8 @@ def _ended(failure: Failure, pid: int) -> RankError:
     return error
 
 
-def _rebuilt(rank: int, report: ErrorReport, pid: int) -> BaseException:
-    note = f"\nraised by rank {rank} (pid {pid}); the others were stopped. There:\n{report.text}"
+def _rebuilt(rank: int, report: ErrorReport, pid: int, before: str) -> BaseException:
+    note = f"\nraised by rank {rank} (pid {pid}){before}; the others were stopped. There:\n{report.text}"
     error: BaseException = RankError(report.line)
     if report.payload is not None:
         with contextlib.suppress(Exception):  # its class may exist only in that process

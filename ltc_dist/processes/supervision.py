@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from ltc_dist.processes.failures import VANISHED, Failure, first_failure, has_cause
+from ltc_dist.processes.failures import CONSEQUENCE, VANISHED, Failure, first_failure, has_cause
 from ltc_dist.processes.groups import end_groups
 
 __all__ = ["Report", "Supervised", "Supervision"]
@@ -130,6 +130,13 @@ class Supervision(Generic[AProcess]):
         found = [self._failure(process) for process in failed]
         found += [Failure(rank, 0, VANISHED) for rank in self.vanished]
         return first_failure(found) if found else None
+
+    def ended_before(self, failure: Failure) -> list[int]:
+        """Ranks that ended by themselves with exit code 0, if the failure is that a process was lost: one of these."""
+        if failure.verdict != CONSEQUENCE:
+            return []
+        own = self.processes.keys() - self._ended - self.vanished
+        return sorted(rank for rank in own if self.processes[rank].exitcode == 0)
 
     def _failure(self, process: AProcess) -> Failure:
         report, code = process.report(), process.exitcode or 0

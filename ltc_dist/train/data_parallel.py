@@ -10,6 +10,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ltc_core.errors import LoaderError, LtcError, RankError
 from ltc_core.graph import collective
 from ltc_dist.collectives.thread_group import Stopped, ThreadGroup, ThreadTransport
 from ltc_dist.data.loader import ParallelLoader
+from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import Ranks, ranks, replica
 
 __all__ = ["Context", "DataParallel"]
@@ -136,6 +138,9 @@ class _Run:
         self._kwargs = kwargs
         count = len(parallel.devices)
         self._group = ThreadGroup(count)
+        self._meetings = ThreadGroup(
+            count
+        )  # of the loops; the devices' workers are at collectives meanwhile
         self._names = [f"{count} threads, {k}" for k in range(count)]
         self._results: list[Any] = [None] * count
         self._failures: list[tuple[int, BaseException]] = []
@@ -154,6 +159,7 @@ class _Run:
         indices = [device.index or 0 for device in devices]
         for k, name in enumerate(self._names):
             collective.TRANSPORTS[name] = ThreadTransport(self._group, k, indices)
+            host_collectives.MEETINGS[name] = partial(self._meet, k)
         try:
             for thread in threads:
                 thread.start()
@@ -169,6 +175,7 @@ class _Run:
                 self._drop_pending()
             for name in self._names:
                 del collective.TRANSPORTS[name]
+                del host_collectives.MEETINGS[name]
         if self._failures:
             number, first = self._failures[0]
             first.add_note(f"raised by the loop on {devices[number]}; the others were stopped")
@@ -199,12 +206,20 @@ class _Run:
                     **self._kwargs,
                 )
                 ltc.wait_device_ops(device)
-            self._group.leave(number)
+            for group in (self._group, self._meetings):
+                group.leave(number)
         except BaseException as error:
             if not isinstance(error, Stopped | LoaderError) or not self._failures:
                 self._failures.append((number, error))
             self._stop(error)
 
+    def _meet(self, number: int, what: str, payload: bytes) -> list[bytes]:
+        payloads: list[bytes] = self._meetings.exchange(
+            number, what, payload, lambda brought: [brought] * len(brought)
+        )
+        return payloads
+
     def _stop(self, error: BaseException) -> None:
-        self._group.stop(error)
+        for group in (self._group, self._meetings):
+            group.stop(error)
         self._loader.close()

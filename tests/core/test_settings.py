@@ -92,6 +92,8 @@ def test_defaults():
         ),
         ("device", "LTC_DEVICE", "cuda", "cuda"),
         ("device_ordinal", "LOCAL_RANK", "3", 3),
+        ("device_ordinal", "OMPI_COMM_WORLD_LOCAL_RANK", "3", 3),
+        ("device_ordinal", "SLURM_LOCALID", "3", 3),
         ("device_ordinal", "LTC_DEVICE_ORDINAL", "2", 2),
         ("device", "LTC_TS_CUDA", "1", "cuda"),
         ("device", "LTC_TS_CUDA", "0", "cpu"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typing_extensions
 from torch import nn
 
 import ltc_core as ltc
@@ -50,6 +51,12 @@ def test_the_innermost_line_of_the_user() -> None:
 
     line = line_of(test_the_innermost_line_of_the_user, "return source")
     assert asked() == f"{HERE}:{line} in asked"
+
+
+def test_a_deprecated_function_is_not_the_user() -> None:
+    asked = typing_extensions.deprecated("", category=None)(source.user_line)
+    told = asked()
+    assert told.startswith(HERE) and told.endswith(" in test_a_deprecated_function_is_not_the_user")
 
 
 def test_the_name_is_left_out_of_a_script() -> None:

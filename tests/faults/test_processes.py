@@ -103,6 +103,33 @@ def test_row_2_a_process_exits_before_the_one_that_it_has_lost(tmp_path: Path) -
     assert re.search(r"ltc-launch: rank 1 \(pid \d+\) raised this", err.splitlines()[-1])
 
 
+ENDS_WITHOUT_THE_OTHERS = """
+import sys, torch, torch.distributed as dist, ltc_dist as ltd
+
+def steps(index):
+    dist.init_process_group("gloo")
+    for step in range(3):
+        dist.all_reduce(torch.ones(2))
+        if dist.get_rank() == 1:
+            sys.exit(0)
+
+if __name__ == "__main__":
+    ltd.spawn(steps, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("command", [TWO, [sys.executable]], ids=["launcher", "spawn"])
+def test_row_2_a_process_ends_with_code_0_while_others_wait(
+    command: list[str], tmp_path: Path
+) -> None:
+    """gloo alone says that some peer has closed its connection."""
+    (tmp_path / "train.py").write_text(ENDS_WITHOUT_THE_OTHERS)
+    code, _, err = Job([*command, str(tmp_path / "train.py")], tmp_path).end()
+    assert code == 1 and "gloo" in err
+    words = r"rank 0 \(pid \d+\).*, after rank 1 ended with exit code 0 while others waited; the others were stopped"
+    assert re.search(words, err), err
+
+
 def test_row_6_the_launcher_is_killed(tmp_path: Path) -> None:
     job = Job(
         [

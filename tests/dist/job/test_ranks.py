@@ -34,7 +34,7 @@ SLURM = {
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*CONTRACT, *SLURM):
+    for name in (*CONTRACT, *SLURM, *(name for names in module._MPI for name in names)):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -86,6 +86,35 @@ def test_slurm() -> None:
     assert read_ranks(SLURM | {"SLURM_NODEID": "1", "SLURM_LOCALID": "3"}) == Ranks(7, 9, 3, 4)
     assert read_ranks(SLURM | {"SLURM_NTASKS": "1"}) == Ranks()  # a shell inside an allocation
     assert read_ranks(SLURM | CONTRACT) == Ranks(5, 8, 1, 4)  # torchrun under srun
+
+
+def of_mpi(prefix: str) -> dict[str, str]:
+    values = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    return {f"{prefix}_COMM_WORLD_{name}": value for name, value in values.items()}
+
+
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
+HYDRA = PMI | {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+
+
+@pytest.mark.parametrize("variables", [of_mpi("OMPI"), of_mpi("MV2"), HYDRA], ids=str)
+def test_mpirun(variables: dict[str, str]) -> None:
+    assert read_ranks(variables) == Ranks(5, 8, 1, 4)
+    within_slurm = SLURM | {
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+    }  # of what mpirun starts hosts by
+    assert read_ranks(within_slurm | variables) == Ranks(5, 8, 1, 4)
+    assert read_ranks(variables | CONTRACT | {"RANK": "6"}) == Ranks(6, 8, 1, 4)
+    rank, size, *_ = variables
+    assert read_ranks({rank: "0", size: "1"}) == Ranks() and read_ranks({rank: "0"}) == Ranks()
+    with pytest.raises(SettingsError, match=f"{rank} says more than there are"):
+        read_ranks(variables | {rank: "8"})
+
+
+def test_srun_sets_a_part_of_the_variables_of_mpirun() -> None:
+    assert read_ranks(SLURM | {"PMI_RANK": "7", "PMI_SIZE": "9"}) == Ranks(7, 9, 0, 1)
+    assert read_ranks(PMI) == Ranks(5, 8, 5, 8)
 
 
 @pytest.mark.parametrize(

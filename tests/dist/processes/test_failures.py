@@ -13,6 +13,7 @@ from ltc_dist.processes.failures import (
     SILENT,
     VANISHED,
     Failure,
+    after,
     first_failure,
     has_cause,
     how_it_ended,
@@ -114,6 +115,12 @@ def test_the_last_line() -> None:
     error.add_note("more")
     assert last_line(error) == "ValueError: a\nb" and last_line(KeyError()) == "KeyError"
     assert last_line(Mute()) == "Mute: (its __str__ raises KeyError)"
+
+
+def test_who_ended_before() -> None:
+    assert after([]) == ""
+    assert after([1]) == ", after rank 1 ended with exit code 0 while others waited"
+    assert after([1, 2]) == ", after ranks 1, 2 ended with exit code 0 while others waited"
 
 
 def test_how_it_ended() -> None:

@@ -77,6 +77,17 @@ def test_nobody_is_waited_for_when_all_have_ended() -> None:
     assert not found.awaits_cause()
 
 
+@pytest.mark.parametrize(("verdict", "expected"), [(CONSEQUENCE, [1]), (CAUSE, [])])
+def test_a_loss_follows_from_who_ended_with_code_0(verdict: str, expected: list[int]) -> None:
+    found, _ = watched(
+        Process(0, 1, Reported(verdict, 1.0)), Process(1, 0), Process(2), Process(3, 0, left=False)
+    )
+    found.tell_vanished()
+    with found.ending(0.0):
+        found.processes[2].exitcode = 0
+    assert found.ended_before(Failure(0, 1, verdict, 1.0)) == expected
+
+
 def test_a_failure_after_the_end_was_told_is_no_cause() -> None:
     found, _ = watched(Process(0), Process(1, -signal.SIGKILL), Process(2))
     with found.ending(0.0):

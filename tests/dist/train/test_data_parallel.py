@@ -231,6 +231,83 @@ def test_the_first_replica_saves(tmp_path: Path) -> None:
     """)
 
 
+def test_replicas_meet_by_tag() -> None:
+    passes("""
+        def loop(model, loader, device, context):
+            k = ltd.get_ordinal()
+            summed = ltd.all_reduce("sum", torch.ones(2, device=device))  # recorded, handed over by the meeting
+            found = [ltd.rendezvous(f"round {n}", bytes([10 * n + k])) for n in range(3)]
+            backwards = ltd.rendezvous("backwards", bytes([k]), (1, 0))
+            losses = ltd.mesh_reduce("losses", [torch.full((2,), k + 1.0, device=device), k], list)
+            alone = ltd.rendezvous("alone", b"me", (k,))
+            called = ltd.do_on_ordinals(lambda: "done")
+            return found, backwards, ltd.to_cpu(losses), alone, called, ltd.to_cpu(summed).tolist()
+
+        for k, got in enumerate(dp.DataParallel(net)(loop, parts)):
+            found, backwards, losses, alone, called, summed = got
+            assert found == [[bytes([10 * n]), bytes([10 * n + 1])] for n in range(3)], found
+            assert backwards == [b"\\1", b"\\0"] and alone == [b"me"] and called == (None if k else "done")
+            assert [(t.tolist(), n) for t, n in losses] == [([1, 1], 0), ([2, 2], 1)]
+            assert summed == [2, 2]
+    """)
+
+
+def test_a_meeting_of_replicas_leaves_a_step_whole_that_another_one_records() -> None:
+    passes("""
+        recorded, met = threading.Event(), threading.Event()
+
+        def loop(model, loader, device, context):
+            x = torch.ones(2, device=device)
+            ltd.mark_step(device=device)
+            x = ltd.all_reduce("sum", x)
+            if device.index == 1:
+                recorded.set()
+                assert met.wait(30)
+                assert count_pending_ops()
+            else:
+                assert recorded.wait(30)
+                threading.Timer(0.5, met.set).start()
+            ltd.rendezvous("there")
+            return x.tolist()
+
+        from ltc_core.runtime.devices import count_pending_ops
+        assert dp.DataParallel(net)(loop, parts) == [[2, 2]] * 2
+    """)
+
+
+def test_a_meeting_where_a_replica_does_not_come() -> None:
+    passes(
+        """
+        parallel = dp.DataParallel(net)
+
+        def ending(model, loader, device, context):
+            if device.index == 0:
+                ltd.rendezvous("there")
+
+        def failing(model, loader, device, context):
+            if device.index == 0:
+                ltd.mesh_reduce("there", 1, sum)
+            time.sleep(0.2)
+            raise LookupError("no such word")
+
+        def astray(model, loader, device, context):
+            ltd.rendezvous(f"place {device.index}")
+
+        def some(model, loader, device, context):
+            ltd.rendezvous("some", b"", (0, 1))
+
+        text = fails(CollectiveError, lambda: parallel(ending, parts))
+        assert "replica 1 has ended while replica 0 waits" in text and "at rendezvous 'there'" in text
+        assert "no such word" in fails(LookupError, lambda: parallel(failing, parts))
+        text = fails(CollectiveError, lambda: parallel(astray, parts))
+        assert "replica 1: rendezvous 'place 1'" in text
+        three = dp.DataParallel(net, ["ltc:0", "ltc:1", "ltc:2"])
+        assert "threads meet all together" in fails(RankError, lambda: three(some, parts))
+    """,
+        LTC_NUM_DEVICES="3",
+    )
+
+
 def test_all_collectives() -> None:
     passes("""
         def collect(model, loader, device, context):
