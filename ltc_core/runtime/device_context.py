@@ -156,23 +156,28 @@ class DeviceContext:
 
         Cost: a third of that of another cut.
         """
-        step = self.trace.cursor
-        compiled = step.known
-        if compiled is None or not self._is_undisturbed:
-            return False
-        native = compiled.program.native
-        if native is None or not compiled.placement.is_quicker_here(is_awaited):
+        if self.trace.cursor.known is None:
             return False
         fork_gate.pass_through()
-        self.streaming.before_cut()
-        started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        made = compiled.known_cut.make(step, self.trace, self.memory, native)
-        if made is None:
-            return False
-        found, data, scalars, outputs = made
-        self._finish_in_cpp(compiled, found, data, scalars, outputs, {}, started_ns, started_cpu_ns)
-        self.compiler.note_found(compiled)
-        self.streaming.after_cut(compiled, False)
+        with self.trace.lock:
+            step = self.trace.cursor
+            compiled = step.known
+            if compiled is None or not self._is_undisturbed:
+                return False
+            native = compiled.program.native
+            if native is None or not compiled.placement.is_quicker_here(is_awaited):
+                return False
+            self.streaming.before_cut()
+            started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+            made = compiled.known_cut.make(step, self.trace, self.memory, native)
+            if made is None:
+                return False
+            found, data, scalars, outputs = made
+            self._finish_in_cpp(
+                compiled, found, data, scalars, outputs, {}, started_ns, started_cpu_ns
+            )
+            self.compiler.note_found(compiled)
+            self.streaming.after_cut(compiled, False)
         self._note_cut(reason, compiled, time.perf_counter_ns() - started_ns)
         return True
 

@@ -1,6 +1,7 @@
 """A cut is made again in C++ where the trace holds what it held when it was made first: with the same results."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from ltc_core.executors.reference import replay
 from ltc_core.runtime import placement
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
 
 pytestmark = pytest.mark.skipif(replay.extension.load() is None, reason="no C++ compiler")
@@ -43,6 +45,20 @@ def test_where_it_repeats(known: list[bool]) -> None:
     x = torch.ones(4, device="ltc")
     repeated(lambda: (x * 5.0).sum().item(), 8)
     assert known[-4:] == [True] * 4
+
+
+def test_not_while_the_worker_is_busy(known: list[bool]) -> None:
+    """It may read what the program would overwrite."""
+    x = torch.ones(4, device="ltc")
+    assert repeated(lambda: (x * 13.0).sum().item(), 8)[-1] == 52.0 and known[-1]
+    gate, worker = threading.Event(), context(0).worker
+    assert worker.start()
+    worker.submit(Job(gate.wait))
+    later = threading.Timer(0.2, gate.set)
+    later.start()
+    assert (x * 13.0).sum().item() == 52.0
+    later.join()
+    assert not known[-1]
 
 
 def test_not_where_another_value_is_alive(known: list[bool]) -> None:
