@@ -171,7 +171,7 @@ class DeviceRuntime(abc.ABC):
         return False
 
     def placement(self, inputs: Sequence[Any]) -> Hashable:
-        """What a program depends on besides its subgraph: how its inputs are divided over devices."""
+        """What a program depends on besides its subgraph, such as how its inputs are divided over devices."""
         return None
 
     def place_like(self, data: Any, other: Any) -> Any:

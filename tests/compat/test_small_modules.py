@@ -308,3 +308,22 @@ names = [name for name in dir(xenv) if name.isupper()]
 assert len(names) >= 44 and all(type(getattr(xenv, name)) is str for name in names)
 """
     run(tmp_path, code)
+
+
+def test_precision_of_products(tmp_path: Path) -> None:
+    code = """
+import torch
+from torch_xla import backends
+
+assert backends.get_mat_mul_precision() == "highest"
+backends.set_mat_mul_precision("default")
+assert torch.get_float32_matmul_precision() == "medium"
+assert backends.get_mat_mul_precision() == "default"
+try:
+    backends.set_mat_mul_precision("low")
+except ValueError as error:
+    assert "no such precision" in str(error) and "'high'" in str(error)
+else:
+    raise AssertionError
+"""
+    run(tmp_path, code)

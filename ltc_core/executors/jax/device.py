@@ -22,6 +22,7 @@ from ltc_core.executors.jax.launch import JaxLaunch
 from ltc_core.executors.jax.library import devices, wide_types
 from ltc_core.executors.jax.lowering import LOWERING
 from ltc_core.executors.jax.mesh import DeviceMesh, is_divided, named
+from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.graph.sharding import Sharding
@@ -132,7 +133,7 @@ class JaxDevice(DeviceRuntime):
     # -- dividing ------------------------------------------------------------------------------
 
     def placement(self, inputs: Sequence[Any]) -> Hashable:
-        return self.mesh.placement(inputs)
+        return precision(), self.mesh.placement(inputs)
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Data divided over devices."""

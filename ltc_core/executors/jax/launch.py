@@ -22,6 +22,7 @@ from ltc_core.executors.jax.collectives import Collectives, Joint
 from ltc_core.executors.jax.library import wide_types
 from ltc_core.executors.jax.lowering import function_of
 from ltc_core.executors.jax.mesh import DeviceMesh
+from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.sharding import SHARD
@@ -112,7 +113,7 @@ class JaxLaunch(Launch):
         placed = ""
         if self._mesh is not None:
             placed = mesh.text_of(lies, [len(metas[k].size) for k in self._order])
-        key = on_disk.key(f"{subgraph.text()} {checked} {placed}")
+        key = on_disk.key(f"{subgraph.text()} {checked} {placed} {precision()}")
         how = {} if self._mesh is None else {"out_shardings": lie}
         traced = jax.jit(ordered, donate_argnums=donated, keep_unused=True, **how)
         self._lower = partial(traced.lower, *given)

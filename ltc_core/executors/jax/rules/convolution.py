@@ -17,11 +17,11 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import Array, Call, lowers
 
 __all__: list[str] = []
 
-_EXACT = lax.Precision.HIGHEST  # as in `linear`
 # Elements of a window over all input channels, up to which a TPU has room for them in its lanes. One channel, or three,
 # leave most lanes empty.
 _SMALL_WINDOW = 256
@@ -48,7 +48,7 @@ class Convolution:
         if self._is_pointwise(weight):
             strided = x[(..., *(slice(None, None, s) for s in self.stride))]
             rows = jnp.moveaxis(strided, 1, -1)
-            product = jnp.matmul(rows, weight.reshape(weight.shape[:2]).T, precision=_EXACT)
+            product = jnp.matmul(rows, weight.reshape(weight.shape[:2]).T, precision=precision())
             return jnp.moveaxis(product, -1, 1)
         if self._is_depthwise(weight):
             return self._depthwise(x, weight)
@@ -109,11 +109,10 @@ class Convolution:
             rhs_dilation=self.dilation,
             feature_group_count=self.groups,
         )
-        return self._exactly(convolve, x, weight)
+        return self._computed(convolve, x, weight)
 
-    def _exactly(self, convolve: Any, x: Array, weight: Array) -> Array:
-        """What `convolve` gives, as exact as float32 is."""
-        return convolve(x, weight, precision=_EXACT)
+    def _computed(self, convolve: Any, x: Array, weight: Array) -> Array:
+        return convolve(x, weight, precision=precision())
 
     def input_gradient(self, grad: Array, x: Array, weight: Array) -> Array:
         (found,) = jax.linear_transpose(lambda x: self(x, weight), x)(grad)
@@ -148,7 +147,7 @@ class Convolution:
             chosen = [slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in rows]
             part = padded[(slice(None), *chosen)].reshape(-1, count, x.shape[1] // count)
             # (group, output channel, input channel)
-            found.append(jnp.einsum("rgo,rgi->goi", grads, part, precision=_EXACT))
+            found.append(jnp.einsum("rgo,rgi->goi", grads, part, precision=precision()))
         return jnp.stack(found, -1).reshape(weight.shape)
 
     def _depthwise_gradient(self, grad: Array, padded: Array, weight: Array) -> Array:
@@ -170,6 +169,14 @@ def _mirrored(weight: Array, groups: int) -> Array:
     return jnp.swapaxes(split, 1, 2).reshape(groups * per_group, count, *weight.shape[2:])
 
 
+# Which parts of both operands are multiplied, the largest first.
+_PRODUCTS = {
+    lax.Precision.HIGHEST: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0)),
+    lax.Precision.HIGH: ((0, 0), (0, 1), (1, 0)),
+    lax.Precision.DEFAULT: ((0, 0),),
+}
+
+
 class ConvolutionOnTpu(Convolution):
     """In the forms that XLA compiles in seconds for a TPU. Gradients are convolutions, too.
 
@@ -177,18 +184,18 @@ class ConvolutionOnTpu(Convolution):
     5, gradient of the weight 17 and 4; of the weight where one channel comes in, more than 60 and 7.
     """
 
-    def _exactly(self, convolve: Any, x: Array, weight: Array) -> Array:
-        """Of float32, as one convolution of bfloat16 with six times the channels.
+    def _computed(self, convolve: Any, x: Array, weight: Array) -> Array:
+        """Of float32, as one convolution of bfloat16 with six times the channels, or with three times (HIGH).
 
-        Each number is the sum of three of bfloat16. The three smallest of their nine products do not count: these are
-        the six that `Precision.HIGHEST` stands for.
+        Each number is the sum of three of bfloat16. The three smallest of their nine products do not count: the others
+        are those that HIGHEST stands for, and the three largest those of HIGH.
         """
-        if x.dtype != np.float32:
+        pairs = _PRODUCTS[precision()]
+        if x.dtype != np.float32 or len(pairs) == 1:
             return convolve(x, weight)
-        a, b, c = _parts_in_bfloat16(x)
-        p, q, r = _parts_in_bfloat16(weight)
-        x = self._joined([a, a, a, b, b, c])
-        weight = jnp.concatenate([p, q, r, p, q, p], 1)
+        of_x, of_weight = _parts_in_bfloat16(x), _parts_in_bfloat16(weight)
+        x = self._joined([of_x[i] for i, _ in pairs])
+        weight = jnp.concatenate([of_weight[k] for _, k in pairs], 1)
         return convolve(x, weight, preferred_element_type=np.float32)
 
     def _joined(self, parts: Sequence[Array]) -> Array:
@@ -227,7 +234,7 @@ class ConvolutionOnTpu(Convolution):
             padding=[(p, (k - 1) * d + (m - 1) * s + 1 - n - p) for n, m, k, s, p, d in rows],
             rhs_dilation=self.stride,
         )
-        found = self._exactly(convolve, jnp.swapaxes(x, 0, 1), jnp.swapaxes(grad, 0, 1))
+        found = self._computed(convolve, jnp.swapaxes(x, 0, 1), jnp.swapaxes(grad, 0, 1))
         return jnp.swapaxes(found, 0, 1)
 
     def _product_with_windows(self, grad: Array, x: Array, weight: Array) -> Array:
@@ -237,7 +244,7 @@ class ConvolutionOnTpu(Convolution):
         windows = jnp.stack([self._part(padded, place, sizes) for place in places], 2)
         rows = jnp.moveaxis(windows, (1, 2), (-2, -1)).reshape(-1, weight[0].size)
         grads = jnp.moveaxis(grad, 1, -1).reshape(-1, grad.shape[1])
-        return jnp.matmul(grads.T, rows, precision=_EXACT).reshape(weight.shape)
+        return jnp.matmul(grads.T, rows, precision=precision()).reshape(weight.shape)
 
 
 def _parts_in_bfloat16(x: Array) -> list[Array]:

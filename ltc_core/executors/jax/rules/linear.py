@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jax import lax
 from jax import numpy as jnp
 
+from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import Array, Call, lowers, to_dtype
 
 __all__: list[str] = []
-
-# A TPU multiplies float32 in three passes of bfloat16 by default, a GPU in TF32: as exact as PyTorch's on the CPU.
-_EXACT = lax.Precision.HIGHEST
 
 
 @lowers("mm", "bmm", "matmul", "dot", "mv")
 def matmul(c: Call, x: Array, y: Array) -> Array:
     if x.dtype == np.bool_:
         return (x.astype(np.int32) @ y.astype(np.int32)) != 0
-    return jnp.matmul(x, y, precision=_EXACT)
+    return jnp.matmul(x, y, precision=precision())
 
 
 @lowers("addmm")
@@ -46,7 +43,7 @@ def addbmm(c: Call, bias: Array, x: Array, y: Array, *, beta: Any = 1, alpha: An
 def _wide_product(c: Call, x: Array, y: Array) -> Array:
     """The product, of float16 and bfloat16 in float32: it is rounded when the bias has been added."""
     if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.matmul(x, y, precision=_EXACT, preferred_element_type=np.float32)
+        return jnp.matmul(x, y, precision=precision(), preferred_element_type=np.float32)
     return matmul(c, x, y)
 
 

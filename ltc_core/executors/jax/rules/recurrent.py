@@ -9,11 +9,11 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
+from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import Array, Call, lowers
 
 __all__: list[str] = []
 
-_EXACT = lax.Precision.HIGHEST
 _LSTM = 2  # `ideep::rnn_kind::LSTM`
 
 
@@ -21,11 +21,11 @@ def _layer(
     x: Array, of_input: Array, of_hidden: Array, bias: Array, h: Array, c: Array, reverse: bool
 ) -> tuple[Array, Array, Array]:
     """Outputs of all steps, and the last hidden and cell state. `x` is (time, batch, features)."""
-    products = jnp.matmul(x, of_input.T, precision=_EXACT) + bias
+    products = jnp.matmul(x, of_input.T, precision=precision()) + bias
 
     def step(state: tuple[Array, Array], product: Array) -> tuple[tuple[Array, Array], Array]:
         h, c = state
-        gates = product + jnp.matmul(h, of_hidden.T, precision=_EXACT)
+        gates = product + jnp.matmul(h, of_hidden.T, precision=precision())
         i, f, g, o = jnp.split(gates, 4, -1)
         c = lax.logistic(f) * c + lax.logistic(i) * jnp.tanh(g)
         h = lax.logistic(o) * jnp.tanh(c)

@@ -1,0 +1,66 @@
+"""How exactly float32 is multiplied is said by PyTorch's settings, and part of what a program depends on."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import ltc_core as ltc
+from ltc_core.executors.device_program import launches
+from ltc_core.executors.jax.precision import precision
+from ltc_core.executors.jax.rules.convolution import ConvolutionOnTpu
+
+HIGHEST, HIGH, DEFAULT = (
+    jax.lax.Precision.HIGHEST,
+    jax.lax.Precision.HIGH,
+    jax.lax.Precision.DEFAULT,
+)
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("highest", HIGHEST), ("high", HIGH), ("medium", DEFAULT)]
+)
+def test_pytorch_s_settings(name: str, expected: jax.lax.Precision) -> None:
+    torch.set_float32_matmul_precision(name)
+    assert precision() is expected
+
+
+def test_its_newer_settings_beside_the_older() -> None:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
+    assert precision() is DEFAULT
+
+
+def test_a_change_makes_another_program() -> None:
+    device = ltc.lazy_device()
+    x = torch.ones(6, 7).to(device)
+    found = []
+    for name in ("highest", "high", "highest"):
+        torch.set_float32_matmul_precision(name)
+        before = set(map(id, launches()))
+        assert (x @ x.T).sum().item() == 252.0
+        found.append([one.hlo() for one in launches() if id(one) not in before])
+    assert [len(new) for new in found] == [1, 1, 0]
+    assert "HIGHEST" in found[0][0] and "HIGHEST" not in found[1][0] and "HIGH" in found[1][0]
+
+
+def test_a_convolution_on_a_tpu_has_as_many_products() -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(2, 40, 9)).astype(np.float32)
+    weight = generator.normal(size=(5, 40, 3)).astype(np.float32)
+    exact = torch.nn.functional.conv1d(*(torch.from_numpy(a).double() for a in (x, weight))).numpy()
+    convolution = ConvolutionOnTpu(1, (1,), (0,), (1,), False, (0,), 1)
+    errors = []
+    for name in ("highest", "high"):
+        torch.set_float32_matmul_precision(name)
+        found = np.asarray(convolution(x, weight))
+        errors.append(float(np.abs(found - exact).max() / np.abs(exact).max()))
+    assert errors[0] < 1e-6 < errors[1] < 1e-4, errors
