@@ -36,6 +36,8 @@ _MOST_NICE = 19
 _MAX_QUOTED = 300
 # Errors after which another directory may work: it may have room, or be writable.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_NAMED = re.compile(r"\w+(Error|Exception)\b")  # a line that begins with an exception's class
+_NAME_ALONE = re.compile(r"\w+(Error|Exception):?")
 _COMPILER_ERROR = re.compile(r"\berror: |/ld: |: undefined reference")
 
 Build = Callable[[bytes, Path], dict[str, Any]]
@@ -157,9 +159,21 @@ def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said_by_compiler = [line for line in lines if _COMPILER_ERROR.search(line)]
     line = (said_by_compiler or lines or [""])[0][:_MAX_QUOTED].rstrip(".")
-    if said_by_compiler or _op(error) or re.match(r"\w+(Error|Exception)\b", line):
+    if said_by_compiler or _op(error):
         return line
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    if not line or _NAME_ALONE.fullmatch(line):
+        return f"{line or f'{type(error).__name__}:'} {_place(error)}"[:_MAX_QUOTED]
+    return line if _NAMED.match(line) else f"{type(error).__name__}: {line}"
+
+
+def _place(error: BaseException) -> str:
+    """The line that raised an error without a text, such as a check."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "without a text"
+    return f"{frames[-1].line} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from ltc_core.executors.artifacts import Artifacts
 from ltc_core.executors.inductor.compiler import service as module
 from ltc_core.executors.inductor.compiler.service import CompileService, Outcome
 from ltc_core.settings import settings
-from tests.core.executors.inductor.fake_builder import BUILDER, LIBRARY, request
+from tests.core.executors.inductor.fake_builder import BUILDER, LIBRARY, do_check, request
 from tests.core.runtime.process_ends import WAIT_S, all_gone, pids_in
 
 KEYS = [f"{k:02x}" * 32 for k in range(20)]
@@ -193,7 +193,10 @@ class TestBuilding:
         assert left_in(asker.root) == {KEYS[1]} and path is not None
 
 
+_CHECK = f"assert not wanted (fake_builder.py:{do_check.__code__.co_firstlineno + 1})"
 REFUSALS = {
+    "check": (f"the compiler refuses it (AssertionError: {_CHECK})", {}),
+    "check_within": (f"the compiler refuses it (AssertionError: {_CHECK})", {}),
     "raise": (
         "the compiler refuses it (NotImplementedError: no rule)",
         {"text": "no rule.\n  at x"},
