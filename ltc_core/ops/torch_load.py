@@ -7,6 +7,7 @@ share the storage: they alias each other here as they did when they were saved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,22 @@ def _deserialize(storage: Any, location: str) -> Any:
     return HostStorage.on(torch.device(name, checked(torch.device(location).index or 0)), storage)
 
 
+_location_of: Callable[[Any], Any] = torch._utils._get_restore_location
+
+
+def _location_for(device: Any) -> Any:
+    """Where a tensor goes that `torch.save` wrote as a CPU copy with the name of its device.
+
+    PyTorch refuses a function as `map_location` there. Here it is given an empty storage, as it is given storages.
+    """
+    map_location: Any = torch.serialization._serialization_tls.map_location
+    if map_location is None or isinstance(map_location, dict | str | torch.device):
+        return _location_of(device)
+    found = map_location(torch.empty(0).untyped_storage(), str(device))
+    return device if found is None else found.device
+
+
 def register_loading() -> None:
     """Register the device with `torch.load`; called once."""
     torch.serialization.register_package(_PRIORITY, _tag, _deserialize)
+    torch._utils._get_restore_location = _location_for

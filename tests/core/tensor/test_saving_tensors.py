@@ -71,12 +71,20 @@ def test_map_location(where: str, weights_only: bool, device: torch.device) -> N
     assert loaded.device == expected and loaded.tolist() == [0.0, 1.0, 2.0]
 
 
-def test_a_function_as_map_location_is_refused_by_torch(device: torch.device) -> None:
-    """As for all devices whose tensors have no storage; of a CPU file it may be one."""
-    with pytest.raises(RuntimeError, match="Callable map_location not supported"):
-        there_and_back(torch.ones(1, device=device), map_location=lambda storage, where: storage)
-    loaded = there_and_back(torch.ones(1), map_location=lambda storage, where: storage)
-    assert loaded.is_cpu
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_function_as_map_location(weights_only: bool, device: torch.device) -> None:
+    data = {"x": torch.arange(4.0, device=device), "cpu": torch.ones(1)}
+    asked = []
+
+    def where(storage: Any, location: str) -> Any:
+        asked.append(location)
+        return storage
+
+    loaded = there_and_back(data, map_location=where, weights_only=weights_only)
+    assert loaded["x"].is_cpu and loaded["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert loaded["cpu"].is_cpu and str(device) in asked
+    loaded = there_and_back(data, map_location=lambda *_: None, weights_only=weights_only)
+    assert loaded["x"].device == device and loaded["cpu"].is_cpu
 
 
 def test_tensors_of_one_storage_share_it_on_the_device(device: torch.device) -> None:
