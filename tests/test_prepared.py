@@ -192,7 +192,7 @@ def test_processes_of_a_program_see_what_they_see_alone(tmp_path: Path) -> None:
     assert len(seen[0]) == 4
     for forked, alone in zip(*seen, strict=True):
         for each in (forked, alone):
-            for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):  # of a run
+            for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "_LTC_RANK_OWNER"):  # of a run
                 del each["environ"][name]
         assert forked == alone
 
