@@ -318,7 +318,7 @@ class DeviceContext:
         for buffer in outputs:
             buffer.made_by(launch)
         release_team()
-        self._worker_has_team = True
+        self._worker_has_team |= num_threads > 1
         try:
             self.worker.submit(launch)
         except BaseException as error:  # an interrupt, or no thread: nobody will run it

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ltc_core.executors.reference import replay
 from ltc_core.runtime import placement
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
 
@@ -59,6 +61,31 @@ def test_not_while_the_worker_is_busy(known: list[bool]) -> None:
     assert (x * 13.0).sum().item() == 52.0
     later.join()
     assert not known[-1]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_beside_a_program_in_the_worker(
+    num_threads: int, known: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread has no OpenMP team, which would keep the cores from the program here."""
+
+    def placed(self: Any, compiled: Any, num_threads: int, is_awaited: bool) -> Placement:
+        return Placement.HERE if is_awaited else Placement.WORKER
+
+    monkeypatch.setattr(DeviceContext, "_placement", placed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        x = torch.ones(4, device="ltc")
+        for _ in range(8):
+            kept = x + 17.0
+            ltc.mark_step()
+            context(0).worker.drain()
+            assert (x * 17.0).sum().item() == 68.0
+        assert known[-1] is (num_threads == 1)
+        assert kept.tolist() == [18.0] * 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_not_where_another_value_is_alive(known: list[bool]) -> None:
