@@ -73,12 +73,11 @@ _ALIKE = {
     "reduce_scatter_tensor_coalesced_": "outputs",
     "scatter_": "output_tensors",
 }
+# The arguments of functional ops that are the same in all members.
+_TOLD = frozenset({"reduce_op", "src"})
 _WRITE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
 _RECEIVE = frozenset({"recv_", "recv_any_source_"})
 # Functional ops that are complete, and may have written their operands, only after `wait_tensor` on their results.
-_TOLD = frozenset(
-    {"reduce_op", "src"}
-)  # arguments of functional ops that are the same in all members
 _ONE_TO_ONE = frozenset({"batch_p2p_ops", "irecv", "isend"})
 
 

@@ -184,8 +184,13 @@ class DeviceContext:
     @property
     def _is_undisturbed(self) -> bool:
         """Whether nothing is to happen at a cut but a run in this thread."""
-        is_free = self.worker.is_idle and not self._worker_has_team and self.streaming.is_whole
-        return is_free and slices.on is None and not num_dispatch_modes()
+        is_seen = slices.on is not None
+        return self.worker.is_idle and self.streaming.is_whole and not is_seen and self._is_alone
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether a run in this thread competes with no OpenMP team of the worker, and no dispatch mode sees it."""
+        return not self._worker_has_team and not num_dispatch_modes()
 
     def _note_shapes(self) -> None:
         """Whether one graph may serve many sizes, and a common size gets a graph that is compiled."""
@@ -340,8 +345,8 @@ class DeviceContext:
 
     def _native(self, compiled: CompiledGraph, inputs: Sequence[Buffer]) -> Any | None:
         """The program in C++, if it needs nothing that a `Launch` is for: other threads and processes, lost inputs."""
-        is_alone = not compiled.lines and not self._worker_has_team and not num_dispatch_modes()
-        if not is_alone or any(buffer.data is None for buffer in inputs):
+        can_run = not compiled.lines and self._is_alone
+        if not can_run or any(buffer.data is None for buffer in inputs):
             return None
         return compiled.program.native
 

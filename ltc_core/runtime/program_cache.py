@@ -179,8 +179,8 @@ class ProgramCache:
         results = self._outputs(graph, program)
         known_cut = None
         if not is_dynamic:
-            held = tuple(value is None for _, value, _ in cut.inputs)
-            known_cut = fast_path.known_cut(outputs, held, slots, results, program.peak_bytes)
+            is_donated = tuple(value is None for _, value, _ in cut.inputs)
+            known_cut = fast_path.known_cut(outputs, is_donated, slots, results, program.peak_bytes)
         return CompiledGraph(graph, program, slots, results, count_ops(nodes), known_cut)
 
     def _outputs(self, graph: Graph, program: Program) -> tuple[tuple[int, int], ...]:

@@ -138,9 +138,8 @@ class _Run:
         self._kwargs = kwargs
         count = len(parallel.devices)
         self._group = ThreadGroup(count)
-        self._meetings = ThreadGroup(
-            count
-        )  # of the loops; the devices' workers are at collectives meanwhile
+        # Of the loops; the devices' workers are at collectives meanwhile.
+        self._meetings = ThreadGroup(count)
         self._names = [f"{count} threads, {k}" for k in range(count)]
         self._results: list[Any] = [None] * count
         self._failures: list[tuple[int, BaseException]] = []

@@ -11,9 +11,8 @@ from jax import lax
 
 __all__ = ["precision"]
 
-_of = (
-    torch._C._get_fp32_precision_getter
-)  # of the older and of the newer settings, which may be mixed
+# It knows the older and the newer settings, which may be mixed.
+_of = torch._C._get_fp32_precision_getter
 _PRECISIONS = {
     "ieee": lax.Precision.HIGHEST,
     "tf32": lax.Precision.HIGH,

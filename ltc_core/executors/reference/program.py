@@ -126,7 +126,7 @@ class ReferenceProgram(Program):
         if isinstance(found, BaseException):
             raise found
         try:
-            results = self._results(replay.found(found))
+            results = self._results(replay.outcome(found))
         except SubgraphFailure as failure:
             raise self._salvaged(failure, inputs, scalars) from failure.__cause__
         return in_own_state(self.run)(inputs, scalars) if results is None else results

@@ -23,7 +23,7 @@ from ltc_core.graph.op_schema import runs_with_grad
 from ltc_core.native_extension import Extension
 from ltc_core.program.plan import MemoryPlan
 
-__all__ = ["Failed", "Replay", "build", "extension", "found"]
+__all__ = ["Failed", "Replay", "build", "extension", "outcome"]
 
 extension = Extension("_ltc_replay", Path(__file__).parent / "csrc" / "ltc_replay.cpp", "-O1")
 
@@ -81,10 +81,10 @@ class Replay:
         Args:
             inputs: in the graph's order. Those that are donated are taken out: they die at their last use.
         """
-        return found(self.program.run(inputs, list(scalars)))
+        return outcome(self.program.run(inputs, list(scalars)))
 
 
-def found(returned: Any) -> list[torch.Tensor] | Failed | None:
+def outcome(returned: Any) -> list[torch.Tensor] | Failed | None:
     """What a program of the C++ part has returned, with a type for a failure."""
     return Failed(*returned) if type(returned) is tuple else returned
 

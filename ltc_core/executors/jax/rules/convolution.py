@@ -80,8 +80,11 @@ class Convolution:
 
     def _part(self, padded: Array, place: Sequence[int], sizes: Sequence[int]) -> Array:
         """The elements at one place of each window, of a tensor whose last dims are padded."""
+        return padded[(..., *self._at(place, sizes))]
+
+    def _at(self, place: Sequence[int], sizes: Sequence[int]) -> list[slice]:
         rows = zip(place, self.dilation, sizes, self.stride, strict=True)
-        return padded[(..., *(slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in rows))]
+        return [slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in rows]
 
     def _sizes(self, x: Array, weight: Array) -> list[int]:
         """The sizes of the result of a convolution that is not transposed."""
@@ -143,9 +146,9 @@ class Convolution:
         sizes = grad.shape[2:]
         found = []
         for place in itertools.product(*map(range, weight.shape[2:])):
-            rows = zip(place, self.dilation, sizes, self.stride, strict=True)
-            chosen = [slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in rows]
-            part = padded[(slice(None), *chosen)].reshape(-1, count, x.shape[1] // count)
+            part = padded[(slice(None), *self._at(place, sizes))].reshape(
+                -1, count, x.shape[1] // count
+            )
             # (group, output channel, input channel)
             found.append(jnp.einsum("rgo,rgi->goi", grads, part, precision=precision()))
         return jnp.stack(found, -1).reshape(weight.shape)
