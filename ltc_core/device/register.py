@@ -136,6 +136,15 @@ def set_python_dispatch(t: torch.Tensor, is_on: bool) -> None:
     _native.set_python_dispatch(t._cdata, is_on)
 
 
+def hold_gloo_threads(seconds: float) -> None:
+    """Let a thread of gloo that got a message of another size stop so long before it aborts this process.
+
+    Meanwhile who waits for the message can find out what the sender is at. Without the C++ side it aborts at once.
+    """
+    if _native is not None:
+        _native.hold_gloo_threads(seconds)
+
+
 class _StateAsBytes:
     """The hooks as C++ calls them: a generator's state is passed as bytes.
 

@@ -1,8 +1,8 @@
 """The collectives that torch.distributed runs on tensors of the device, compared as those of graphs are.
 
 Each process group has a `Line` of its own: its collectives have numbers, a plan that is new is compared before it runs,
-and a wait looks once a second what the others do. gloo itself aborts the process, or waits for its own timeout. The
-messages are gloo's, without an identity. `ltc_core.api.c10d` calls `begin` before each collective.
+and a wait looks once a second what the others do. The messages are gloo's, without an identity. Called by
+`ltc_core.api.c10d` before each collective.
 """
 
 from __future__ import annotations

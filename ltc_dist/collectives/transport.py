@@ -2,7 +2,8 @@
 
 All members of a line run its collectives in one order. Each collective has a number in that order, and its message
 carries its identity (`identity`), so that two collectives which only look alike are an error and never a number. A
-plan that is new is compared before it runs: gloo does not look, and with other sizes elsewhere it may hang. Used by
+plan that is new is compared before it runs: gloo does not look, and with other sizes elsewhere it may hang. Where a
+known plan meets a message of another size, gloo's thread is held until the error is raised. Used by
 `process_group`, which connects the lines.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import math
 import time
 import weakref
 from collections import deque
@@ -20,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 
+from ltc_core.device.register import hold_gloo_threads
 from ltc_core.errors import CollectiveError, CollectiveTimeoutError, PeerEndedError
 from ltc_core.graph.buckets import deal
 from ltc_core.graph.collective import (
@@ -65,6 +68,7 @@ _REDUCED_AS = {
 _LONGEST_PAUSE_S = 0.01  # between two looks at whether a GPU is done
 _NUM_TOLD = 8  # collectives that a member tells: the one it is at, and those before
 _BETWEEN = "\0"  # two collectives of a text
+_HELD_S = 30.0  # a thread of gloo stops so long before it aborts: more than it takes to find out what others are at
 _TELL_S = 5.0  # for the others to tell what they are at; a member that waits tells it after LOOK_S
 
 
@@ -136,6 +140,8 @@ class Line:
         self._slices: dict[int, Slice] = {}  # of the collectives under way, by their numbers
         self._met = 0  # number of the last collective whose plan was new
         LINES.add(self)
+        if not is_on_gpus():
+            hold_gloo_threads(_HELD_S)
 
     def on(self, route: Route) -> ProcessTransport:
         return ProcessTransport(self, route)
@@ -207,6 +213,7 @@ class Line:
         for position, other in self._calls_of_others(call.number):
             mine = own.get(other.number)
             if mine is not None and mine.is_other_than(other):
+                hold_gloo_threads(math.inf)  # the error ends this process, or the script decides
                 raise CollectiveError(
                     f"rank {self.members[self.position]} and rank {self.members[position]} are at different "
                     "collectives",

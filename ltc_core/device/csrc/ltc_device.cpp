@@ -7,6 +7,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "gloo_threads.h"
+
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -487,6 +489,14 @@ PyObject* py_set_python_dispatch(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* py_hold_gloo_threads(PyObject*, PyObject* arg) {
+  const double seconds = PyFloat_AsDouble(arg);
+  if (PyErr_Occurred())
+    return nullptr;
+  ltc::hold_gloo_threads(seconds);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
     {"init", py_init, METH_VARARGS, "init(num_devices, hooks): register with PyTorch, once per process."},
     {"set_num_devices", py_set_num_devices, METH_O, "Let the number of devices grow."},
@@ -497,6 +507,7 @@ PyMethodDef methods[] = {
     {"generator_id", py_generator_id, METH_O, "Id of a torch.Generator of this device."},
     {"default_generator", py_default_generator, METH_O, "Default torch.Generator of a device index."},
     {"set_python_dispatch", py_set_python_dispatch, METH_VARARGS, "Set whether calls reach __torch_dispatch__."},
+    {"hold_gloo_threads", py_hold_gloo_threads, METH_O, "Seconds for which a thread of gloo stops before it aborts."},
     {nullptr, nullptr, 0, nullptr},
 };
 

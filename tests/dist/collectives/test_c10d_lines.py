@@ -1,6 +1,7 @@
 """Collectives of torch.distributed on tensors of the device: who is at another one, does not come, or has ended."""
 
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -20,8 +21,10 @@ def run(index):
     dist.init_process_group()
     rank, device = dist.get_rank(), ltd.lazy_device()
     known = torch.ones(4, device=device)
+    longer = torch.ones(400, device=device)
     for _ in range(2):
         dist.all_reduce(known)
+        dist.all_reduce(longer)
         dist.broadcast(known, 0)
     CASE
 
@@ -34,13 +37,17 @@ CASES = {
         "x = torch.ones(8, device=device); dist.broadcast(x, 0) if rank else dist.reduce(x, 0)",
         (
             DIFFERENT,
-            "rank 0: torch.distributed's reduce with root 0 of float32[8]; number 5, recorded at train.py:13 in run",
-            "rank 1: torch.distributed's broadcast with root 0 of float32[8]; number 5",
+            "rank 0: torch.distributed's reduce with root 0 of float32[8]; number 7, recorded at train.py:15 in run",
+            "rank 1: torch.distributed's broadcast with root 0 of float32[8]; number 7",
         ),
     ),
     "known ops": (
         "dist.all_reduce(known) if rank else dist.broadcast(known, 0)",
-        (DIFFERENT, "rank 1: torch.distributed's allreduce of float32[4]; number 5"),
+        (DIFFERENT, "rank 1: torch.distributed's allreduce of float32[4]; number 7"),
+    ),
+    "known sizes": (
+        "dist.all_reduce(longer if rank else known)",
+        (DIFFERENT, "rank 0: torch.distributed's allreduce of float32[4]", "float32[400]"),
     ),
     "shapes": (
         "dist.all_reduce(torch.ones(5 + rank, device=device))",
@@ -87,6 +94,28 @@ def test_what_is_told(case: str, tmp_path: Path) -> None:
     job = Job([sys.executable, str(tmp_path / "train.py")], tmp_path, **environ)
     exit_code, _, err = job.end()
     assert exit_code == 1 and all(word in err for word in words), err
+
+
+ALONE = """
+import os, sys, torch, torch.distributed as dist
+from ltc_core.device.register import hold_gloo_threads
+import ltc_core
+
+hold_gloo_threads(0.2)
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+dist.all_reduce(torch.ones(400 if rank else 4))
+"""
+
+
+def test_nobody_who_finds_out_why(tmp_path: Path) -> None:
+    """Collectives of the CPU are not compared: gloo ends the process, as without this runtime."""
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    command = [sys.executable, str(script)]
+    jobs = [Job([*command, str(rank), str(tmp_path / "store")], tmp_path) for rank in range(2)]
+    ends = [job.end() for job in jobs]
+    assert any(code == -signal.SIGABRT and "preamble.length" in err for code, _, err in ends), ends
 
 
 RIGHT = """

@@ -11,7 +11,7 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist as ltd
-from ltc_core.errors import CollectiveError, RankError
+from ltc_core.errors import CollectiveError
 from ltc_dist.collectives import functions, process_group
 from tests.compiled_cache import empty_cache
 from tests.dist import spawned
@@ -82,6 +82,7 @@ def test_a_mean_of_halves_is_not_infinite(
         ("moves", "all_gather along dim 1"),
         ("roots", "broadcast from 1"),
         ("kinds", "all_gather"),
+        ("sizes", r"float32\[40\]"),  # gloo would end the process that gets more than it expects
     ],
 )
 def test_collectives_that_were_known_and_do_not_fit(
@@ -92,15 +93,6 @@ def test_collectives_that_were_known_and_do_not_fit(
     text = str(raised.value)
     assert re.search(words, text) and text.count("spawned.py:") >= 2  # the lines of both
     assert "went on" not in capfd.readouterr().out
-
-
-@pytest.mark.dist
-def test_a_message_of_another_size_is_never_a_number(capfd: pytest.CaptureFixture[str]) -> None:
-    """gloo ends the process that gets more than it expects."""
-    with pytest.raises(RankError, match="rank [01] .*(SIGABRT|has ended while rank)"):
-        ltd.spawn(spawned.differ_once_known, ("sizes",), nprocs=2)
-    said = capfd.readouterr()
-    assert "went on" not in said.out and "preamble.length" in said.err
 
 
 COMBINED = {
