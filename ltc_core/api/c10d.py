@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,11 @@ _ALIKE = {
     "reduce_scatter_tensor_coalesced_": "outputs",
     "scatter_": "output_tensors",
 }
+# Methods of a process group that reduce. The ops have the reduction in an object that Python cannot read.
+_REDUCE = (
+    *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
+    "reduce_scatter_tensor_coalesced",
+)
 # The arguments of functional ops that are the same in all members.
 _TOLD = frozenset({"reduce_op", "src"})
 _WRITE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
@@ -102,6 +108,8 @@ def register() -> None:
     RULE_MAKERS["c10d"] = _rule
     RULE_MAKERS["_c10d_functional"] = RULE_MAKERS["_dtensor"] = _functional_rule
     dist.ProcessGroup.barrier = _on_current_device(dist.ProcessGroup.barrier)
+    for reduce in _REDUCE:
+        setattr(dist.ProcessGroup, reduce, _telling(getattr(dist.ProcessGroup, reduce)))
     config = dist.distributed_c10d.BackendConfig
     config.__init__ = _with_processor(config.__init__)
 
@@ -129,6 +137,32 @@ def _on_current_device(barrier: Callable[..., Any]) -> Callable[..., Any]:
         if opts.device is not None and opts.device.type == settings.device_name:
             opts.device = torch.device(settings.device_name)
         return barrier(*args, opts=opts, **kwargs)
+
+    return call
+
+
+class _Reduction(threading.local):
+    """The reduction of the call of torch.distributed that this thread is in, as text."""
+
+    name = ""
+
+
+_reduction = _Reduction()
+
+
+def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a process group that notes its reduction for the plan of the collective."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        of = next((o for o in (*args, *kwargs.values()) if hasattr(o, "reduceOp")), None)
+        if of is None:
+            return method(*args, **kwargs)
+        _reduction.name = f" {of.reduceOp.op.name.lower()}"
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _reduction.name = ""
 
     return call
 
@@ -199,7 +233,8 @@ def _plan_maker(name: str, names: list[str]) -> Callable[[Any], str]:
     what = f"torch.distributed's {name.strip('_')}"
 
     def plan(args: Any) -> str:
-        rooted = what if root is None else f"{what} with root {args[root]}"
+        reduced = f"{what}{_reduction.name}"
+        rooted = reduced if root is None else f"{reduced} with root {args[root]}"
         if alike is None:
             return rooted
         return plan_text(f"{rooted} of", pytree.tree_leaves(args[alike]))

@@ -37,29 +37,33 @@ CASES = {
         "x = torch.ones(8, device=device); dist.broadcast(x, 0) if rank else dist.reduce(x, 0)",
         (
             DIFFERENT,
-            "rank 0: torch.distributed's reduce with root 0 of float32[8]; number 7, recorded at train.py:15 in run",
+            "rank 0: torch.distributed's reduce sum with root 0 of float32[8]; number 7, recorded at train.py:15",
             "rank 1: torch.distributed's broadcast with root 0 of float32[8]; number 7",
         ),
     ),
     "known ops": (
         "dist.all_reduce(known) if rank else dist.broadcast(known, 0)",
-        (DIFFERENT, "rank 1: torch.distributed's allreduce of float32[4]; number 7"),
+        (DIFFERENT, "rank 1: torch.distributed's allreduce sum of float32[4]; number 7"),
     ),
     "known sizes": (
         "dist.all_reduce(longer if rank else known)",
-        (DIFFERENT, "rank 0: torch.distributed's allreduce of float32[4]", "float32[400]"),
+        (DIFFERENT, "rank 0: torch.distributed's allreduce sum of float32[4]", "float32[400]"),
+    ),
+    "reductions": (
+        "dist.all_reduce(known, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)",
+        (DIFFERENT, "rank 0: torch.distributed's allreduce sum of", "allreduce max of float32[4]"),
     ),
     "shapes": (
         "dist.all_reduce(torch.ones(5 + rank, device=device))",
         (
             DIFFERENT,
-            "rank 0: torch.distributed's allreduce of float32[5]",
-            "allreduce of float32[6]",
+            "rank 0: torch.distributed's allreduce sum of float32[5]",
+            "allreduce sum of float32[6]",
         ),
     ),
     "dtypes": (
         "dist.all_reduce(known if rank else known.double())",
-        (DIFFERENT, "rank 0: torch.distributed's allreduce of float64[4]"),
+        (DIFFERENT, "rank 0: torch.distributed's allreduce sum of float64[4]"),
     ),
     "roots": (
         "dist.broadcast(torch.ones(3, device=device), rank)",
@@ -73,7 +77,7 @@ CASES = {
         "time.sleep(100 * rank); dist.all_reduce(known)",
         (
             "the others did not all come within 3 s",
-            "rank 0 is at torch.distributed's allreduce of float32[4]",
+            "rank 0 is at torch.distributed's allreduce sum of float32[4]",
         ),
     ),
     "ended": (
