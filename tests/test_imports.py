@@ -41,6 +41,7 @@ INSIDE_FUNCTIONS = {
     ("ltc_core.live.scalars", "torch.utils.tensorboard"): "an optional dependency",
     ("ltc_core.executors.jax.library", "jax"): "an optional dependency",
     ("ltc_core.export", "safetensors.torch"): "only for who saves or loads an exported program",
+    ("ltc_core.api.loops", "ltc_core.api.pure_scan"): "it takes seconds, and most scripts do not need it",
     ("ltc_core.api.torch_compile", "torch._dynamo.eval_frame"): "it takes seconds, and most scripts do not need it",
     ("ltc_dist.job.host_collectives", "numpy"): "an optional dependency",
     ("ltc_launch.cli", "ltc_launch.agent"): "a mistake on the command line is told before PyTorch is imported",

@@ -2,11 +2,13 @@
 
 Each loop calls its function once an iteration, and the calls are recorded one after the other: a step's graph has the
 ops of all iterations. So gradients are eager's, random numbers differ from iteration to iteration, and any executor
-runs the loop.
+runs the loop. A `scan` of a function that is said to be pure is a loop of the program where the executor has loops
+(`pure_scan`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+
+from ltc_core import metrics, source
+from ltc_core.runtime.devices import context_of
+from ltc_core.settings import settings
+from ltc_core.tensor.lazy_tensor import LazyTensor
 
 __all__ = [
     "cond",
@@ -45,7 +52,9 @@ def scan(
         xs: a tensor, or a structure of tensors whose first dimensions have one size, at least 1.
         partition_fn: with `functorch.compile.min_cut_rematerialization_partition`, backward calls `fn` again, as
             `torch.utils.checkpoint` does. Any other function changes nothing, and is not called.
-        is_fn_pure: accepted; a call that was recorded before is cheap to record again.
+        is_fn_pure: with LTC_EXECUTOR=jax `fn` is traced once for its sizes, and becomes a loop of the program. If it
+            cannot, because it draws random numbers, looks at values or uses indices, the counter `ScanUnrolled` counts
+            the call, and LTC_EXPLAIN=1 says why.
 
     Returns:
         The last carry, and the structure of the `y`, stacked. A leaf that is None stays None.
@@ -71,6 +80,10 @@ def scan(
         raise ValueError(
             "The leaves of `xs` have no slice; scan needs one to know what `fn` returns."
         )
+    if is_fn_pure and _has_loops((init, xs)):
+        found = _as_loop(fn, init, xs, sizes[0], partition_fn, fn)
+        if found is not None:
+            return found
     # One op for all slices: the gradient of `unbind` is one stack, that of n slices is n tensors of full size.
     slices = [[None] * sizes[0] if leaf is None else leaf.unbind(0) for leaf in leaves]
     call = _recomputed(fn, partition_fn)
@@ -79,6 +92,28 @@ def scan(
         carry, y = call(carry, pytree.tree_unflatten(list(x), structure))
         ys.append(y)
     return carry, pytree.tree_map(_stacked, *ys)
+
+
+def _has_loops(operands: Any) -> bool:
+    """Whether the executor of the operands makes loops of its programs."""
+    lazy = (t for t in pytree.tree_leaves(operands) if isinstance(t, LazyTensor))
+    return any(context_of(t._h).executor.has_loops for t in lazy)
+
+
+def _as_loop(*args: Any) -> tuple[Any, Any] | None:
+    """What `pure_scan` returns, None if the function cannot be the body of a loop."""
+    from ltc_core.api.pure_scan import NoLoop, pure_scan  # imports PyTorch's compiler: seconds
+
+    try:
+        return pure_scan(*args)
+    except NoLoop as why:
+        metrics.count("ScanUnrolled")
+        if settings.explain:
+            print(
+                f"[ltc] scan at {source.user_line()}: not a loop of the program: {why}",
+                file=sys.stderr,
+            )
+        return None
 
 
 def _stacked(*leaves: Any) -> Any:
@@ -103,7 +138,7 @@ def scan_layers(
         layers: layers with the same names and shapes of parameters and buffers.
         input_data: input of the first layer. A tuple becomes its arguments.
         partition_fn: as in `scan`.
-        is_layer_pure: accepted.
+        is_layer_pure: as `is_fn_pure` in `scan`. Parameters and buffers are stacked for that, which copies them.
 
     Raises:
         ValueError: a layer has other names or shapes than the first.
@@ -113,11 +148,32 @@ def scan_layers(
     called = list(layers)
     for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
         _require_same([dict(kind(layer)) for layer in called])
+    if is_layer_pure and called and _has_loops((input_data, dict(called[0].named_parameters()))):
+        found = _layers_as_loop(called, input_data, partition_fn)
+        if found is not None:
+            return found[0]
     data = input_data
     for layer in called:
         args = data if isinstance(data, tuple) else (data,)
         data = _recomputed(layer, partition_fn)(*args)
     return data
+
+
+def _layers_as_loop(
+    layers: Sequence[nn.Module], data: Any, partition_fn: Partition
+) -> tuple[Any, Any] | None:
+    first = layers[0]
+    modes = [tuple(module.training for module in layer.modules()) for layer in layers]
+    if any(mode != modes[0] for mode in modes):  # a loop has one body
+        return None
+
+    def call(carry: Any, own: dict[str, torch.Tensor]) -> tuple[Any, None]:
+        args = carry if isinstance(carry, tuple) else (carry,)
+        return torch.func.functional_call(first, own, args), None
+
+    states = [{**dict(layer.named_parameters()), **dict(layer.named_buffers())} for layer in layers]
+    stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    return _as_loop(call, data, stacked, len(layers), partition_fn, first, modes[0])
 
 
 def _require_same(found: Sequence[Mapping[str, torch.Tensor]]) -> None:

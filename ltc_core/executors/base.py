@@ -69,6 +69,11 @@ class Executor(abc.ABC):
         return False
 
     @property
+    def has_loops(self) -> bool:
+        """Whether a loop (`graph.loop`) is one of its programs, and not calls of the body one after the other."""
+        return False
+
+    @property
     def num_mesh_devices(self) -> int:
         """Devices over which tensors of this device can be divided."""
         return 1

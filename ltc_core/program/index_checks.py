@@ -17,7 +17,7 @@ import torch
 from ltc_core.graph.ir import Graph, Node, TensorMeta, Write, references
 from ltc_core.graph.lens import apply_lens
 
-__all__ = ["Bound", "checks_of", "find_bounds", "in_bounds"]
+__all__ = ["INDEXED_OPS", "Bound", "checks_of", "find_bounds", "in_bounds"]
 
 aten = torch.ops.aten
 
@@ -123,6 +123,7 @@ _INDEXED: dict[str, Find] = {
     "_unsafe_index": _fancy,
     "_unsafe_index_put": _fancy,
 }
+INDEXED_OPS = frozenset(_INDEXED)
 _SAME_VALUES = frozenset({"_to_copy", "alias", "clone", "lift_fresh", "_unsafe_view"})
 # Ops with a result that indexes a dim of their first operand -> the position of that result.
 _RETURN_INDICES = {"argmax": 0, "argmin": 0, "argsort": 0, "max": 1, "min": 1, "sort": 1, "topk": 1}

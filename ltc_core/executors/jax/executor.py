@@ -39,6 +39,10 @@ class JaxExecutor(DeviceExecutor):
         jax.effects_barrier()
 
     @property
+    def has_loops(self) -> bool:
+        return True
+
+    @property
     def num_mesh_devices(self) -> int:
         return len(self._jax.mesh.devices)
 

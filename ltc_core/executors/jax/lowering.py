@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from jax import lax
 from jax import numpy as jnp
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -23,7 +26,10 @@ from ltc_core.executors.jax.table import NOT_ON_HOST, RULES, Array, Call, dtype_
 from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Node, TensorMeta
+from ltc_core.graph.loop import BODIES, SCAN
 from ltc_core.program.index_checks import Bound, checks_of
+from ltc_core.program.lowering.decompositions import FOR_XLA
+from ltc_core.program.lowering.functional import trace
 from ltc_core.program.lowering.functional_nodes import FunctionalNodes
 from ltc_core.program.lowering.retrace import Refused
 from ltc_core.program.scalar_inputs import kinds
@@ -33,6 +39,7 @@ from ltc_core.settings import settings
 __all__ = ["LOWERING", "function_of", "run_graph"]
 
 Function = Callable[..., list[Array]]
+aten = torch.ops.aten
 
 
 class _Lowering:
@@ -187,6 +194,47 @@ def run_graph(module: GraphModule, inputs: Sequence[Array]) -> list[Array]:
             args, kwargs = pytree.tree_map(value, (list(node.args), dict(node.kwargs)))
             there[node] = _result(node, args, kwargs)
     raise AssertionError("a graph without output")
+
+
+@functools.lru_cache(maxsize=256)
+def _core_ops(body: str) -> GraphModule:
+    """The body of a loop, in ops that have rules."""
+    module, mode = BODIES[body], FakeTensorMode()
+    with mode:
+        fakes = [
+            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+            for node in module.graph.find_nodes(op="placeholder")
+        ]
+    attention = {getattr(aten, name).default: rule for name, rule in FOR_XLA.items()}
+    views = {aten.view.default: _view}
+    return trace(module, fakes, mode, {**LOWERING.nodes.decompositions, **attention, **views})
+
+
+def _view(t: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """A view of a tensor in any memory order: arrays have none, and decompositions may choose another than ATen."""
+    return aten._unsafe_view(t.clone(memory_format=torch.contiguous_format), size)  # type: ignore[no-any-return]
+
+
+def _scan(
+    call: Call,
+    carry: list[Array],
+    xs: list[Array],
+    whole: list[Array],
+    body: str,
+    length: int,
+    reverse: bool,
+) -> list[Array]:
+    module = _core_ops(body)
+
+    def step(state: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        found = run_graph(module, [*state, *x, *whole])
+        return found[: len(carry)], found[len(carry) :]
+
+    last, stacked = lax.scan(step, list(carry), list(xs), length=length, reverse=reverse)
+    return [*last, *stacked]
+
+
+RULES[SCAN] = _scan
 
 
 def _result(node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,426 @@
+"""`scan` of a pure function as one op: its iterations are a loop of the program, not ops one after the other.
+
+The function is traced once, on fake tensors, into the bodies of two loops (`graph.loop`): forward and backward of one
+iteration are one FX graph, which a partition function divides as it does for `torch.compile`. What the function uses
+beside its arguments, such as weights, is found by a first call, and each iteration gets all of it. Called by `loops`
+where the executor has loops.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._functorch.partitioners import default_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ltc_core.graph.loop import SCAN, add_body
+from ltc_core.program.index_checks import INDEXED_OPS
+from ltc_core.program.lowering.functional import trace
+from ltc_core.program.lowering.retrace import Refused
+from ltc_core.settings import settings
+from ltc_core.tensor.lazy_tensor import LazyTensor
+
+__all__ = ["NoLoop", "pure_scan"]
+
+Tensor = torch.Tensor
+Fn = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class NoLoop(Exception):
+    """A function cannot be the body of a loop; the text says why."""
+
+
+class _Structure:
+    """A structure of tensors and None, and where in it the tensors are."""
+
+    def __init__(self, found: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten(found)
+        self.tensors: list[Tensor] = [leaf for leaf in leaves if leaf is not None]
+        self._is_there = [leaf is not None for leaf in leaves]
+        if not all(isinstance(leaf, Tensor) for leaf in self.tensors):
+            raise NoLoop("it takes or returns something that is no tensor")
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """The structure with other tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if is_there else None for is_there in self._is_there]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        kinds = ((t.shape, t.dtype, t.requires_grad) for t in self.tensors)
+        return self._spec, tuple(self._is_there), *kinds
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """The loops of a function.
+
+    The inputs of an iteration are the carry, a slice of each of `xs`, and what the function uses besides.
+
+    Attributes:
+        carry, y: structures of what the function returns.
+        num_xs: tensors in a slice.
+        besides: tensors that the function uses beside its arguments.
+        forward: name of the body. Its results are the next carry, `y`, and what backward needs.
+        backward: name of the body, "" if no gradient is wanted. It carries the gradients of the carry, then the sums of
+            those of `besides`; its results are the gradients of a slice.
+        differentiable: positions of the inputs that get a gradient.
+        grown: positions of the results of the function that a gradient flows through.
+        kept: where backward finds what it needs of an iteration: position of an input of it that is sliced, or
+            -1 - position among forward's results.
+        whole: positions of the inputs that backward's iterations get whole.
+    """
+
+    carry: _Structure
+    y: _Structure
+    num_xs: int
+    besides: tuple[Tensor, ...]
+    forward: str
+    backward: str = ""
+    differentiable: tuple[int, ...] = ()
+    grown: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+
+    @property
+    def num_carry(self) -> int:
+        return len(self.carry.tensors)
+
+    @property
+    def num_results(self) -> int:
+        return self.num_carry + len(self.y.tensors)
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[Any, _Loop | str]] = weakref.WeakKeyDictionary()
+
+
+def pure_scan(
+    fn: Fn,
+    init: Any,
+    xs: Any,
+    length: int,
+    partition_fn: Any,
+    known_by: Any,
+    variant: Hashable = None,
+) -> tuple[Any, Any]:
+    """Return the last carry, and the structure of the `y`, stacked.
+
+    Args:
+        partition_fn: of `torch._functorch.partitioners`, or None for its default.
+        known_by: what `fn` belongs to; its loops are kept as long as this lives.
+        variant: what else its loops depend on.
+
+    Raises:
+        NoLoop: `fn` draws random numbers, writes to what it is given, looks at values, uses indices, or returns a carry
+            of another size.
+
+    Cost: the first time with these sizes traces `fn`, tenths of a second; then one op is recorded.
+    """
+    if torch.is_autocast_enabled(settings.device_name):
+        raise NoLoop("autocast is on")
+    carry, rows = _Structure(init), _Structure(xs)
+    of_fn = _known.setdefault(known_by, {})
+    key = (carry.key, rows.key, torch.is_grad_enabled(), partition_fn, variant)
+    loop = of_fn.get(key)
+    if loop is None:
+        try:
+            loop = _Tracing(fn, carry, rows).loop(partition_fn or default_partition)
+        except NoLoop as reason:
+            loop = str(reason)
+        of_fn[key] = loop
+    if isinstance(loop, str):
+        raise NoLoop(loop)
+    operands = (*carry.tensors, *rows.tensors, *loop.besides)
+    if loop.backward:
+        found = _Differentiable.apply(loop, length, *operands)  # type: ignore[no-untyped-call]
+    else:
+        found = _run(loop, length, operands)[: loop.num_results]
+    return loop.carry.filled(found[: loop.num_carry]), loop.y.filled(found[loop.num_carry :])
+
+
+def _run(loop: _Loop, length: int, operands: Sequence[Tensor]) -> list[Tensor]:
+    end = loop.num_carry + loop.num_xs
+    carry, rows, besides = (
+        operands[: loop.num_carry],
+        operands[loop.num_carry : end],
+        operands[end:],
+    )
+    found: list[Tensor] = SCAN(carry, rows, besides, loop.forward, length, False)
+    return found
+
+
+class _Differentiable(torch.autograd.Function):
+    """The loop of forward, whose gradient is the loop of backward."""
+
+    @staticmethod
+    def forward(ctx: Any, loop: _Loop, length: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        found = _run(loop, length, operands)
+        kept = [operands[at] if at >= 0 else found[-1 - at] for at in loop.kept]
+        ctx.save_for_backward(*kept, *(operands[at] for at in loop.whole))
+        ctx.loop, ctx.length = loop, length
+        ctx.shapes = [(operands[at].shape, operands[at].dtype) for at in loop.differentiable]
+        results = found[: loop.num_results]
+        ctx.mark_non_differentiable(*(t for at, t in enumerate(results) if at not in loop.grown))
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        loop: _Loop = ctx.loop
+        saved = ctx.saved_tensors
+        kept, whole = saved[: len(loop.kept)], saved[len(loop.kept) :]
+        end = loop.num_carry + loop.num_xs
+        state = []
+        for (shape, dtype), at in zip(ctx.shapes, loop.differentiable, strict=True):
+            if at < loop.num_carry:
+                state.append(
+                    grads[at] if at in loop.grown else grads[0].new_zeros(shape, dtype=dtype)
+                )
+            elif at >= end:
+                state.append(grads[0].new_zeros(shape, dtype=dtype))
+        rows = [*kept, *(grads[at] for at in loop.grown if at >= loop.num_carry)]
+        found = SCAN(state, rows, whole, loop.backward, ctx.length, True)
+        carried, sliced = iter(found[: len(state)]), iter(found[len(state) :])
+        of = {
+            at: next(sliced) if loop.num_carry <= at < end else next(carried)
+            for at in loop.differentiable
+        }
+        count = end + len(loop.besides)
+        return None, None, *(of.get(at) for at in range(count))
+
+
+class _Besides(TorchFunctionMode):
+    """Lets a function that is traced see fake tensors in place of the device's, and the CPU in place of the device."""
+
+    def __init__(self, stand_in: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(self._replaced, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _replaced(self, item: Any) -> Any:
+        if isinstance(item, LazyTensor):
+            return self._stand_in(item)
+        if isinstance(item, torch.device) and item.type == settings.device_name:
+            return torch.device("cpu")
+        return item
+
+
+class _Tracing:
+    """Traces a function into the bodies of its loops."""
+
+    def __init__(self, fn: Fn, carry: _Structure, rows: _Structure) -> None:
+        self._fn, self._carry, self._rows = fn, carry, rows
+        self._mode = FakeTensorMode()
+        self._besides: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, its stand-in
+        with_grad = torch.is_grad_enabled()
+        operands = (*carry.tensors, *(t[0] for t in rows.tensors))
+        needed = [t.requires_grad for t in (*carry.tensors, *rows.tensors)]
+        # A carry that needs no gradient at first may need one after an iteration.
+        needed[: len(carry.tensors)] = [t.is_floating_point() for t in carry.tensors]
+        self._inputs = [
+            self._fake(t, with_grad and need) for t, need in zip(operands, needed, strict=True)
+        ]
+
+    def _fake(self, like: Tensor, needs_grad: bool) -> Tensor:
+        with self._mode, torch.no_grad():
+            return torch.empty(like.shape, dtype=like.dtype).requires_grad_(needs_grad)
+
+    def _found(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._besides:
+            fake = self._fake(tensor, tensor.requires_grad and torch.is_grad_enabled())
+            self._besides[id(tensor)] = tensor, fake
+        return self._besides[id(tensor)][1]
+
+    def _call(self, inputs: Sequence[Tensor], stand_in: Callable[[Tensor], Tensor]) -> Any:
+        """What `fn` returns: structures of the next carry and of `y`."""
+        count = len(self._carry.tensors)
+        carry, x = self._carry.filled(inputs[:count]), self._rows.filled(inputs[count:])
+        try:
+            with _Besides(stand_in):
+                found = self._fn(carry, x)
+        except NoLoop:
+            raise
+        except Exception as error:  # whatever PyTorch raises for what fake tensors cannot do
+            reason = str(error).strip().partition("\n")[0]
+            raise NoLoop(f"it cannot be traced ({type(error).__name__}: {reason})") from error
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise NoLoop("it does not return a carry and a y")
+        return _Structure(found[0]), _Structure(found[1])
+
+    def loop(self, partition_fn: Any) -> _Loop:
+        with self._mode:
+            carry, y = self._call(self._inputs, self._found)
+        return self._bodies(carry, y, partition_fn)
+
+    def _bodies(self, carry: _Structure, y: _Structure, partition_fn: Any) -> _Loop:
+        for before, after in zip(self._carry.tensors, carry.tensors, strict=True):
+            if (before.shape, before.dtype) != (after.shape, after.dtype):
+                raise NoLoop("the carry that it returns has other sizes or dtypes")
+        results = [*carry.tensors, *y.tensors]
+        inputs = [*self._inputs, *(fake for _, fake in self._besides.values())]
+        besides = tuple(tensor for tensor, _ in self._besides.values())
+        differentiable = tuple(at for at, t in enumerate(inputs) if t.requires_grad)
+        grown = tuple(at for at, t in enumerate(results) if t.requires_grad)
+        common = (carry, y, len(self._rows.tensors), besides)
+        if not grown:
+            return _Loop(*common, self._body(self._flat, inputs))
+        joint = self._joint(inputs, results, grown, differentiable)
+        tangents = [results[at] for at in grown]
+        forward, backward = partition_fn(joint, (inputs, tangents), num_fwd_outputs=len(results))
+        return self._divided(
+            _Loop(*common, "", "", differentiable, grown), forward, backward, inputs
+        )
+
+    def _flat(self, *inputs: Tensor) -> list[Tensor]:
+        """The tensors that `fn` returns, from all inputs of an iteration."""
+        stand_ins = dict(zip(self._besides, inputs[len(self._inputs) :], strict=True))
+        carry, y = self._call(
+            inputs[: len(self._inputs)], lambda tensor: self._known(tensor, stand_ins)
+        )
+        return [*carry.tensors, *y.tensors]
+
+    @staticmethod
+    def _known(tensor: Tensor, stand_ins: dict[int, Tensor]) -> Tensor:
+        if id(tensor) not in stand_ins:
+            raise NoLoop("each call uses other tensors beside its arguments")
+        return stand_ins[id(tensor)]
+
+    def _joint(
+        self,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        grown: Sequence[int],
+        differentiable: Sequence[int],
+    ) -> GraphModule:
+        """Forward and backward of an iteration, from `primals` and `tangents`."""
+
+        def run(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            own = [
+                p.detach().requires_grad_(like.requires_grad)
+                for p, like in zip(primals, inputs, strict=True)
+            ]
+            found = self._flat(*own)
+            wanted = [own[at] for at in differentiable]
+            grads = torch.autograd.grad(
+                [found[at] for at in grown], wanted, tangents, allow_unused=True
+            )
+            zeros = (
+                torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted, strict=True)
+            )
+            return [t.detach() for t in found], list(zeros)
+
+        with self._mode:
+            primals = [t.detach() for t in inputs]
+            tangents = [torch.empty_like(results[at]).detach() for at in grown]
+            joint: GraphModule = make_fx(run, tracing_mode="real")(primals, tangents)
+        joint.graph.eliminate_dead_code()
+        joint.recompile()
+        return joint
+
+    def _divided(
+        self, loop: _Loop, forward: GraphModule, backward: GraphModule, inputs: Sequence[Tensor]
+    ) -> _Loop:
+        """The loop with bodies: forward returns what backward needs, backward adds up what is not sliced."""
+        num_results, end = loop.num_results, loop.num_carry + loop.num_xs
+        (output,) = forward.graph.find_nodes(op="output")
+        outputs = pytree.tree_leaves(output.args[0])
+        names = [node.name for node in forward.graph.find_nodes(op="placeholder")]
+        saved = {node.name: node for node in outputs[num_results:]}
+        takes = [node.name for node in backward.graph.find_nodes(op="placeholder")]
+        whole = [n for n in takes if n in names and names.index(n) >= end]
+        sliced = [n for n in takes if n in names and loop.num_carry <= names.index(n) < end]
+        made = [n for n in saved if n in takes and n not in whole and n not in sliced]
+        positions = {node.name: at for at, node in enumerate(outputs) if at >= num_results}
+
+        def run_forward(*own: Tensor) -> list[Tensor]:
+            found = pytree.tree_leaves(forward(*own))
+            return [*found[:num_results], *(found[positions[n]] for n in made)]
+
+        grown_y = [at for at in loop.grown if at >= loop.num_carry]
+        grown_carry = [at for at in loop.grown if at < loop.num_carry]
+        carried = [at for at in loop.differentiable if not loop.num_carry <= at < end]
+        kept = [*sliced, *made]
+
+        def run_backward(*own: Tensor) -> list[Tensor]:
+            state = dict(zip(carried, own, strict=False))
+            rows = own[len(carried) : len(carried) + len(kept)]
+            of_y = own[len(carried) + len(kept) :][: len(grown_y)]
+            besides = own[len(carried) + len(kept) + len(grown_y) :]
+            given = dict(zip((*kept, *whole), (*rows, *besides), strict=True))
+            given.update((n, _laid_out(given[n], of_saved[n])) for n in made)
+            grads_of = [*(state[at] for at in grown_carry), *of_y]
+            tangents = map(_laid_out, grads_of, (results[at] for at in (*grown_carry, *grown_y)))
+            found = backward(*(given[n] if n in given else next(tangents) for n in takes))
+            grads = dict(zip(loop.differentiable, pytree.tree_leaves(found), strict=True))
+            next_state = [
+                grads[at] if at < loop.num_carry else state[at] + grads[at] for at in carried
+            ]
+            return [*next_state, *(g for at, g in grads.items() if at not in carried)]
+
+        of_saved = {n: saved[n].meta["val"] for n in made}
+        results = [*loop.carry.tensors, *loop.y.tensors]
+        for_backward = [
+            *(inputs[at] for at in carried),
+            *(inputs[names.index(n)] for n in sliced),
+            *of_saved.values(),
+            *(results[at] for at in grown_y),
+            *(inputs[names.index(n)] for n in whole),
+        ]
+        return _Loop(
+            *(loop.carry, loop.y, loop.num_xs, loop.besides),
+            self._body(run_forward, inputs),
+            self._body(run_backward, for_backward),
+            loop.differentiable,
+            loop.grown,
+            (
+                *(names.index(n) for n in sliced),
+                *(-1 - num_results - k for k in range(len(made))),
+            ),
+            tuple(names.index(n) for n in whole),
+        )
+
+    def _body(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> str:
+        """Name of the body of a function of tensors, which are contiguous in each iteration."""
+        fakes = [self._fake(t, False) for t in inputs]
+        try:
+            module = trace(lambda *own: list(run(*own)), fakes, self._mode, {})
+        except Refused as refused:
+            raise NoLoop(str(refused)) from refused
+        for node in module.graph.nodes:
+            op = node.target
+            if not isinstance(op, torch._ops.OpOverload):
+                continue
+            if _draws(op, node.args):
+                raise NoLoop(f"it draws random numbers ({op})")
+            if op._opname.rstrip("_") in INDEXED_OPS:
+                raise NoLoop(f"indices are not checked within a loop ({op})")
+        return add_body(module)
+
+
+def _laid_out(t: Tensor, like: Tensor) -> Tensor:
+    """A contiguous tensor in the memory order of another one, for which a graph was traced."""
+    if like.is_contiguous():
+        return t
+    order = sorted(range(t.dim()), key=like.stride().__getitem__, reverse=True)
+    back = sorted(range(t.dim()), key=order.__getitem__)
+    return t.permute(order).contiguous().permute(back)
+
+
+def _draws(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether a call draws random numbers. Attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    named = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
+    return not (op._opname.startswith("_scaled_dot_product") and named.get("dropout_p", 0) == 0)

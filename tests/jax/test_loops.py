@@ -1,0 +1,163 @@
+"""`scan` of a pure function on XLA through JAX: one loop of the program, with the values and gradients of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import nn
+
+import ltc_core as ltc
+from ltc_core import metrics
+from ltc_core.api.loops import scan, scan_layers
+from ltc_core.settings import settings
+from tests.core.counting import Counting
+
+Tensor = torch.Tensor
+PARTITIONS = (None, min_cut_rematerialization_partition)
+
+
+def scans() -> int:
+    return metrics.counter_value("ltc::scan") or 0
+
+
+def beside_eager(train: Callable[[Any], Any], loops: int, **tolerances: float) -> None:
+    """The same numbers on the device, with so many loops recorded and nothing on the host."""
+    expected = train("cpu")
+    before, unrolled = scans(), metrics.counter_value("ScanUnrolled")
+    with Counting() as counted:
+        found = train(ltc.lazy_device())
+    torch.testing.assert_close(found, expected, **tolerances)
+    assert not counted.fallbacks
+    assert scans() - before == loops
+    assert metrics.counter_value("ScanUnrolled") == unrolled
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_weights_outside_and_structures(partition: Any) -> None:
+    """The carry is a dict with a counter, a slice is a tuple, a leaf of `y` is None, and `fn` closes over a weight."""
+
+    def train(device: Any) -> Any:
+        torch.manual_seed(0)
+        weight = (torch.randn(5, 5) / 3).to(device).requires_grad_()
+        frozen = torch.randn(5).to(device)
+        xs = torch.randn(6, 3, 5).to(device).requires_grad_()
+        scale = torch.rand(6, 1, 1).to(device)
+        optimizer = torch.optim.SGD([weight, xs], 0.01)
+
+        def fn(carry: dict[str, Tensor], x: tuple[Tensor, Tensor]) -> Any:
+            row, factor = x
+            hidden = torch.tanh(row * factor + carry["h"] @ weight + frozen)
+            return {"h": hidden, "n": carry["n"] + 1}, (hidden * 2, None, carry["n"])
+
+        losses = []
+        for _ in range(3):
+            first = {
+                "h": torch.zeros(3, 5, device=device),
+                "n": torch.zeros((), dtype=torch.int64, device=device),
+            }
+            carry, (y, nothing, counted) = scan(fn, first, (xs, scale), partition, is_fn_pure=True)
+            assert nothing is None
+            loss = y.square().sum() + carry["h"].sin().sum() * carry["n"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().cpu())
+        return losses, counted.cpu(), weight.detach().cpu(), xs.detach().cpu()
+
+    beside_eager(train, loops=6, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_layers(partition: Any) -> None:
+    """Blocks of a transformer, one parameter of each frozen: a loop of forward and one of backward."""
+
+    def train(device: Any) -> Any:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(3)
+        ).to(device)
+        for layer in layers:
+            layer.norm1.bias.requires_grad_(False)  # type: ignore[union-attr, operator]
+        x = torch.randn(2, 5, 8).to(device)
+        optimizer = torch.optim.SGD(
+            [p for p in layers.parameters() if p.requires_grad], 0.05, momentum=0.9
+        )
+        losses = []
+        for _ in range(3):
+            y = scan_layers(layers, x, partition, is_layer_pure=True)
+            loss = y.square().mean() + y.sin().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().cpu())
+        with torch.no_grad():
+            losses.append(scan_layers(layers, x, is_layer_pure=True).cpu())
+        return losses, [p.detach().cpu() for p in layers.parameters()]
+
+    beside_eager(train, loops=7, rtol=1e-3, atol=1e-4)
+
+
+def _dropout(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return carry, torch.nn.functional.dropout(x, 0.0, training=False) * carry + torch.rand_like(
+        x
+    ) * 0
+
+
+def _looks(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return (carry if x.sum().item() > 0 else -carry), x
+
+
+def _writes(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    counted.add_(1)
+    return carry + x.sum(), x
+
+
+def _indexes(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return carry, x[(x > 0).long()]
+
+
+def _grows(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([carry, x]), x
+
+
+counted: Tensor
+
+
+@pytest.mark.parametrize("fn", [_dropout, _looks, _writes, _indexes, _grows])
+def test_what_cannot_be_a_loop_is_recorded_one_by_one(
+    fn: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    global counted
+    found = []
+    for device in ("cpu", ltc.lazy_device()):
+        counted = torch.zeros((), device=device)
+        before = scans()
+        xs = (torch.arange(12.0).reshape(4, 3) - 4).to(device)
+        with settings.override(explain=True):
+            carry, y = scan(fn, torch.ones(3, device=device), xs, is_fn_pure=True)
+        found.append([carry.cpu(), y.cpu(), counted.cpu()])
+        assert scans() == before
+    torch.testing.assert_close(found[1], found[0])
+    assert "not a loop of the program: " in capsys.readouterr().err
+    assert metrics.counter_value("ScanUnrolled")
+
+
+def test_a_pure_function_is_called_once() -> None:
+    calls = []
+
+    def fn(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return carry + x, carry * x
+
+    device = ltc.lazy_device()
+    for length in (4, 4, 9):
+        xs = torch.arange(float(2 * length), device=device).reshape(length, 2)
+        carry, y = scan(fn, torch.ones(2, device=device), xs, is_fn_pure=True)
+        assert carry.tolist() == (xs.cpu().sum(0) + 1).tolist() and y.shape == (length, 2)
+        if length == 4:
+            traced = len(calls)
+    assert len(calls) == 2 * traced  # once more for another size, and not once a slice
