@@ -35,7 +35,9 @@ def shard(tensor: torch.Tensor, sharding: Sharding) -> None:
     if not isinstance(tensor, LazyTensor):
         raise errors.DeviceError(
             "only tensors on the device can be sharded",
-            got=f"a tensor on {tensor.device}",
+            got=f"a tensor on {tensor.device}"
+            if isinstance(tensor, torch.Tensor)
+            else type(tensor).__name__,
             where=source.user_line(),
             next=f"move it there first: tensor.to({settings.device_name!r})",
         )

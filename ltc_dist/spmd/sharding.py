@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ltc_core import errors, source
 from ltc_core.api import sharding
 from ltc_dist.spmd.mesh import Mesh
 
@@ -41,21 +42,37 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: Sequence[Any]) ->
             has all of it.
 
     Raises:
-        AssertionError: the spec has not one entry for each dimension.
-        DeviceError: `t` is not on the device.
+        ShardingError: `mesh` is no mesh, or the spec does not fit the mesh or the tensor.
+        DeviceError: `t` is not a tensor on the device.
 
     Cost: a tensor that is computed is moved at once; for one that is only recorded the compiler is told.
 
     Source: `torch_xla.distributed.spmd.mark_sharding`. Unlike there, a dimension whose size the axis does not divide
     evenly is not divided, where torch_xla pads it.
     """
-    if t.ndim != len(partition_spec):
-        raise AssertionError(
-            f"Partition spec length ({len(partition_spec)}) should be equal to the input rank ({t.ndim})."
-        )
+    _check(t, mesh, partition_spec)
     sharding.shard(t, mesh.sharding(partition_spec))
     setattr(t, _MARK, (mesh, tuple(partition_spec)))
     return t
+
+
+def _check(t: object, mesh: object, spec: object) -> None:
+    what = ""
+    if not isinstance(mesh, Mesh):
+        what = f"mark_sharding takes a Mesh as its second argument, not {type(mesh).__name__}"
+    elif not isinstance(spec, Sequence) or isinstance(spec, str):
+        what = f"partition_spec is a tuple with an entry for each dimension, not {spec!r}"
+    elif isinstance(t, torch.Tensor) and t.ndim != len(spec):
+        what = f"Partition spec length ({len(spec)}) should be equal to the input rank ({t.ndim})."
+    if what:
+        sizes = f"a tensor of shape {tuple(t.shape)}" if isinstance(t, torch.Tensor) else repr(t)
+        raise errors.ShardingError(
+            what,
+            got=f"{sizes}, partition_spec {spec!r}",
+            where=source.user_line(),
+            next="mark_sharding(tensor, mesh, (axis, None)): for each dimension the name or number of a mesh axis, "
+            "a tuple of them, or None",
+        )
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:

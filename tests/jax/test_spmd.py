@@ -258,8 +258,23 @@ def test_what_is_refused() -> None:
         "spmd.mark_sharding(there[0], mesh, ('y',))": "Axis name y is not defined",
         "ltd.MpDeviceLoader([there], device, input_sharding=mesh)": "input_sharding is no ShardingSpec",
         "spmd.SpmdFullyShardedDataParallel(nn.Linear(2, 2), mesh=mesh)": "must have an axis named 'fsdp'",
+        "spmd.SpmdFullyShardedDataParallel(nn.Linear(2, 2))": "No mesh is provided",
+        "spmd.Mesh(range(16), (16,))": "LTC_NUM_DEVICES=16 makes 16",
+        "spmd.Mesh(range(8), (3, 2))": "multiply to 8, not (3, 2)",
+        "spmd.Mesh(range(8), (4, 2), ('x', 'x'))": "Axis names must be unique",
+        "spmd.HybridMesh(ici_mesh_shape=(8,), dcn_mesh_shape=(1, 1))": "must have one length",
+        "spmd.mark_sharding(there, mesh, (1, None))": "Axis 1 is not one of the 1 of the mesh",
+        "spmd.mark_sharding(there, mesh, (0.5, None))": "Axis 0.5 is not one of the 1 of the mesh",
+        "spmd.mark_sharding(there, mesh, None)": "an entry for each dimension, not None",
+        "spmd.mark_sharding(there, mesh, 'xx')": "an entry for each dimension, not 'xx'",
+        "spmd.mark_sharding(there, ('x', None), mesh)": "takes a Mesh as its second argument, not tuple",
+        "spmd.mark_sharding([1.0], mesh, (0,))": "only tensors on the device can be sharded",
+        "spmd.xla_distribute_tensor(there, mesh, [Shard(0), Shard(1)])": "must have the same length",
+        "spmd.xla_distribute_tensor(there, mesh, [Shard(2)])": "Unsupported placement: Shard(dim=2)",
+        "spmd.xla_distribute_tensor(there, mesh, ['x'])": "Unsupported placement: 'x'",
     }
     found = run(f"""
+    from torch.distributed.tensor import Shard
     mesh = spmd.get_1d_mesh("x")
     there = torch.ones(8, 8).to(device)
     said = []
@@ -272,7 +287,7 @@ def test_what_is_refused() -> None:
     print(json.dumps(said))
     """)
     for (code, told), said in zip(cases.items(), found, strict=True):
-        assert told in said, (code, said)
+        assert told in said and "Next: " in said, (code, said)
 
 
 def test_other_executors_have_a_mesh_of_one_device() -> None:
@@ -290,7 +305,15 @@ def test_other_executors_have_a_mesh_of_one_device() -> None:
         devices=1,
         LTC_EXECUTOR="inductor",
     )
-    assert found == [1, "Number of device IDs (8) must match the global number of devices (1)"]
+    size, said = found
+    assert size == 1
+    assert said.startswith(
+        "Number of device IDs (8) must match the global number of devices (1) (called at "
+    )
+    assert (
+        "Next: pass range(1) and a shape of 1 devices; LTC_EXECUTOR=jax LTC_NUM_DEVICES=8 makes 8"
+        in said
+    )
 
 
 # As pytorch/xla's examples write it: a decoder with FSDPv2, a mesh of two axes.
