@@ -149,15 +149,42 @@ class ShardingSpec:
 
 
 def divide(batch: Any, spec: ShardingSpec | dict[str, ShardingSpec]) -> None:
-    """Divide the tensors of a batch: all whose number of dimensions fits, or those that a dict of specs names."""
+    """Divide the tensors of a batch whose number of dimensions fits. A dict of specs has one for each name.
+
+    Raises:
+        ShardingError: the specs are a dict, and the batch is none, or has tensors of names without a spec.
+    """
     if isinstance(spec, dict):
+        _check_names(batch, spec)
         for name, own in spec.items():
-            if isinstance(batch, dict) and name in batch and own is not None:
+            if name in batch and own is not None:
                 divide(batch[name], own)
         return
     for t in pytree.tree_leaves(batch):
         if isinstance(t, torch.Tensor) and spec.can_apply(t):
             spec.apply(t)
+
+
+def _check_names(batch: Any, specs: dict[str, ShardingSpec]) -> None:
+    if not isinstance(batch, dict):
+        raise errors.ShardingError(
+            "input batch should be a dict when input sharding is a dict.",
+            got=f"a {type(batch).__name__}",
+            where=source.user_line(),
+            next="pass one ShardingSpec as input_sharding, for all tensors of its number of dimensions",
+        )
+    missing = [
+        name
+        for name, value in batch.items()
+        if name not in specs and any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value))
+    ]
+    if missing:
+        raise errors.ShardingError(
+            f"Keys: {missing} are missing from input_sharding.",
+            got=f"specs for {list(specs)}",
+            where=source.user_line(),
+            next="give each name a ShardingSpec, or None, which leaves its tensors whole",
+        )
 
 
 def apply_backward_optimization_barrier(m: nn.Module) -> None:

@@ -247,6 +247,43 @@ def test_pytorch_s_own_words() -> None:
     assert found[:2] == [[4, 8], [8, 2]] and found[2] < 1e-5
 
 
+def test_batches_that_are_dicts() -> None:
+    """Each name has a spec of its own, or None; a name without one is refused, as torch_xla does."""
+    found = run("""
+    mesh = spmd.get_1d_mesh("x")
+    spec = spmd.ShardingSpec(mesh, ("x", None))
+    def parts(batch, specs):
+        try:
+            (batch,) = ltd.MpDeviceLoader([batch], device, input_sharding=specs)
+            return {name: list(spmd.local_shards(t)[0].data.shape) for name, t in batch.items()}
+        except ValueError as error:
+            return str(error)
+    two = {"tokens": torch.ones(8, 4), "mask": torch.ones(8, 4)}
+    print(json.dumps([parts(two, {"tokens": spec, "mask": None, "labels": spec}), parts(two, {"tokens": spec}),
+                      parts(two["mask"], {"tokens": spec})]))
+    """)
+    parts, missing, no_dict = found
+    assert parts == {"tokens": [1, 4], "mask": [8, 4]}
+    assert missing.startswith("Keys: ['mask'] are missing from input_sharding.")
+    assert "Next: give each name a ShardingSpec, or None" in missing
+    assert no_dict.startswith("input batch should be a dict when input sharding is a dict.")
+
+
+def test_data_that_torch_xla_s_function_uploads_are_divided() -> None:
+    found = run(
+        """
+        import torch_xla.core.xla_model as xm
+        import torch_xla.distributed.spmd as xs
+        spec = xs.ShardingSpec(xs.get_1d_mesh("x"), ("x", None))
+        sent = xm.send_cpu_data_to_device([torch.ones(8, 4), torch.ones(8)], device, input_sharding=spec)
+        (alone,) = xm.send_cpu_data_to_device(torch.ones(16, 4), device, spec)
+        print(json.dumps([list(t.local_shards[0].data.shape) for t in (*sent, alone)]))
+        """,
+        LTC_COMPAT="1",
+    )
+    assert found == [[1, 4], [8], [2, 4]]
+
+
 def test_what_is_refused() -> None:
     cases = {
         "spmd.Mesh(range(4), (4,))": "must match the global number of devices (8)",
