@@ -284,6 +284,32 @@ def test_data_that_torch_xla_s_function_uploads_are_divided() -> None:
     assert found == [[1, 4], [8], [2, 4]]
 
 
+def test_the_text_of_a_sharding_is_torch_xla_s() -> None:
+    cases = {
+        "((8,), (0, None))": "{devices=[8,1]0,1,2,3,4,5,6,7}",
+        "((4, 2), (0, 1))": "{devices=[4,2]0,1,2,3,4,5,6,7}",
+        "((2, 4), (1, 0))": "{devices=[4,2]0,4,1,5,2,6,3,7}",
+        "((4, 2), (None, 0))": "{devices=[1,4,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}",
+        "((4, 2), (1, None))": "{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}",
+        "((4, 2), ((0, 1), None))": "{devices=[8,1]0,1,2,3,4,5,6,7}",
+        "((4, 2), (None, None))": "{replicated}",
+    }
+    found = run(
+        f"""
+        import torch_xla
+        import torch_xla.distributed.spmd as xs
+        texts = [torch_xla._XLAC._get_xla_sharding_spec(torch.ones(8, 8, device=device))]
+        for shape, spec in map(eval, {list(cases)!r}):
+            t = xs.mark_sharding(torch.ones(8, 8, device=device), xs.Mesh(range(8), shape), spec)
+            assert t.sharding_spec == torch_xla._XLAC._get_xla_sharding_spec(t)
+            texts.append(t.sharding_spec)
+        print(json.dumps(texts))
+        """,
+        LTC_COMPAT="1",
+    )
+    assert found == ["", *cases.values()]
+
+
 def test_what_is_refused() -> None:
     cases = {
         "spmd.Mesh(range(4), (4,))": "must match the global number of devices (8)",
