@@ -332,6 +332,7 @@ def test_what_is_refused() -> None:
         "spmd.mark_sharding(there, mesh, 'xx')": "an entry for each dimension, not 'xx'",
         "spmd.mark_sharding(there, ('x', None), mesh)": "takes a Mesh as its second argument, not tuple",
         "spmd.mark_sharding([1.0], mesh, (0,))": "only tensors on the device can be sharded",
+        "spmd.local_shards(torch.ones(8))": "only tensors on the device can be read by parts",
         "spmd.xla_distribute_tensor(there, mesh, [Shard(0), Shard(1)])": "must have the same length",
         "spmd.xla_distribute_tensor(there, mesh, [Shard(2)])": "Unsupported placement: Shard(dim=2)",
         "spmd.xla_distribute_tensor(there, mesh, ['x'])": "Unsupported placement: 'x'",
