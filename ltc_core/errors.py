@@ -6,6 +6,7 @@
     |- BuildError (RuntimeError)                a wheel cannot be made
     |- DeviceError (RuntimeError)               no such device, or it cannot be built
     |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
+    |- ShardingError (AssertionError)           a mesh does not fit the devices, or a spec does not fit a tensor
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
     |- ExecutionError (RuntimeError)            an op failed while the graph ran
     |- GraphError (AssertionError)              a graph is not well formed: a fault of ltc
@@ -101,6 +102,15 @@ class DeviceError(LtcError, RuntimeError):
 
 class DeviceMismatchError(LtcError, RuntimeError):
     """One op was given tensors of two devices."""
+
+
+class ShardingError(LtcError, AssertionError, ValueError):
+    """A mesh does not fit the devices, or a partition spec does not fit a mesh or a tensor.
+
+    torch_xla raises AssertionError for some of these faults and ValueError for others.
+    """
+
+    where_words = "called at"
 
 
 class UnsupportedOpError(LtcError, NotImplementedError):

@@ -32,13 +32,7 @@ def shard(tensor: torch.Tensor, sharding: Sharding) -> None:
     Raises:
         DeviceError: it is no tensor of the device, or its executor has not that many devices.
     """
-    if not isinstance(tensor, LazyTensor):
-        raise errors.DeviceError(
-            "only tensors on the device can be sharded",
-            got=f"a tensor on {tensor.device}",
-            where=source.user_line(),
-            next=f"move it there first: tensor.to({settings.device_name!r})",
-        )
+    tensor = _on_device(tensor, "sharded")
     ctx = context_of(tensor._h)
     count = ctx.executor.num_mesh_devices
     if len(sharding.devices) > count:
@@ -70,9 +64,12 @@ def shard(tensor: torch.Tensor, sharding: Sharding) -> None:
 def parts_of(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """Number of each device of this process that has a part of a tensor, and a copy of the part on the CPU.
 
+    Raises:
+        DeviceError: it is no tensor of the device.
+
     Cost: cuts, and waits for the tensor.
     """
-    assert isinstance(tensor, LazyTensor)
+    tensor = _on_device(tensor, "read by parts")
     ctx = context_of(tensor._h)
     if ctx.executor.num_mesh_devices == 1:
         return [(0, tensor.detach().cpu())]
@@ -80,3 +77,17 @@ def parts_of(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     assert isinstance(whole, LazyTensor)
     data = ctx.value_data(base_of(whole._h), "Shards")
     return ctx.executor.parts(data)
+
+
+def _on_device(tensor: torch.Tensor, verb: str) -> LazyTensor:
+    """The tensor, if it is on the device."""
+    if isinstance(tensor, LazyTensor):
+        return tensor
+    raise errors.DeviceError(
+        f"only tensors on the device can be {verb}",
+        got=f"a tensor on {tensor.device}"
+        if isinstance(tensor, torch.Tensor)
+        else type(tensor).__name__,
+        where=source.user_line(),
+        next=f"move it there first: tensor.to({settings.device_name!r})",
+    )

@@ -1,17 +1,20 @@
-"""Pending graphs as torch_xla writes them: `%0 = f32[4,2]{1,0} xla::device_data(), device=CPU:0`.
+"""Pending graphs and shardings as torch_xla writes them: `%0 = f32[4,2]{1,0} xla::device_data(), device=CPU:0`.
 
-In: a `Graph` and the tensors that were asked for. Out: text for `_XLAC._get_xla_tensors_text`; tools search it.
+In: a `Graph` and the tensors that were asked for, or a marked tensor. Out: text for `_XLAC`; tools search it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 
 from ltc_core.graph.ir import Graph, TensorMeta, references
+from ltc_dist.spmd import sharding_of
 
-__all__ = ["KINDS", "graph_text", "shape_text"]
+__all__ = ["KINDS", "graph_text", "shape_text", "sharding_text"]
 
 # XLA's names of dtypes.
 KINDS = {
@@ -68,3 +71,21 @@ def _shaped(meta: TensorMeta) -> str:
 
 def _layout(num_dims: int) -> str:
     return f"{{{','.join(map(str, reversed(range(num_dims))))}}}" if num_dims else ""
+
+
+def sharding_text(t: torch.Tensor) -> str:
+    """How a tensor was marked, such as '{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}'; '' if it was not."""
+    found = sharding_of(t)
+    if found is None:
+        return ""
+    sharding = found[0].sharding(found[1])
+    tiles = [sharding.parts(dim) for dim in range(t.ndim)]
+    if math.prod(tiles) == 1:
+        return "{replicated}"
+    dividing = list(chain(*sharding.spec))
+    copying = [axis for axis in range(len(sharding.mesh)) if axis not in dividing]
+    devices = torch.tensor(sharding.devices).reshape(sharding.mesh).permute(*dividing, *copying)
+    copies = math.prod(sharding.mesh[axis] for axis in copying)
+    shape = ",".join(map(str, tiles if copies == 1 else [*tiles, copies]))
+    numbers = ",".join(map(str, devices.flatten().tolist()))
+    return f"{{devices=[{shape}]{numbers}{' last_tile_dim_replicate' if copies > 1 else ''}}}"

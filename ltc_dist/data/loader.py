@@ -90,8 +90,9 @@ class ParallelLoader:
         loader_prefetch_size: batches loaded ahead of their upload.
         device_prefetch_size: batches uploaded ahead of the training loop, for each device.
         host_to_device_transfer_threads: threads that upload.
-        input_sharding: how the tensors of a batch are divided over a mesh (`ltc_dist.spmd.ShardingSpec`), or for
-            batches that are dicts a dict of them. Tensors of another number of dimensions stay whole.
+        input_sharding: how the tensors of a batch are divided over a mesh (`ltc_dist.spmd.ShardingSpec`). Tensors of
+            another number of dimensions stay whole. For batches that are dicts it may be a dict, with a spec or None
+            for each name.
         prefetch_bytes: limit for the bytes of all batches loaded ahead; one batch is always allowed.
 
     Source: `torch_xla.distributed.parallel_loader`. Unlike there, each batch is uploaded as soon as it is loaded, an

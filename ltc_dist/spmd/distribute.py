@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
+from ltc_core import errors, source
 from ltc_dist.spmd.mesh import Mesh, num_devices
 from ltc_dist.spmd.sharding import mark_sharding
 
@@ -26,15 +27,17 @@ def xla_distribute_tensor(
         placements: `Shard` or `Replicate` for each axis of the mesh; by default each device has all of the tensor.
 
     Raises:
-        ValueError: another placement, or another number of placements than of axes.
+        ShardingError: the mesh does not have all devices, or a placement does not fit the mesh or the tensor.
 
     Source: `torch_xla.distributed.spmd.xla_distribute_tensor`.
     """
     mesh = _mesh(device_mesh)
     if placements is not None and len(placements) != len(mesh.mesh_shape):
-        raise ValueError(
+        raise errors.ShardingError(
             f"`placements` must have the same length as `device_mesh.ndim`: {len(placements)}, "
-            f"not {len(mesh.mesh_shape)}"
+            f"not {len(mesh.mesh_shape)}",
+            where=source.user_line(),
+            next="pass Shard(dim) or Replicate() for each axis of the mesh",
         )
     moved = tensor if tensor.device == ltc.lazy_device() else tensor.to(ltc.lazy_device())
     if isinstance(tensor, nn.Parameter) and moved is not tensor:
@@ -84,15 +87,28 @@ def _mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if mesh.size() != num_devices():
-        raise ValueError(f"a mesh of {mesh.size()} devices; there are {num_devices()}")
+        raise errors.ShardingError(
+            f"a mesh of {mesh.size()} devices; there are {num_devices()}",
+            where=source.user_line(),
+            next=f"LTC_EXECUTOR=jax LTC_NUM_DEVICES={mesh.size()} makes {mesh.size()} devices of a CPU",
+        )
     return Mesh(mesh.mesh.flatten().tolist(), tuple(mesh.mesh.size()), mesh.mesh_dim_names)
+
+
+def _is(placement: Any, kind: str) -> bool:
+    """Whether a placement is of a kind; its classes are not imported, which takes long."""
+    return hasattr(placement, kind) and bool(getattr(placement, kind)())
 
 
 def _spec(num_dims: int, placements: Sequence[Any]) -> tuple[Any, ...]:
     spec: list[tuple[int, ...]] = [()] * num_dims
     for axis, placement in enumerate(placements):
-        if placement.is_shard():
+        if _is(placement, "is_shard") and -num_dims <= placement.dim < num_dims:
             spec[placement.dim] += (axis,)
-        elif not placement.is_replicate():
-            raise ValueError(f"Unsupported placement type: {type(placement).__name__}")
+        elif not _is(placement, "is_replicate"):
+            raise errors.ShardingError(
+                f"Unsupported placement: {placement!r} of a tensor of {num_dims} dimensions",
+                where=source.user_line(),
+                next="pass Shard(dim), with a dimension that the tensor has, or Replicate()",
+            )
     return tuple(axes or None for axes in spec)

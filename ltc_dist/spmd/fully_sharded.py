@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
+from ltc_core import errors, source
 from ltc_dist.fully_sharded.policy import wrap_below
 from ltc_dist.fully_sharded.transparent import Transparent
 from ltc_dist.spmd.mesh import Mesh, get_global_mesh
@@ -36,7 +37,7 @@ class SpmdFullyShardedDataParallel(Transparent):
 
     Raises:
         RuntimeError: the module is wrapped already, or has no `forward`.
-        ValueError: there is no mesh, or it has no such axis.
+        ShardingError: there is no mesh, or it has no such axis.
 
     Source: `torch_xla.experimental.spmd_fully_sharded_data_parallel`.
     """
@@ -64,13 +65,25 @@ class SpmdFullyShardedDataParallel(Transparent):
             )
         mesh = mesh or get_global_mesh()
         if mesh is None:
-            raise ValueError(
-                "No mesh is provided and no global mesh is set. Please provide a mesh."
+            raise errors.ShardingError(
+                "No mesh is provided and no global mesh is set. Please provide a mesh.",
+                where=source.user_line(),
+                next="pass mesh=get_1d_mesh('fsdp'), or call set_global_mesh before",
             )
         if "fsdp" not in (mesh.axis_names or ()):
-            raise ValueError("The mesh must have an axis named 'fsdp'.")
+            raise errors.ShardingError(
+                "The mesh must have an axis named 'fsdp'.",
+                got=f"axis names {mesh.axis_names}",
+                where=source.user_line(),
+                next="name the axis that divides parameters 'fsdp': Mesh(ids, shape, ('fsdp', 'model'))",
+            )
         if extra_data_axis and extra_data_axis not in (mesh.axis_names or ()):
-            raise ValueError(f"The provided {extra_data_axis} axis is not in the mesh.")
+            raise errors.ShardingError(
+                f"The provided {extra_data_axis} axis is not in the mesh.",
+                got=f"axis names {mesh.axis_names}",
+                where=source.user_line(),
+                next="pass one of these names as extra_data_axis",
+            )
         super().__init__()
         if auto_wrap_policy is not None:
             wrapper = auto_wrapper_callable or SpmdFullyShardedDataParallel

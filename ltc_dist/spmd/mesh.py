@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 import ltc_core as ltc
+from ltc_core import errors, source
 from ltc_core.api import sharding
 
 __all__ = [
@@ -37,7 +39,7 @@ class Mesh:
         axis_names: a name for each axis.
 
     Raises:
-        AssertionError: the numbers, sizes or names do not fit each other or the devices; the texts are torch_xla's.
+        ShardingError: the numbers, sizes or names do not fit each other or the devices; `what` is torch_xla's text.
 
     Source: `torch_xla.distributed.spmd.Mesh`.
     """
@@ -50,22 +52,10 @@ class Mesh:
     ) -> None:
         ids = [int(number) for number in _flat(device_ids)]
         count = num_devices()
-        if len(ids) != count:
-            raise AssertionError(
-                f"Number of device IDs ({len(ids)}) must match the global number of devices ({count})"
-            )
-        if axis_names is not None and len(mesh_shape) != len(axis_names):
-            raise AssertionError(
-                f"Number of axis names ({len(axis_names)}) must match mesh dimensions ({len(mesh_shape)})"
-            )
-        if axis_names is not None and len(set(axis_names)) != len(axis_names):
-            raise AssertionError(f"Axis names must be unique, got: {axis_names}")
-        if len(ids) != math.prod(mesh_shape):
-            raise AssertionError(
-                f"Number of device IDs ({len(ids)}) must match mesh size ({math.prod(mesh_shape)})"
-            )
-        if sorted(ids) != list(range(count)):
-            raise AssertionError(f"Device IDs must be unique, and less than {count}, got: {ids}")
+        fault = _fault_of(ids, count, tuple(mesh_shape), axis_names)
+        if fault is not None:
+            what, todo = fault
+            raise errors.ShardingError(what, where=source.user_line(), next=todo)
         self._ids = tuple(ids)
         self.mesh_shape = tuple(int(n) for n in mesh_shape)
         self.axis_names = tuple(axis_names) if axis_names is not None else None
@@ -98,26 +88,36 @@ class Mesh:
         """How `partition_spec` divides a tensor: for each dimension an axis, a tuple of axes, or None.
 
         Raises:
-            ValueError: there is no such axis.
-            AssertionError: an axis divides two dimensions.
+            ShardingError: there is no such axis, or an axis divides two dimensions.
         """
         spec = tuple(tuple(self._axis(axis) for axis in _listed(entry)) for entry in partition_spec)
         used = [axis for axes in spec for axis in axes]
         if len(used) != len(set(used)):
-            raise AssertionError(
-                f"Each device mesh dimension should appear at most once in partition_spec {tuple(partition_spec)}."
+            raise errors.ShardingError(
+                f"Each device mesh dimension should appear at most once in partition_spec {tuple(partition_spec)}.",
+                where=source.user_line(),
+                next="name each axis for one dimension; None leaves a dimension whole",
             )
         return sharding.Sharding(self._ids, self.mesh_shape, spec)
 
     def _axis(self, axis: Any) -> int:
+        count = len(self.mesh_shape)
         if isinstance(axis, str):
             found = self.get_axis_name_idx(axis)
-            if found is None:
-                raise ValueError(f"Axis name {axis} is not defined in mesh axes {self.axis_names}")
-            return found
-        if not 0 <= int(axis) < len(self.mesh_shape):
-            raise ValueError(f"Axis {axis} is not one of the {len(self.mesh_shape)} of the mesh")
-        return int(axis)
+            if found is not None:
+                return found
+            what = f"Axis name {axis} is not defined in mesh axes {self.axis_names}"
+        else:
+            if hasattr(axis, "__index__") and 0 <= operator.index(axis) < count:
+                return operator.index(axis)
+            what = f"Axis {axis!r} is not one of the {count} of the mesh"
+        raise errors.ShardingError(
+            what,
+            where=source.user_line(),
+            next=f"use a number of range({count})"
+            + (f", one of the names {self.axis_names}" if self.axis_names else "")
+            + ", a tuple of them, or None",
+        )
 
     def __str__(self) -> str:
         return str(
@@ -144,6 +144,36 @@ class Mesh:
             return None
 
 
+def _fault_of(
+    ids: Sequence[int], count: int, shape: tuple[int, ...], names: Sequence[str] | None
+) -> tuple[str, str] | None:
+    """What does not fit in a mesh, and what to do about it; None if all of it fits."""
+    if len(ids) != count:
+        return (
+            f"Number of device IDs ({len(ids)}) must match the global number of devices ({count})",
+            f"pass range({count}) and a shape of {count} devices; "
+            f"LTC_EXECUTOR=jax LTC_NUM_DEVICES={len(ids)} makes {len(ids)} devices of a CPU",
+        )
+    if names is not None and len(shape) != len(names):
+        return (
+            f"Number of axis names ({len(names)}) must match mesh dimensions ({len(shape)})",
+            f"pass one name for each axis of the shape {shape}",
+        )
+    if names is not None and len(set(names)) != len(names):
+        return f"Axis names must be unique, got: {names}", "give each axis a name of its own"
+    if len(ids) != math.prod(shape):
+        return (
+            f"Number of device IDs ({len(ids)}) must match mesh size ({math.prod(shape)})",
+            f"pass a shape whose sizes multiply to {len(ids)}, not {shape}",
+        )
+    if sorted(ids) != list(range(count)):
+        return (
+            f"Device IDs must be unique, and less than {count}, got: {ids}",
+            f"pass each number of range({count}) once",
+        )
+    return None
+
+
 class HybridMesh(Mesh):
     """A mesh over several groups of devices: quick connections within a group, slow ones between groups.
 
@@ -166,7 +196,12 @@ class HybridMesh(Mesh):
     ) -> None:
         groups = tuple(dcn_mesh_shape or (1,) * len(ici_mesh_shape))
         if len(groups) != len(ici_mesh_shape):
-            raise AssertionError("ici_mesh_shape and dcn_mesh_shape must have one length")
+            raise errors.ShardingError(
+                "ici_mesh_shape and dcn_mesh_shape must have one length",
+                got=f"{tuple(ici_mesh_shape)} and {groups}",
+                where=source.user_line(),
+                next="pass a size for each axis in both",
+            )
         self.ici_mesh_shape, self.dcn_mesh_shape = tuple(ici_mesh_shape), groups
         shape = tuple(a * b for a, b in zip(ici_mesh_shape, groups, strict=True))
         # Axes in the order (group, within) for each dimension, then joined: neighbours are in one group.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ltc_core import errors, source
 from ltc_core.api import sharding
 from ltc_dist.spmd.mesh import Mesh
 
@@ -41,21 +42,37 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: Sequence[Any]) ->
             has all of it.
 
     Raises:
-        AssertionError: the spec has not one entry for each dimension.
-        DeviceError: `t` is not on the device.
+        ShardingError: `mesh` is no mesh, or the spec does not fit the mesh or the tensor.
+        DeviceError: `t` is not a tensor on the device.
 
     Cost: a tensor that is computed is moved at once; for one that is only recorded the compiler is told.
 
     Source: `torch_xla.distributed.spmd.mark_sharding`. Unlike there, a dimension whose size the axis does not divide
     evenly is not divided, where torch_xla pads it.
     """
-    if t.ndim != len(partition_spec):
-        raise AssertionError(
-            f"Partition spec length ({len(partition_spec)}) should be equal to the input rank ({t.ndim})."
-        )
+    _check(t, mesh, partition_spec)
     sharding.shard(t, mesh.sharding(partition_spec))
     setattr(t, _MARK, (mesh, tuple(partition_spec)))
     return t
+
+
+def _check(t: object, mesh: object, spec: object) -> None:
+    what = ""
+    if not isinstance(mesh, Mesh):
+        what = f"mark_sharding takes a Mesh as its second argument, not {type(mesh).__name__}"
+    elif not isinstance(spec, Sequence) or isinstance(spec, str):
+        what = f"partition_spec is a tuple with an entry for each dimension, not {spec!r}"
+    elif isinstance(t, torch.Tensor) and t.ndim != len(spec):
+        what = f"Partition spec length ({len(spec)}) should be equal to the input rank ({t.ndim})."
+    if what:
+        sizes = f"a tensor of shape {tuple(t.shape)}" if isinstance(t, torch.Tensor) else repr(t)
+        raise errors.ShardingError(
+            what,
+            got=f"{sizes}, partition_spec {spec!r}",
+            where=source.user_line(),
+            next="mark_sharding(tensor, mesh, (axis, None)): for each dimension the name or number of a mesh axis, "
+            "a tuple of them, or None",
+        )
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:
@@ -132,15 +149,42 @@ class ShardingSpec:
 
 
 def divide(batch: Any, spec: ShardingSpec | dict[str, ShardingSpec]) -> None:
-    """Divide the tensors of a batch: all whose number of dimensions fits, or those that a dict of specs names."""
+    """Divide the tensors of a batch whose number of dimensions fits. A dict of specs has one for each name.
+
+    Raises:
+        ShardingError: the specs are a dict, and the batch is none, or has tensors of names without a spec.
+    """
     if isinstance(spec, dict):
+        _check_names(batch, spec)
         for name, own in spec.items():
-            if isinstance(batch, dict) and name in batch and own is not None:
+            if name in batch and own is not None:
                 divide(batch[name], own)
         return
     for t in pytree.tree_leaves(batch):
         if isinstance(t, torch.Tensor) and spec.can_apply(t):
             spec.apply(t)
+
+
+def _check_names(batch: Any, specs: dict[str, ShardingSpec]) -> None:
+    if not isinstance(batch, dict):
+        raise errors.ShardingError(
+            "input batch should be a dict when input sharding is a dict.",
+            got=f"a {type(batch).__name__}",
+            where=source.user_line(),
+            next="pass one ShardingSpec as input_sharding, for all tensors of its number of dimensions",
+        )
+    missing = [
+        name
+        for name, value in batch.items()
+        if name not in specs and any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value))
+    ]
+    if missing:
+        raise errors.ShardingError(
+            f"Keys: {missing} are missing from input_sharding.",
+            got=f"specs for {list(specs)}",
+            where=source.user_line(),
+            next="give each name a ShardingSpec, or None, which leaves its tensors whole",
+        )
 
 
 def apply_backward_optimization_barrier(m: nn.Module) -> None:

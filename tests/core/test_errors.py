@@ -20,6 +20,7 @@ TREE = {
     "BuildError": RuntimeError,
     "DeviceError": RuntimeError,
     "DeviceMismatchError": RuntimeError,
+    "ShardingError": AssertionError,
     "UnsupportedOpError": NotImplementedError,
     "ExecutionError": RuntimeError,
     "CheckpointError": RuntimeError,

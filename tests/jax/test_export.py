@@ -181,3 +181,27 @@ def test_what_cannot_be_exported() -> None:
         ExportError, match="(?s)got: object, expected a tensor, a number.*Next: wrap the model"
     ):
         export.stablehlo(Keeping(), (x,))
+
+
+class KernelOfALayer(nn.Module):
+    """A call of the kernel that PyTorch has for a whole layer of an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at, layer = self.layer.self_attn, self.layer
+        assert isinstance(at.in_proj_weight, Tensor) and isinstance(at.in_proj_bias, Tensor)
+        norms = (layer.norm1.weight, layer.norm1.bias, layer.norm2.weight, layer.norm2.bias)
+        wide = (layer.linear1.weight, layer.linear1.bias, layer.linear2.weight, layer.linear2.bias)
+        attention = (at.in_proj_weight, at.in_proj_bias, at.out_proj.weight, at.out_proj.bias)
+        kernel = torch._transformer_encoder_layer_fwd
+        return kernel(x, 8, 2, *attention, False, False, 1e-5, *norms, *wide)
+
+
+def test_a_layer_that_is_one_kernel() -> None:
+    torch.manual_seed(0)
+    model, x = KernelOfALayer().eval(), torch.randn(2, 5, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(export.stablehlo(model, (x,))(x), model(x))

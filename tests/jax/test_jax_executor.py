@@ -3,6 +3,7 @@
 Random numbers are made on the host here (LTC_RANDOM=host), so that they are eager's.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -199,6 +200,43 @@ def test_recurrent_layers_are_loops_with_eagers_numbers(
         assert counted.fallbacks == {}
     for own, other in zip(*found, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def _encoders_in_inference(device: Any, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, 16, dtype=dtype).to(device)
+    padding = (torch.arange(6) >= torch.tensor([[6], [4], [2]])).to(device)
+    causal = torch.ones(6, 6, dtype=torch.bool).triu(1).to(device)
+    found = []
+    for activation, norm_first in itertools.product(("relu", "gelu"), (False, True)):
+        options = {"activation": activation, "norm_first": norm_first, "batch_first": True}
+        layer = nn.TransformerEncoderLayer(16, 4, 24, **options, dtype=dtype).to(device).eval()
+        found += [layer(x), layer(x, causal), layer(x, None, padding), layer(x, causal, padding)]
+    attention = nn.MultiheadAttention(16, 4, batch_first=True, dtype=dtype).to(device).eval()
+    masks = {"attn_mask": causal, "key_padding_mask": padding}
+    everything = torch.ones_like(padding)
+    for options in (
+        {},
+        {"need_weights": False},
+        {"average_attn_weights": False},
+        masks,
+        {"key_padding_mask": everything},
+    ):
+        found += [t for t in attention(x, x, x, **options) if t is not None]
+    return [*found, *attention(x, x * 2, x - 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_encoders_in_inference_have_no_op_on_the_host(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """PyTorch calls kernels of whole layers there."""
+    with torch.no_grad(), Counting() as counted:
+        found = [t.cpu() for t in _encoders_in_inference(device, dtype)]
+        wanted = _encoders_in_inference("cpu", dtype)
+    assert counted.fallbacks == {}
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 # -- indices -------------------------------------------------------------------------------------

@@ -247,6 +247,69 @@ def test_pytorch_s_own_words() -> None:
     assert found[:2] == [[4, 8], [8, 2]] and found[2] < 1e-5
 
 
+def test_batches_that_are_dicts() -> None:
+    """Each name has a spec of its own, or None; a name without one is refused, as torch_xla does."""
+    found = run("""
+    mesh = spmd.get_1d_mesh("x")
+    spec = spmd.ShardingSpec(mesh, ("x", None))
+    def parts(batch, specs):
+        try:
+            (batch,) = ltd.MpDeviceLoader([batch], device, input_sharding=specs)
+            return {name: list(spmd.local_shards(t)[0].data.shape) for name, t in batch.items()}
+        except ValueError as error:
+            return str(error)
+    two = {"tokens": torch.ones(8, 4), "mask": torch.ones(8, 4)}
+    print(json.dumps([parts(two, {"tokens": spec, "mask": None, "labels": spec}), parts(two, {"tokens": spec}),
+                      parts(two["mask"], {"tokens": spec})]))
+    """)
+    parts, missing, no_dict = found
+    assert parts == {"tokens": [1, 4], "mask": [8, 4]}
+    assert missing.startswith("Keys: ['mask'] are missing from input_sharding.")
+    assert "Next: give each name a ShardingSpec, or None" in missing
+    assert no_dict.startswith("input batch should be a dict when input sharding is a dict.")
+
+
+def test_data_that_torch_xla_s_function_uploads_are_divided() -> None:
+    found = run(
+        """
+        import torch_xla.core.xla_model as xm
+        import torch_xla.distributed.spmd as xs
+        spec = xs.ShardingSpec(xs.get_1d_mesh("x"), ("x", None))
+        sent = xm.send_cpu_data_to_device([torch.ones(8, 4), torch.ones(8)], device, input_sharding=spec)
+        (alone,) = xm.send_cpu_data_to_device(torch.ones(16, 4), device, spec)
+        print(json.dumps([list(t.local_shards[0].data.shape) for t in (*sent, alone)]))
+        """,
+        LTC_COMPAT="1",
+    )
+    assert found == [[1, 4], [8], [2, 4]]
+
+
+def test_the_text_of_a_sharding_is_torch_xla_s() -> None:
+    cases = {
+        "((8,), (0, None))": "{devices=[8,1]0,1,2,3,4,5,6,7}",
+        "((4, 2), (0, 1))": "{devices=[4,2]0,1,2,3,4,5,6,7}",
+        "((2, 4), (1, 0))": "{devices=[4,2]0,4,1,5,2,6,3,7}",
+        "((4, 2), (None, 0))": "{devices=[1,4,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}",
+        "((4, 2), (1, None))": "{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}",
+        "((4, 2), ((0, 1), None))": "{devices=[8,1]0,1,2,3,4,5,6,7}",
+        "((4, 2), (None, None))": "{replicated}",
+    }
+    found = run(
+        f"""
+        import torch_xla
+        import torch_xla.distributed.spmd as xs
+        texts = [torch_xla._XLAC._get_xla_sharding_spec(torch.ones(8, 8, device=device))]
+        for shape, spec in map(eval, {list(cases)!r}):
+            t = xs.mark_sharding(torch.ones(8, 8, device=device), xs.Mesh(range(8), shape), spec)
+            assert t.sharding_spec == torch_xla._XLAC._get_xla_sharding_spec(t)
+            texts.append(t.sharding_spec)
+        print(json.dumps(texts))
+        """,
+        LTC_COMPAT="1",
+    )
+    assert found == ["", *cases.values()]
+
+
 def test_what_is_refused() -> None:
     cases = {
         "spmd.Mesh(range(4), (4,))": "must match the global number of devices (8)",
@@ -258,8 +321,24 @@ def test_what_is_refused() -> None:
         "spmd.mark_sharding(there[0], mesh, ('y',))": "Axis name y is not defined",
         "ltd.MpDeviceLoader([there], device, input_sharding=mesh)": "input_sharding is no ShardingSpec",
         "spmd.SpmdFullyShardedDataParallel(nn.Linear(2, 2), mesh=mesh)": "must have an axis named 'fsdp'",
+        "spmd.SpmdFullyShardedDataParallel(nn.Linear(2, 2))": "No mesh is provided",
+        "spmd.Mesh(range(16), (16,))": "LTC_NUM_DEVICES=16 makes 16",
+        "spmd.Mesh(range(8), (3, 2))": "multiply to 8, not (3, 2)",
+        "spmd.Mesh(range(8), (4, 2), ('x', 'x'))": "Axis names must be unique",
+        "spmd.HybridMesh(ici_mesh_shape=(8,), dcn_mesh_shape=(1, 1))": "must have one length",
+        "spmd.mark_sharding(there, mesh, (1, None))": "Axis 1 is not one of the 1 of the mesh",
+        "spmd.mark_sharding(there, mesh, (0.5, None))": "Axis 0.5 is not one of the 1 of the mesh",
+        "spmd.mark_sharding(there, mesh, None)": "an entry for each dimension, not None",
+        "spmd.mark_sharding(there, mesh, 'xx')": "an entry for each dimension, not 'xx'",
+        "spmd.mark_sharding(there, ('x', None), mesh)": "takes a Mesh as its second argument, not tuple",
+        "spmd.mark_sharding([1.0], mesh, (0,))": "only tensors on the device can be sharded",
+        "spmd.local_shards(torch.ones(8))": "only tensors on the device can be read by parts",
+        "spmd.xla_distribute_tensor(there, mesh, [Shard(0), Shard(1)])": "must have the same length",
+        "spmd.xla_distribute_tensor(there, mesh, [Shard(2)])": "Unsupported placement: Shard(dim=2)",
+        "spmd.xla_distribute_tensor(there, mesh, ['x'])": "Unsupported placement: 'x'",
     }
     found = run(f"""
+    from torch.distributed.tensor import Shard
     mesh = spmd.get_1d_mesh("x")
     there = torch.ones(8, 8).to(device)
     said = []
@@ -272,7 +351,7 @@ def test_what_is_refused() -> None:
     print(json.dumps(said))
     """)
     for (code, told), said in zip(cases.items(), found, strict=True):
-        assert told in said, (code, said)
+        assert told in said and "Next: " in said, (code, said)
 
 
 def test_other_executors_have_a_mesh_of_one_device() -> None:
@@ -290,7 +369,15 @@ def test_other_executors_have_a_mesh_of_one_device() -> None:
         devices=1,
         LTC_EXECUTOR="inductor",
     )
-    assert found == [1, "Number of device IDs (8) must match the global number of devices (1)"]
+    size, said = found
+    assert size == 1
+    assert said.startswith(
+        "Number of device IDs (8) must match the global number of devices (1) (called at "
+    )
+    assert (
+        "Next: pass range(1) and a shape of 1 devices; LTC_EXECUTOR=jax LTC_NUM_DEVICES=8 makes 8"
+        in said
+    )
 
 
 # As pytorch/xla's examples write it: a decoder with FSDPv2, a mesh of two axes.

@@ -57,10 +57,17 @@ def portable(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) ->
 def _decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """How the ops of a forward pass without a rule are decomposed."""
     aten = torch.ops.aten
-    fused = {getattr(aten, name).default: rule for name, rule in FOR_XLA.items()}
+    ops = {getattr(aten, name).default: rule for name, rule in FOR_XLA.items()}
+    fused = {
+        op: _single(rule) if len(op._schema.returns) == 1 else rule for op, rule in ops.items()
+    }
     whole = WHOLE_RULES["native_batch_norm"]  # its last results are new running statistics
     norm = {aten.native_batch_norm.default: lambda *args: tuple(whole(*args)[:3])}
     return {**LOWERING.nodes.decompositions, **fused, **norm}
+
+
+def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: rule(*args, **kwargs)[0]
 
 
 def text_of(bytecode: bytes) -> str:

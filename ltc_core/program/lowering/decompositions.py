@@ -1,4 +1,4 @@
-"""Decompositions of fused ops: attention, forward and backward.
+"""Decompositions of fused ops: attention, forward and backward, and layers of encoders in inference.
 
 A rule takes the arguments of its op and returns the op's results. `FOR_XLA` is for XLA, which has no kernels for
 these ops (`executors.torch_xla.launch`). `FOR_INDUCTOR` is for PyTorch's compiler
@@ -101,6 +101,88 @@ def _heads_inside(t: Tensor) -> Tensor:
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def encoder_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    mask: Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> list[Tensor]:
+    """Output, and the weights if they are asked for, of `nn.MultiheadAttention` in inference.
+
+    Source: `native_multi_head_attention_cpu` of ATen. A mask is true where a score is left out. It is one of
+    (token, token) for type 0, of (batch, token) for type 1, and of all scores for type 2.
+    """
+    qkv = [
+        torch.matmul(x, w.t())
+        for x, w in zip((query, key, value), qkv_weight.chunk(3), strict=True)
+    ]
+    q, k, v = (
+        (x + b).view(*x.shape[:2], num_heads, -1).transpose(1, 2)
+        for x, b in zip(qkv, qkv_bias.chunk(3), strict=True)
+    )
+    scores = torch.matmul(q * (1 / math.sqrt(q.shape[-1])), k.transpose(-2, -1))
+    if mask is not None:
+        mask = mask.to(torch.bool)
+        scores = scores.masked_fill(mask[:, None, None] if mask_type == 1 else mask, float("-inf"))
+    weights = scores.softmax(-1)
+    out = torch.matmul(weights, v).transpose(1, 2).flatten(2)
+    out = torch.matmul(out, proj_weight.t()) + proj_bias
+    if not need_weights:
+        return [out]
+    return [out, weights.mean(1) if average_attn_weights else weights]
+
+
+def encoder_layer(
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Tensor,
+    norm_bias_1: Tensor,
+    norm_weight_2: Tensor,
+    norm_bias_2: Tensor,
+    ffn_weight_1: Tensor,
+    ffn_bias_1: Tensor,
+    ffn_weight_2: Tensor,
+    ffn_bias_2: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> list[Tensor]:
+    """Output of `nn.TransformerEncoderLayer` in inference.
+
+    Source: `transformer_encoder_layer_forward` of ATen.
+    """
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (embed_dim,), weight, bias, eps)
+
+    x = norm(src, norm_weight_1, norm_bias_1) if norm_first else src
+    x = src + encoder_attention(
+        x, x, x, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask, False, True, mask_type
+    )[0]  # fmt: skip
+    x = x if norm_first else norm(x, norm_weight_1, norm_bias_1)
+    hidden = norm(x, norm_weight_2, norm_bias_2) if norm_first else x
+    hidden = torch.matmul(hidden, ffn_weight_1.t()) + ffn_bias_1
+    hidden = torch.nn.functional.gelu(hidden) if use_gelu else hidden.relu()
+    x = x + (torch.matmul(hidden, ffn_weight_2.t()) + ffn_bias_2)
+    return [x if norm_first else norm(x, norm_weight_2, norm_bias_2)]
+
+
 def _pays(query: Tensor, key: Tensor, dropout: float, mask: Tensor | None) -> bool:
     short = query.shape[2] * key.shape[2] <= _MAX_SCORES
     return short and dropout == 0.0 and mask is None and query.dtype is torch.float32
@@ -125,5 +207,9 @@ _ATTENTION: dict[str, Callable[..., list[Tensor]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
 }
-FOR_XLA: dict[str, Rule] = dict(_ATTENTION)
+FOR_XLA: dict[str, Rule] = {
+    **_ATTENTION,
+    "_native_multi_head_attention": encoder_attention,
+    "_transformer_encoder_layer_fwd": encoder_layer,
+}
 FOR_INDUCTOR: dict[str, Rule] = {name: _where_it_pays(rule) for name, rule in _ATTENTION.items()}

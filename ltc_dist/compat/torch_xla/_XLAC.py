@@ -15,8 +15,7 @@ from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_model
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
 from ltc_dist.compat.xla_ops import dot_general
-from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text
-from ltc_dist.spmd import sharding_of
+from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_text
 
 __all__ = [
     "_clear_xla_counters",
@@ -70,12 +69,7 @@ _xla_metric_names = metrics.metric_names
 _xla_memory_info = ltc.get_memory_info
 _xla_wait_device_ops = ltc.wait_device_ops
 _get_graph_hash = get_graph_hash
-
-
-def _get_xla_sharding_spec(tensor: torch.Tensor) -> str:
-    """How a tensor was marked, as text; '' if it was not."""
-    found = sharding_of(tensor)
-    return "" if found is None else found[0].sharding(found[1]).text
+_get_xla_sharding_spec = sharding_text
 
 
 def _xla_metrics_report() -> str:

@@ -54,6 +54,7 @@ from ltc_dist.compat.torch_xla.runtime import xla_device
 from ltc_dist.compat.torch_xla.utils.utils import for_each_instance, for_each_instance_rewrite
 from ltc_dist.data.batch import map_movable
 from ltc_dist.fully_sharded.shards import is_shard
+from ltc_dist.spmd.sharding import divide
 
 __all__ = [
     "REDUCE_AND",
@@ -244,7 +245,9 @@ def set_rng_state(seed: int | torch.Tensor, device: DeviceLike = None) -> None:
 
 
 def send_cpu_data_to_device(datas: Any, device: DeviceLike, input_sharding: Any = None) -> Any:
-    """Upload the CPU tensors of a structure; a single tensor gives a list of one. `input_sharding` is accepted.
+    """Upload the CPU tensors of a structure; a single tensor gives a list of one.
+
+    `input_sharding`, a `ShardingSpec`, divides the tensors of its number of dimensions.
 
     Tensors are found where a loader finds them. One that requires a gradient becomes a leaf of its own.
     """
@@ -256,6 +259,8 @@ def send_cpu_data_to_device(datas: Any, device: DeviceLike, input_sharding: Any 
         return there if there is item else there.requires_grad_(item.requires_grad)
 
     result = map_movable(moved, datas)
+    if input_sharding is not None:
+        divide(result, input_sharding)
     return [result] if isinstance(datas, torch.Tensor) else result
 
 

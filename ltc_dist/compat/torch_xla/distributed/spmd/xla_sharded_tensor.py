@@ -12,6 +12,7 @@ import torch
 
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import ShardingType, sharding_type_of
+from ltc_dist.compat.xla_text import sharding_text
 from ltc_dist.spmd import local_shards, sharding_of
 
 __all__ = ["XLAShard", "XLAShardedTensor"]
@@ -54,11 +55,6 @@ def _partition_spec(t: torch.Tensor) -> tuple[Any, ...] | None:
     return found[1] if found is not None else None
 
 
-def _sharding_spec(t: torch.Tensor) -> str:
-    found = sharding_of(t)
-    return "" if found is None else found[0].sharding(found[1]).text
-
-
 def _sharding_type(t: torch.Tensor) -> ShardingType:
     return sharding_type_of(t)
 
@@ -68,7 +64,7 @@ for _name, _read in {
     "local_shards": _shards,
     "mesh_shape": _mesh_shape,
     "partition_spec": _partition_spec,
-    "sharding_spec": _sharding_spec,
+    "sharding_spec": sharding_text,
     "sharding_type": _sharding_type,
 }.items():
     setattr(LazyTensor, _name, property(_read))
