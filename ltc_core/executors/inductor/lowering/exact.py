@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["EXACT", "exact_decompositions"]
+__all__ = ["EXACT", "Rule", "exact_decompositions", "with_rules"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -212,8 +212,15 @@ _GELU = (aten.gelu.default, aten.gelu_backward.default)
 
 def exact_decompositions(table: Mapping[Any, Rule]) -> dict[Any, Rule]:
     """The compiler's decompositions, with the rules of `EXACT` tried first."""
-    whole = {**table, **{op: _or_else(rule, table.get(op)) for op, rule in EXACT.items()}}
+    whole = with_rules(EXACT, table)
     return whole | {op: _with_raw_erf(table[op]) for op in _GELU if op in table}
+
+
+def with_rules(
+    rules: Mapping[torch._ops.OpOverload, Rule], table: Mapping[Any, Rule]
+) -> dict[Any, Rule]:
+    """A table of decompositions, with some rules tried first; a rule may return NotImplemented."""
+    return {**table, **{op: _or_else(rule, table.get(op)) for op, rule in rules.items()}}
 
 
 def _or_else(rule: Rule, other: Rule | None) -> Rule:
