@@ -40,6 +40,7 @@ Tensor = torch.Tensor
 _POSITION = (
     "ltc_position"  # in an FX node's "custom" metadata, which passes of PyTorch's compiler copy
 )
+_CALLED = (aten.index_add.default,)  # of bfloat16
 _NUMBERS = (int, float, complex)
 _CONVOLUTIONS = {aten.convolution.default: (0, 1), aten.convolution_backward.default: (0, 2)}
 
@@ -123,16 +124,16 @@ def _merge_equal_calls(module: GraphModule) -> None:
 
 
 def _write_numbers_out(module: GraphModule, subgraph: Subgraph) -> None:
-    """In calls of complex ops, replace int scalars by floats, and Python numbers in place of tensors by tensors.
+    """In ops that the compiler calls, replace int scalars by floats, and Python numbers in place of tensors by tensors.
 
-    The compiler calls ATen for such ops. It passes an int scalar, also a default one, as an operand that ATen's call
-    does not take, and it refuses a Python number if the schema has a tensor.
+    The compiler calls ATen for complex tensors. It passes an int scalar, also a default one, as an operand that ATen's
+    call does not take, and it refuses a Python number if the schema has a tensor.
 
     Raises:
         Refused: a call has a complex scalar that no rule (`complex_scalars`) replaces.
     """
     for node in list(module.graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or not _is_complex(node):
+        if not isinstance(node.target, torch._ops.OpOverload) or not _is_called(node):
             continue
         for k, argument in enumerate(node.target._schema.arguments):
             given = k < len(node.args)
@@ -175,9 +176,12 @@ def _tensor_of(module: GraphModule, before: torch.fx.Node, value: complex) -> to
         return node
 
 
-def _is_complex(node: Any) -> bool:
+def _is_called(node: Any) -> bool:
+    """Whether the compiler calls ATen for an op of numbers that are not integers, instead of writing its loop."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_complex()
+    if not isinstance(value, Tensor):
+        return False
+    return value.is_complex() or node.target in _CALLED and value.is_floating_point()
 
 
 def _fake(meta: TensorMeta, device: str) -> Tensor:

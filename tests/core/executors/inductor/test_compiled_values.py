@@ -48,6 +48,11 @@ def bytes_reduced(device):
     ]
 
 
+def sums_at_indices(device):
+    x, i = torch.arange(12.0).view(4, 3).to(device).bfloat16(), torch.tensor([1, 0, 1, 3]).to(device)
+    return [x.index_add(0, i, x * 2), x.index_add(0, i, x + 1, alpha=2)]
+
+
 def writes_to_windows(device):
     x, y = torch.arange(12.0).to(device), torch.arange(20.0).view(4, 5).to(device)
     x.unfold(0, 2, 3).add_(100)
@@ -55,7 +60,7 @@ def writes_to_windows(device):
     return [x, y]
 
 
-PROGRAMS = [default_dtype, roundings, zeros, bytes_reduced, writes_to_windows]
+PROGRAMS = [default_dtype, roundings, zeros, bytes_reduced, sums_at_indices, writes_to_windows]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
 for program, got in zip(PROGRAMS, found):
