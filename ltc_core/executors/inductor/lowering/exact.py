@@ -1,9 +1,10 @@
 """Decompositions of ops whose compiled results differ from ATen's by more than rounding.
 
 PyTorch's compiler emits `exp(x) - 1` for `expm1(x)`, `a - floor(a / b) * b` for `remainder(a, b)`, `floor(a / b)` for a
-floor division; its hyperbolic functions overflow early. `lower` traces with `EXACT` added to the compiler's
-decompositions, so it also applies inside of other decompositions. A rule returns NotImplemented where the compiler is
-exact. Integer division by a possible zero runs op by op, where it raises (`partition`).
+floor division; its hyperbolic functions overflow early, and zeros that are not there enter its reductions of bytes.
+`lower` traces with `EXACT` added to the compiler's decompositions, so it also applies inside of other decompositions. A
+rule returns NotImplemented where the compiler is exact. Integer division by a possible zero runs op by op, where it
+raises (`partition`).
 Source: the kernels of the ops on the CPU, aten/src/ATen/native/cpu.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["EXACT", "exact_decompositions"]
+__all__ = ["EXACT", "Rule", "exact_decompositions", "with_rules"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -93,6 +94,26 @@ def _of_bytes(op: torch._ops.OpOverload) -> Rule:
         if x.dtype is not torch.uint8:
             return NotImplemented
         return op(x.bool(), *args, **kwargs).to(torch.uint8)
+
+    return run
+
+
+def _wide_of_bytes(op: torch._ops.OpOverload) -> Rule:
+    """Rule of a reduction of bytes, which computes in int32.
+
+    The compiler fills a quarter of a vector of bytes and reduces all of it: the rest is zeros, so that the smallest of
+    positive numbers, the largest of negative ones and each product is zero.
+    """
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtype = kwargs.get("dtype") or (torch.int64 if op in _PRODUCTS else x.dtype)
+        if dtype not in (torch.int8, torch.uint8):
+            return NotImplemented
+        named = {**kwargs, "dtype": torch.int32} if "dtype" in kwargs else kwargs
+        wide = op(x.to(dtype).int(), *args, **named)
+        if op in _POSITIONS:
+            return wide
+        return (wide[0].to(dtype), *wide[1:]) if isinstance(wide, tuple) else wide.to(dtype)
 
     return run
 
@@ -188,8 +209,15 @@ _OF_BYTES = (
     aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
 )  # fmt: skip
 
+_POSITIONS = (aten.argmax.default, aten.argmin.default)
+_PRODUCTS = (aten.prod.default, aten.prod.dim_int)
+_EXTREMES = (
+    aten.amax.default, aten.amin.default, aten.max.default, aten.max.dim, aten.min.default, aten.min.dim,
+)  # fmt: skip
+
 EXACT: Mapping[torch._ops.OpOverload, Rule] = {
     **{op: _of_bytes(op) for op in _OF_BYTES},
+    **{op: _wide_of_bytes(op) for op in (*_EXTREMES, *_POSITIONS, *_PRODUCTS)},
     aten.abs.default: _abs,
     aten.acosh.default: _elementwise(_acosh),
     aten.asinh.default: _elementwise(_asinh),
@@ -212,8 +240,15 @@ _GELU = (aten.gelu.default, aten.gelu_backward.default)
 
 def exact_decompositions(table: Mapping[Any, Rule]) -> dict[Any, Rule]:
     """The compiler's decompositions, with the rules of `EXACT` tried first."""
-    whole = {**table, **{op: _or_else(rule, table.get(op)) for op, rule in EXACT.items()}}
+    whole = with_rules(EXACT, table)
     return whole | {op: _with_raw_erf(table[op]) for op in _GELU if op in table}
+
+
+def with_rules(
+    rules: Mapping[torch._ops.OpOverload, Rule], table: Mapping[Any, Rule]
+) -> dict[Any, Rule]:
+    """A table of decompositions, with some rules tried first; a rule may return NotImplemented."""
+    return {**table, **{op: _or_else(rule, table.get(op)) for op, rule in rules.items()}}
 
 
 def _or_else(rule: Rule, other: Rule | None) -> Rule:

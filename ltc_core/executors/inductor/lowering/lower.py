@@ -21,13 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, traceback
 from torch.fx.node import map_aggregate
 
-from ltc_core.executors.inductor.lowering.exact import exact_decompositions
+from ltc_core.executors.inductor.lowering.complex_scalars import COMPLEX_SCALARS
+from ltc_core.executors.inductor.lowering.exact import exact_decompositions, with_rules
 from ltc_core.executors.inductor.lowering.gemm import use_onednn
 from ltc_core.executors.inductor.lowering.own_memory import before_writes, own
 from ltc_core.graph.ir import Graph, Node, TensorMeta
 from ltc_core.program.lowering.decompositions import FOR_INDUCTOR
 from ltc_core.program.lowering.functional import trace
-from ltc_core.program.lowering.retrace import Retrace
+from ltc_core.program.lowering.retrace import Refused, Retrace
 from ltc_core.program.plan import plan
 from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.subgraph import Subgraph
@@ -39,6 +40,8 @@ Tensor = torch.Tensor
 _POSITION = (
     "ltc_position"  # in an FX node's "custom" metadata, which passes of PyTorch's compiler copy
 )
+_CALLED = (aten.index_add.default,)  # of bfloat16
+_NUMBERS = (int, float, complex)
 _CONVOLUTIONS = {aten.convolution.default: (0, 1), aten.convolution_backward.default: (0, 2)}
 
 
@@ -70,7 +73,7 @@ def lower(subgraph: Subgraph, device: str) -> Lowered:
     """FX graph of a subgraph.
 
     Raises:
-        Refused: an op could not be traced.
+        Refused: an op could not be traced, or the compiler cannot pass its complex scalar on.
     """
     memory = plan(subgraph.graph)
     mode = FakeTensorMode()
@@ -79,10 +82,11 @@ def lower(subgraph: Subgraph, device: str) -> Lowered:
         fakes += [_fake(meta, device) for meta in vector_metas(subgraph.scalar_types)]
     run = _Retrace(subgraph, memory.copied, device).run
     with traceback.preserve_node_meta():
-        module = trace(run, fakes, mode, exact_decompositions(select_decomp_table()))
+        table = with_rules(COMPLEX_SCALARS, exact_decompositions(select_decomp_table()))
+        module = trace(run, fakes, mode, table)
     _merge_equal_calls(module)
     use_onednn(module)
-    _write_numbers_out(module)
+    _write_numbers_out(module, subgraph)
     returned = _write_back(module, subgraph.graph, memory.reuses, mode)
     return Lowered(module, fakes, returned, mode)
 
@@ -119,24 +123,33 @@ def _merge_equal_calls(module: GraphModule) -> None:
             module.graph = fx_graph_cse(module.graph)
 
 
-def _write_numbers_out(module: GraphModule) -> None:
-    """In calls of complex ops, replace int scalars by floats, and Python numbers in place of tensors by tensors.
+def _write_numbers_out(module: GraphModule, subgraph: Subgraph) -> None:
+    """In ops that the compiler calls, replace int scalars by floats, and Python numbers in place of tensors by tensors.
 
-    The compiler calls ATen for such ops. It passes an int scalar, also a default one, as an operand that ATen's call
-    does not take, and it refuses a Python number if the schema has a tensor.
+    The compiler calls ATen for complex tensors. It passes an int scalar, also a default one, as an operand that ATen's
+    call does not take, and it refuses a Python number if the schema has a tensor.
+
+    Raises:
+        Refused: a call has a complex scalar that no rule (`complex_scalars`) replaces.
     """
     for node in list(module.graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or not _is_complex(node):
+        if not isinstance(node.target, torch._ops.OpOverload) or not _is_called(node):
             continue
         for k, argument in enumerate(node.target._schema.arguments):
             given = k < len(node.args)
             value = (
                 node.args[k] if given else node.kwargs.get(argument.name, argument.default_value)
             )
+            if isinstance(argument.real_type, torch.NumberType) and type(value) is complex:
+                at = position_of(node)
+                op = node.target if at is None else subgraph.nodes[at].op
+                raise Refused(
+                    str(op), "it takes a complex number that compiled code cannot pass on"
+                )
             if isinstance(argument.type, torch.NumberType) and type(value) is int:
                 value = float(value)
-            elif isinstance(argument.type, torch.TensorType) and type(value) in (int, float):
-                value = _tensor_of(module, node, float(value))
+            elif isinstance(argument.type, torch.TensorType) and type(value) in _NUMBERS:
+                value = _tensor_of(module, node, value)
             else:
                 continue
             if given:
@@ -146,19 +159,29 @@ def _write_numbers_out(module: GraphModule) -> None:
     module.recompile()
 
 
-def _tensor_of(module: GraphModule, before: torch.fx.Node, value: float) -> torch.fx.Node:
+def _tensor_of(module: GraphModule, before: torch.fx.Node, value: complex) -> torch.fx.Node:
+    """A number as a 0-dim tensor; a complex one is made of real ones, which the compiler can write."""
     like: Tensor = before.meta["val"]
+    dtype = like.dtype.to_real()
+    options: dict[str, Any] = {"dtype": dtype, "device": like.device}
+    parts = [value.real, value.imag] if isinstance(value, complex) else [float(value)]
     with module.graph.inserting_before(before):
-        node = module.graph.call_function(
-            aten.full.default, ((), value), {"dtype": like.dtype.to_real(), "device": like.device}
-        )
-    node.meta["val"] = like.new_empty((), dtype=like.dtype.to_real())
-    return node
+        nodes = [module.graph.call_function(aten.full.default, ((), x), options) for x in parts]
+        for node in nodes:
+            node.meta["val"] = like.new_empty((), dtype=dtype)
+        if len(nodes) == 1:
+            return nodes[0]
+        node = module.graph.call_function(aten.complex.default, tuple(nodes))
+        node.meta["val"] = like.new_empty(())
+        return node
 
 
-def _is_complex(node: Any) -> bool:
+def _is_called(node: Any) -> bool:
+    """Whether the compiler calls ATen for an op of numbers that are not integers, instead of writing its loop."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_complex()
+    if not isinstance(value, Tensor):
+        return False
+    return value.is_complex() or node.target in _CALLED and value.is_floating_point()
 
 
 def _fake(meta: TensorMeta, device: str) -> Tensor:

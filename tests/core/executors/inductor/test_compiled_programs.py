@@ -73,7 +73,22 @@ def complexes(device):
     ]
 
 
-PROGRAMS = [averages, derivatives, layouts, complexes]
+def complex_numbers(device):
+    x, r = torch.view_as_complex(numbers(4, 4, 2)).to(device), numbers(4, 4).to(device)
+    row = x[0]
+    return [
+        x * 2j, r * 2j, 3j - x, 3j - r, x + (1 + 2j), r + 2j, 2j / x, x / 2j, x**2j, r**(1 + 1j), 2j**x, 2j**r,
+        x.add(row, alpha=2j), x.sub(row, alpha=2j), torch.rsub(x, row, alpha=2j), torch.addcmul(x, x, row, value=2j),
+        torch.addmm(x, x, r + 0j, beta=1j, alpha=2j), torch.addmm(x, x, x, beta=0, alpha=2j),
+        torch.baddbmm(x[None], x[None], x[None], alpha=2j), torch.addcdiv(x, row, x, value=2j),
+        x.masked_fill(r > 0, 2j), torch.where(r > 0, x, 2j), torch.where(r > 0, r, 2j), x.clone().fill_(2j) + x,
+        torch.full((2, 3), 2j, device=device), torch.zeros((), dtype=torch.complex64, device=device) + 1j, x == 2j,
+        r != 2j, x.index_fill(0, torch.tensor([1]).to(device), 1j), torch.polar(r.abs(), r) * 1j, x.sum() * 1j,
+        torch.stack(torch._foreach_mul([x, x + 1], [1j, 2.0])), r.double() * 0.1j,
+    ]
+
+
+PROGRAMS = [averages, derivatives, layouts, complexes, complex_numbers]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
 wrong = {}
@@ -106,6 +121,8 @@ def test_all_of_it_is_compiled(wrong: dict[str, Any]) -> None:
     assert "CompileRefused" not in counters
 
 
-@pytest.mark.parametrize("program", ["averages", "derivatives", "layouts", "complexes"])
+@pytest.mark.parametrize(
+    "program", ["averages", "derivatives", "layouts", "complexes", "complex_numbers"]
+)
 def test_it_gives_what_eager_gives(wrong: dict[str, Any], program: str) -> None:
     assert wrong[program] == []

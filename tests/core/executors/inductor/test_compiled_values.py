@@ -37,6 +37,22 @@ def zeros(device):
     return [1 / t for t in (plus, minus, *filled)]
 
 
+def bytes_reduced(device):
+    x = torch.arange(3, 43).to(device)
+    up, down = x.to(torch.uint8), (-x).to(torch.int8)
+    return [
+        (up + up).amin(), up.view(2, 20).amin(1), up.min(), *(up + 1).view(2, 20).min(1), *torch.aminmax(up),
+        up.argmin(), down.argmax(), (up * 2).view(2, 20).argmin(1), (down - 1).view(2, 20).argmax(1),
+        (down + down).amax(), down.view(2, 20).amax(1), down.max(), *down.view(2, 20).max(1), (-down).amin(),
+        down.prod(dtype=torch.int8), (up % 5 * 2 + 1).prod(dtype=torch.uint8), (down % 5 * 2 + 1).view(2, 20).prod(1),
+    ]
+
+
+def sums_at_indices(device):
+    x, i = torch.arange(12.0).view(4, 3).to(device).bfloat16(), torch.tensor([1, 0, 1, 3]).to(device)
+    return [x.index_add(0, i, x * 2), x.index_add(0, i, x + 1, alpha=2)]
+
+
 def writes_to_windows(device):
     x, y = torch.arange(12.0).to(device), torch.arange(20.0).view(4, 5).to(device)
     x.unfold(0, 2, 3).add_(100)
@@ -44,7 +60,7 @@ def writes_to_windows(device):
     return [x, y]
 
 
-PROGRAMS = [default_dtype, roundings, zeros, writes_to_windows]
+PROGRAMS = [default_dtype, roundings, zeros, bytes_reduced, sums_at_indices, writes_to_windows]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
 for program, got in zip(PROGRAMS, found):

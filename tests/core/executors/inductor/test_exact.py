@@ -31,7 +31,7 @@ def calls(op: torch._ops.OpOverload, dtype: torch.dtype) -> list[tuple[tuple[Any
     named = {"rounding_mode": "floor"} if op._opname == "div" else {}
     if op is aten.pow.Tensor_Scalar:
         return [((x, -0.5), {}), ((x, -2), {})]
-    if op in _OF_INTEGERS:
+    if op in (*_OF_INTEGERS, *_REDUCTIONS):
         return [((x, *_DIMS[op._overloadname]), {})]
     taken = [a.name for a in op._schema.arguments if not a.kwarg_only]
     if len(taken) == 1:
@@ -51,7 +51,10 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 
 _OF_INTEGERS = [op for op in EXACT if op._opname in ("abs", "all", "any")]
-_DIMS: dict[str, tuple[Any, ...]] = {"default": (), "dim": (0,), "dims": ([0],)}
+_REDUCTIONS = [
+    op for op in EXACT if op._opname in ("amax", "amin", "argmax", "argmin", "max", "min", "prod")
+]
+_DIMS: dict[str, tuple[Any, ...]] = {"default": (), "dim": (0,), "dim_int": (0,), "dims": ([0],)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -60,7 +63,8 @@ def test_a_rule_gives_what_eager_gives(op: torch._ops.OpOverload, dtype: torch.d
     for args, named in calls(op, dtype):
         got = EXACT[op](*args, **named)
         if got is NotImplemented:
-            assert op in _OF_INTEGERS or op is aten.erf.default and dtype is not torch.float32
+            left = (*_OF_INTEGERS, *_REDUCTIONS)
+            assert op in left or op is aten.erf.default and dtype is not torch.float32
         else:
             assert_close(got, op(*args, **named))
 
@@ -82,6 +86,20 @@ def test_rules_of_narrow_integers(op: torch._ops.OpOverload, dtype: torch.dtype)
         assert got is NotImplemented
     else:
         assert got.dtype is expected.dtype and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
+@pytest.mark.parametrize("op", _REDUCTIONS, ids=str)
+def test_reductions_of_bytes(op: torch._ops.OpOverload, dtype: torch.dtype) -> None:
+    x = torch.tensor([[1, 3, 5], [7, 9, 11]], dtype=dtype)
+    args = (x, *_DIMS[op._overloadname])
+    named = {"dtype": dtype} if op._opname == "prod" else {}
+    got, expected = EXACT[op](*args, **named), op(*args, **named)
+    if dtype is torch.int16:
+        assert got is NotImplemented
+        return
+    pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def test_gelu_keeps_the_compilers_erf() -> None:

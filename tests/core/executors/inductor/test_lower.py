@@ -235,6 +235,17 @@ def test_an_op_that_cannot_be_traced_is_named() -> None:
     assert [part.compiled for part in parts] == [True, False]
 
 
+def test_an_op_with_a_complex_number_that_no_rule_replaces_is_named() -> None:
+    complex_meta, index = (
+        TensorMeta.like(torch.empty(2, 2, dtype=dtype)) for dtype in (torch.complex64, torch.int64)
+    )
+    op = aten.scatter.value
+    scatter = node(op, 2, Ref(0), 0, Ref(1), 2j, meta=complex_meta)
+    with pytest.raises(Refused, match="complex number") as caught:
+        lowered(Graph((scatter,), {0: complex_meta, 1: index}, (2,)))
+    assert caught.value.op == str(op)
+
+
 def test_a_fused_optimizer_that_is_given_a_parameter_twice_is_not_compiled() -> None:
     twice = [Write(0, ()), Write(0, ())]
     options = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0.0)
