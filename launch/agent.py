@@ -39,6 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ltc_core.errors import first_line
+from ltc_core.settings import settings
 from ltc_dist.expected_name import expected_by
 from ltc_dist.job import host_collectives
 from ltc_dist.processes import child
@@ -374,7 +375,7 @@ def variables(spec: Spec) -> dict[str, str]:
     found = early.variables(spec)
     if spec.nnodes == 1:
         found.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if spec.nprocs > 1:
+    if spec.nprocs > 1 and not settings.spmd:
         found.setdefault("LTC_NUM_DEVICES", "1")
     if spec.devices:
         found["LTC_DEVICES"] = spec.devices

@@ -197,6 +197,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("executor", "LTC_EXECUTOR", (), str, "inductor",
             "What runs the graphs; jax: XLA through JAX, reference runs op by op, null does no maths.",
             choices=("inductor", "jax", "reference", "null")),
+    Setting("spmd", "LTC_SPMD", ("XLA_USE_SPMD",), bool, False,
+            "With LTC_EXECUTOR=jax the devices of all processes are one mesh, and no gradient is averaged."),
     Setting("collectives", "LTC_COLLECTIVES", (), str, "auto",
             "Where LTC_EXECUTOR=jax runs collectives; graph: in its programs, host: between them, as auto on a CPU.",
             choices=("auto", "graph", "host")),
@@ -336,6 +338,7 @@ class Settings:
     device_name: str
     num_devices: int
     executor: str
+    spmd: bool
     collectives: str
     device: str
     device_ordinal: int

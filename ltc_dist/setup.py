@@ -29,6 +29,9 @@ def set_up() -> None:
     With LTC_AUTOLOAD libraries choose the device, too.
     """
     source.skip_frames_of(os.path.dirname(__file__))  # a user's line is never one of this package
+    atexit.register(
+        companions_of_job.outlive_others
+    )  # after `leave_at_exit`, which tells that this process ends
     own_rank()  # before the script starts processes
     os.register_at_fork(after_in_child=lock.after_fork_in_child)
     # Runs before the handlers of ltc_core, which were registered earlier: the last collectives need the devices.

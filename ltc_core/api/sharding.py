@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 
 from ltc_core import errors, source
+from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.sharding import SHARD, Sharding
 from ltc_core.runtime.devices import context, context_of
 from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, base_of
-from ltc_core.tensor.lazy_tensor import LazyTensor
+from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 
-__all__ = ["Sharding", "num_mesh_devices", "parts_of", "shard"]
+__all__ = ["Sharding", "join", "num_mesh_devices", "parts_of", "shard"]
 
 
 def num_mesh_devices(device: torch.device) -> int:
@@ -59,6 +60,20 @@ def shard(tensor: torch.Tensor, sharding: Sharding) -> None:
     with torch.no_grad():
         whole = tensor.data  # no write that autograd counts: the values stay the same
         whole.copy_(SHARD(whole, sharding.text))
+
+
+def join(part: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """A tensor of which each process of the job has a part: its size is that of all parts together.
+
+    Args:
+        part: this process's, whose values are computed.
+    """
+    part = _on_device(part, "joined")
+    ctx = context_of(part._h)
+    data, size = ctx.executor.join(part.detach().cpu(), sharding)
+    meta = TensorMeta.packed(size, part.dtype)
+    buffer = Buffer.ready(ctx.memory, data, ctx.executor.nbytes(meta))
+    return wrap(Cell(ctx.trace, Value.of(buffer), meta))
 
 
 def parts_of(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

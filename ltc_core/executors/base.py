@@ -8,7 +8,7 @@ the thread that cuts. Called by `runtime.device_context` and `runtime.launch`.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -34,6 +34,8 @@ class Executor(abc.ABC):
 
     def __init__(self, hardware: torch.device = CPU) -> None:
         self.hardware = hardware
+        # Waits for the programs that were handed over; the device sets it.
+        self.wait_for_programs: Callable[[], object] = lambda: None
 
     def begin_thread(self) -> None:  # noqa: B027 - most need nothing
         """Prepare a thread that will run programs; called in it, once."""
@@ -89,6 +91,10 @@ class Executor(abc.ABC):
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Data divided over the devices of a mesh; for executors with more than one."""
+        raise NotImplementedError(f"the executor {self.name} has no mesh")
+
+    def join(self, part: torch.Tensor, sharding: Sharding) -> tuple[Any, torch.Size]:
+        """Data whose part in this process is a CPU tensor, and their size; for those executors, too."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")
 
     def parts(self, data: Any) -> list[tuple[int, torch.Tensor]]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Companions", "NotTogether", "find"]
+__all__ = ["LANES", "Companions", "NotTogether", "find"]
+
+# What processes agree on, each in one order: programs that run, tensors that are divided, data that move.
+LANES = ("programs", "tensors", "moves")
 
 
 class NotTogether(Exception):
@@ -42,6 +45,33 @@ class Companions(Protocol):
         Raises:
             NotTogether: a process has failed to, for which `refusal` is the reason.
         """
+
+    def agree(self, lane: str, what: str, where: str) -> None:
+        """Wait until each process is about to do the same.
+
+        Args:
+            lane: of `LANES`.
+            what: text of it.
+            where: the user's line.
+
+        Raises:
+            CollectiveError: a process is about to run something else, has ended, or does not come in time.
+        """
+
+    def check(self, where: str, is_late: bool) -> None:
+        """Check what the others do while this process waits for a program of all of them.
+
+        Args:
+            where: the user's line of the program.
+            is_late: whether a process that is at something else by now will not come.
+
+        Raises:
+            PeerEndedError: a process has ended.
+            CollectiveError: a process waits for this one to do something else.
+        """
+
+    def keep_connected(self, disconnect: Callable[[], object]) -> None:
+        """Have this process disconnect at its end, and rank 0, which the others are connected to, end after them."""
 
 
 def _nobody() -> Companions | None:

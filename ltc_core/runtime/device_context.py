@@ -78,6 +78,7 @@ class DeviceContext:
         self.worker = Worker(
             f"ltc-worker-{index}", settings.max_pending_steps, self.executor.begin_thread
         )
+        self.executor.wait_for_programs = self.worker.drain
         self.failures: deque[Failure] = deque()
         self._worker_has_team = False
         self._marked_ns = 0  # the last cut or wait

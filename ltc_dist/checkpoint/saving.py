@@ -14,6 +14,9 @@ from typing import Any, BinaryIO
 import ltc_core as ltc
 from ltc_core.runtime.devices import contexts
 from ltc_core.serialization import streaming
+from ltc_core.serialization.cpu_copy import CpuCopies
+from ltc_core.serialization.tree import map_tensors
+from ltc_core.settings import settings
 from ltc_dist.job import host_collectives, protocol
 from ltc_dist.job.ranks import is_master_ordinal, ranks
 
@@ -31,8 +34,8 @@ def save(
     """Save a structure with its tensors on the CPU, in the master process.
 
     A file appears whole or not at all. The n-th call of another process for a path returns when the master has written
-    it n times. The master waits for nobody, so `if is_master_ordinal(): save(...)` works, too. Nobody waits in the
-    threads of a DataParallel.
+    it n times. The master waits for nobody, so `if is_master_ordinal(): save(...)` works, too, but not with LTC_SPMD.
+    Nobody waits in the threads of a DataParallel.
 
     Args:
         file_or_path: where to; processes do not wait for what goes to an open file.
@@ -49,6 +52,7 @@ def save(
     """
     is_path = isinstance(file_or_path, str | os.PathLike)
     told = os.fspath(file_or_path) if is_path else None  # type: ignore[arg-type]
+    data = _together(data)
     _in_master(lambda: ltc.save(data, file_or_path), told, master_only, global_master)
 
 
@@ -75,7 +79,13 @@ def save_streamed(
 
     Source: `torch_xla.utils.serialization.save`.
     """
+    data = _together(data)
     _in_master(lambda: streaming.save(data, path), os.fspath(path), master_only, global_master)
+
+
+def _together(data: Any) -> Any:
+    """With LTC_SPMD the data on the CPU: all processes have parts of a tensor, so all of them bring it there."""
+    return map_tensors(CpuCopies(), data) if settings.spmd else data
 
 
 def _in_master(

@@ -27,7 +27,7 @@ from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.settings import settings
 from ltc_core.timeline import slices
 from ltc_dist.collectives.transport import KINDS, LINES, Line, is_on_gpus, keep
-from ltc_dist.job import clock, host_collectives, protocol
+from ltc_dist.job import clock, companions, host_collectives, protocol
 from ltc_dist.job.host_collectives import connected, job_store
 from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import gloo_devices
@@ -140,7 +140,7 @@ def _end_what_is_stuck() -> None:
     code = host_collectives.exit_code
     if code is None and hasattr(sys, "last_value"):  # an exception that nobody has caught
         code = 1
-    if stuck and code is not None:
+    if (stuck or companions.is_stuck) and code is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

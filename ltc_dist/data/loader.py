@@ -69,7 +69,7 @@ class PerDeviceLoader:
             raise
         self._num_taken += 1
         if self._parent.input_sharding is not None:
-            divide(batch, self._parent.input_sharding)
+            return divide(batch, self._parent.input_sharding)
         return batch
 
     def __len__(self) -> int:

@@ -1,34 +1,61 @@
 """How the processes of a job agree, through its store, to join their devices: all of them do, or none.
 
 Each process says that it comes; who first knows whether all can join says so for all. Two such stages follow each
-other: that all come, and that all have connected. `ltc_core.executors.companions` is the interface, `setup` registers
+other: that all come, and that all have connected. Where all devices are one mesh, the processes also compare what
+they do there for the first time. `ltc_core.executors.companions` is the interface, `setup` registers
 `find`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import os
 import socket
+import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from ltc_core.errors import RankError, first_line
-from ltc_core.executors.companions import NotTogether
+from ltc_core.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerEndedError,
+    RankError,
+    first_line,
+)
+from ltc_core.executors.companions import LANES, NotTogether
 from ltc_core.settings import settings
 from ltc_core.timeline import slices
 from ltc_core.timeline.marks import Awaited
 from ltc_dist.job import protocol
-from ltc_dist.job.host_collectives import LOOK_S, connected, ended, job_store
+from ltc_dist.job.host_collectives import (
+    LOOK_S,
+    before_ended,
+    connected,
+    ended,
+    job_store,
+    wait_checking,
+)
 from ltc_dist.job.ranks import read_ranks
 from ltc_dist.job.store import LOOPBACK, address_towards
 
-__all__ = ["JobCompanions", "find"]
+__all__ = ["JobCompanions", "find", "outlive_others"]
 
 # A process that uses its device alone for longer, before it waits for others, makes the others go on without it.
 _PATIENCE_S = 20.0
+_NOTICE_S = 3.0
 _PAUSE_S = 0.02
 _YES = "yes"
+
+# Whether a program of all processes may be under way for ever: a process has ended.
+is_stuck = False
+# Ends the coordinator that the other ranks need, if this process has it.
+_end_coordinator: Callable[[], object] | None = None
 
 
 def find() -> JobCompanions | None:
@@ -38,6 +65,26 @@ def find() -> JobCompanions | None:
         return None
     is_one_host = here.world_size == here.local_world_size
     return JobCompanions(here.rank, here.world_size, is_one_host)
+
+
+def outlive_others() -> None:
+    """Wait at the end of rank 0, if it has the coordinator of JAX, until the others have ended: else it aborts them.
+
+    After a failure they get a moment to notice it: the launcher ends the others.
+    """
+    if _end_coordinator is not None:
+        _end_coordinator()
+
+
+def _end(others: Sequence[int], disconnect: Callable[[], object]) -> None:
+    has_failed = is_stuck or hasattr(sys, "last_value")
+    until = time.monotonic() + (_NOTICE_S if has_failed else math.inf)
+    with contextlib.suppress(RankError, RuntimeError):  # the store is gone, and so is the job
+        store = connected()
+        keys = [protocol.ENDED.key(rank=rank) for rank in others]
+        while not store.check(keys) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+    disconnect()
 
 
 class JobCompanions:
@@ -53,6 +100,8 @@ class JobCompanions:
         self.rank = rank
         self.count = count
         self._is_one_host = is_one_host
+        self._of_thread = threading.local()  # its connection to the store
+        self._num_agreed: Counter[str] = Counter()
 
     def meet(self, refusal: str) -> str:
         address = _free_address(self._is_one_host) if self.rank == 0 and not refusal else ""
@@ -60,6 +109,84 @@ class JobCompanions:
 
     def confirm(self, refusal: str) -> None:
         self._agree("joined", "", refusal)
+
+    def agree(self, lane: str, what: str, where: str) -> None:
+        store = self._own_store()
+        self._num_agreed[lane] += 1
+        number = self._num_agreed[lane]
+        at = {"lane": lane, "number": number}
+        protocol.ALIKE.tell(store, f"{what}\n{where}", **at, rank=self.rank)
+        everyone = tuple(range(self.count))
+        keys = [protocol.ALIKE.key(**at, rank=rank) for rank in everyone]
+
+        def check(time_is_up: bool) -> None:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            gone = ended(missing, store)
+            here = f"rank {self.rank} is at {what}, recorded at {where}"
+            if gone:
+                raise PeerEndedError(
+                    f"rank {gone[0]} has ended while rank {self.rank} waits for it",
+                    got=here,
+                    next="let all processes take the same number of steps",
+                )
+            if time_is_up and missing:
+                raise CollectiveTimeoutError(
+                    f"rank {missing[0]} did not come within {settings.collective_timeout_s:g} s",
+                    got=here,
+                    next="let all processes run the same steps on the mesh of all devices",
+                )
+
+        with slices.watched("wait for other processes", "", Awaited(lane, number, everyone)):
+            wait_checking(keys, check, store)
+        for rank in everyone:
+            told = protocol.ALIKE.heard(store, **at, rank=rank).decode()
+            if told.partition("\n")[0] != what:
+                raise self._differs(rank, what, where, told)
+        if number > 1:  # all are here, and so all have read what was told before
+            protocol.ALIKE.forget(store, lane=lane, number=number - 1, rank=self.rank)
+
+    def _own_store(self) -> Any:
+        if not hasattr(self._of_thread, "store"):
+            self._of_thread.store = connected()
+        return self._of_thread.store
+
+    def check(self, where: str, is_late: bool) -> None:
+        global is_stuck
+        store = self._own_store()
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        gone = ended(others, store)
+        if gone:
+            is_stuck = True
+            raise PeerEndedError(
+                f"rank {gone[0]} has ended while rank {self.rank} waits for it",
+                got=f"rank {self.rank} runs a program on the mesh of all devices, recorded at {where}",
+                next="let all processes take the same number of steps",
+            )
+        if not is_late:
+            return
+        for lane, rank in itertools.product(LANES, others):
+            number = self._num_agreed[lane] + 1
+            told = protocol.ALIKE.heard(store, lane=lane, number=number, rank=rank).decode()
+            if told:
+                is_stuck = True
+                raise self._differs(rank, "a program that it has run before", where, told)
+
+    def _differs(self, rank: int, what: str, where: str, told: str) -> CollectiveError:
+        other, _, line = told.partition("\n")
+        return CollectiveError(
+            f"rank {self.rank} and rank {rank} do not do the same on the mesh of all devices",
+            got=f"rank {self.rank}: {what}, recorded at {where}\n"
+            f"       rank {rank}: {other}, recorded at {line}",
+            next="let all processes run the same steps, with the same seed, on the same whole batches; or let "
+            "each read its own part, with ShardingSpec(..., minibatch=True)",
+        )
+
+    def keep_connected(self, disconnect: Callable[[], object]) -> None:
+        global _end_coordinator
+        if self.rank == 0:
+            _end_coordinator = partial(_end, range(1, self.count), disconnect)
+        else:
+            before_ended(disconnect)
 
     def _agree(self, stage: str, address: str, refusal: str) -> str:
         """Wait until all have come to a stage; returns the address that rank 0 brought."""

@@ -74,6 +74,7 @@ _has_left = 0  # id of the process that has left; a forked child has another id
 _meetings: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
 exit_code: int | None = None  # of this process; set when its script has failed
 _last_calls: list[Callable[[], None]] = []
+_idle_calls: list[Callable[[], object]] = []
 # name of a thread's group (`Ranks.threads`) -> brings a payload to a meeting of all threads, returns those of all
 MEETINGS: dict[str, Callable[[str, bytes], list[bytes]]] = {}
 
@@ -131,6 +132,11 @@ def before_leaving(call: Callable[[], None]) -> None:
     _last_calls.append(call)
 
 
+def before_ended(call: Callable[[], object]) -> None:
+    """Register a function that `leave` calls once the devices are idle, before it reports that this process ends."""
+    _idle_calls.append(call)
+
+
 def abandon() -> None:
     """Let this process exit at once: `leave` does nothing, and the jobs in flight are dropped."""
     global _has_left
@@ -184,6 +190,8 @@ def _leave_job(rank: int) -> None:
             print(f"ltc: {error}", file=sys.stderr, flush=True)
     for ctx in contexts():
         ctx.worker.drain(exit_patience_s())
+    for call in _idle_calls:
+        call()
     # A launcher's store outlives this process. A store served by rank 0 may be gone, or may never have been made.
     has_store = _store is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if has_store and owns_rank():

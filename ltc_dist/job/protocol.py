@@ -116,6 +116,12 @@ TOGETHER = Fact(
     "the first process that knows it",
     "with the attempt",
 )
+ALIKE = Fact(
+    "alike/{lane}/{number}/{rank}",
+    "a program that a process is about to run, or a tensor to divide, on the devices of all processes",
+    "each process",
+    "when all have come to the next one: removed",
+)
 REPORT = Fact(
     "checkpoint/{token}/{number}/{rank}",
     "the parts of a checkpoint that a process has written, or its error",
@@ -181,6 +187,6 @@ BEGUN = Fact(
 )
 
 FACTS = (
-    ENDED, BUSY, MEETING, GROUP, NEW_PLAN, AT, DEVICES, TOGETHER, REPORT, OUTCOME, SAVED, ASKED, TIME, RUN,
+    ENDED, BUSY, MEETING, GROUP, NEW_PLAN, AT, DEVICES, TOGETHER, ALIKE, REPORT, OUTCOME, SAVED, ASKED, TIME, RUN,
     LEASE, HOST_ENDED, CAME, BEGUN,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ltc_core.settings import settings
 from ltc_dist.collectives.process_group import has_connected
 from ltc_dist.job.ranks import ranks
 
@@ -35,7 +36,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if _count != _STEPS:
         return
     here = ranks()
-    if here.rank or here.world_size == 1 or here.threads:
+    if here.rank or here.world_size == 1 or here.threads or settings.spmd:
         return
     if has_connected() or torch.distributed.is_available() and torch.distributed.is_initialized():
         return

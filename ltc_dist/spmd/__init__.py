@@ -14,6 +14,7 @@ from ltc_dist.spmd.mesh import (
     num_devices,
     set_global_mesh,
 )
+from ltc_dist.spmd.processes import use_spmd
 from ltc_dist.spmd.sharding import (
     Shard,
     ShardingSpec,
@@ -41,6 +42,7 @@ __all__ = [
     "num_devices",
     "set_global_mesh",
     "sharding_of",
+    "use_spmd",
     "xla_distribute_module",
     "xla_distribute_tensor",
 ]

@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from ltc_core import errors, source
 from ltc_core.api import sharding
+from ltc_core.settings import settings
+from ltc_dist.job.ranks import ranks
 from ltc_dist.spmd.mesh import Mesh
 
 __all__ = [
@@ -130,7 +132,8 @@ class ShardingSpec:
     Attributes:
         mesh: the mesh.
         partition_spec: as for `mark_sharding`.
-        minibatch: each process loads its own part of the batch; it must be false in a job of several processes.
+        minibatch: with `use_spmd` in a job of several processes each loads its own part of the batch: these parts
+            become one tensor, of the size of all of them together. Otherwise each process loads the whole batch.
 
     Source: `torch_xla.distributed.spmd.ShardingSpec`.
     """
@@ -144,12 +147,23 @@ class ShardingSpec:
         return t.ndim == len(self.partition_spec)
 
     def apply(self, t: torch.Tensor) -> None:
-        """Divide a tensor."""
+        """Divide a tensor, which is whole in each process."""
         mark_sharding(t, self.mesh, self.partition_spec)
 
+    def divided(self, t: torch.Tensor) -> torch.Tensor:
+        """The tensor of a batch, divided; a new one if each process has a part of it."""
+        if self.minibatch and settings.spmd and ranks().world_size > 1:
+            whole = sharding.join(t, self.mesh.sharding(self.partition_spec))
+            setattr(whole, _MARK, (self.mesh, tuple(self.partition_spec)))
+            return whole
+        self.apply(t)
+        return t
 
-def divide(batch: Any, spec: ShardingSpec | dict[str, ShardingSpec]) -> None:
-    """Divide the tensors of a batch whose number of dimensions fits. A dict of specs has one for each name.
+
+def divide(batch: Any, spec: ShardingSpec | dict[str, ShardingSpec]) -> Any:
+    """Divide the tensors of a batch whose number of dimensions fits; returns the batch.
+
+    A dict of specs has one for each name.
 
     Raises:
         ShardingError: the specs are a dict, and the batch is none, or has tensors of names without a spec.
@@ -158,11 +172,13 @@ def divide(batch: Any, spec: ShardingSpec | dict[str, ShardingSpec]) -> None:
         _check_names(batch, spec)
         for name, own in spec.items():
             if name in batch and own is not None:
-                divide(batch[name], own)
-        return
-    for t in pytree.tree_leaves(batch):
-        if isinstance(t, torch.Tensor) and spec.can_apply(t):
-            spec.apply(t)
+                batch[name] = divide(batch[name], own)
+        return batch
+
+    def divided(t: Any) -> Any:
+        return spec.divided(t) if isinstance(t, torch.Tensor) and spec.can_apply(t) else t
+
+    return pytree.tree_map(divided, batch)
 
 
 def _check_names(batch: Any, specs: dict[str, ShardingSpec]) -> None:

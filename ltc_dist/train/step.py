@@ -13,6 +13,7 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.errors import CollectiveError
+from ltc_core.settings import settings
 from ltc_dist.collectives.ops import all_reduce
 from ltc_dist.collectives.process_group import Groups, group_of
 from ltc_dist.fully_sharded.norm import clip_by_norm
@@ -54,13 +55,15 @@ def reduce_gradients(
 ) -> None:
     """Average every gradient of the optimizer's parameters over the processes, in place.
 
-    A second call changes nothing. Parameters without a gradient are skipped; they must be the same ones in all
-    processes.
+    A second call changes nothing, nor does any with LTC_SPMD. Parameters without a gradient are skipped; they must be
+    the same ones in all processes.
 
     Raises:
         CollectiveError: for the parameters of a FullyShardedDataParallel. When the graph runs, for processes whose
             gradients differ in number or size.
     """
+    if settings.spmd:  # one program computes the gradients of all processes
+        return
     group = group_of(groups)
     if len(group.members) == 1:
         return

@@ -71,6 +71,7 @@ def test_defaults():
     assert DEFAULTS.device_name == "ltc"
     assert (DEFAULTS.num_devices, DEFAULTS.executor, DEFAULTS.fallback) == (1, "inductor", "allow")
     assert DEFAULTS.collectives == "auto"
+    assert DEFAULTS.spmd is False
     assert (DEFAULTS.max_async_queue, DEFAULTS.max_pending_steps) == (100, 4)
     assert (DEFAULTS.trim_graph_size, DEFAULTS.max_graph_size) == (20000, 200000)
     assert DEFAULTS.force_fallback == frozenset()

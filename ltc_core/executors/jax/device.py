@@ -13,13 +13,14 @@ import jax
 import torch
 from jax import numpy as jnp
 
+from ltc_core import source
 from ltc_core.errors import DeviceError, listed
 from ltc_core.executors.device_program import DeviceRuntime, Launch
 from ltc_core.executors.jax.arrays import as_array, as_tensor
 from ltc_core.executors.jax.cache import ProgramsOnDisk
 from ltc_core.executors.jax.collectives import Collectives, has_collectives
 from ltc_core.executors.jax.launch import JaxLaunch
-from ltc_core.executors.jax.library import devices, wide_types
+from ltc_core.executors.jax.library import devices, wait_together, wide_types
 from ltc_core.executors.jax.lowering import LOWERING
 from ltc_core.executors.jax.mesh import DeviceMesh, is_divided, named
 from ltc_core.executors.jax.precision import precision
@@ -102,20 +103,24 @@ class JaxDevice(DeviceRuntime):
 
     def fetch(self, data: Sequence[Any]) -> list[Tensor]:
         there = [d for d in data if not self.is_on_host(d)]
+        if self.mesh.is_of_job:
+            divided = [d for d in there if is_divided(d)]
+            wait_together(divided, source.user_line())
         jax.block_until_ready(there)
         return [d if self.is_on_host(d) else self._fetched(d) for d in data]
 
     def _fetched(self, data: Any) -> Tensor:
-        if self._is_cpu and not is_divided(data):
-            return self.shown(data).clone()
-        return as_tensor(data)
+        if is_divided(data):
+            with wide_types():
+                return as_tensor(self.mesh.here(data))
+        return self.shown(data).clone() if self._is_cpu else as_tensor(data)
 
     def shown(self, data: Any) -> Tensor:
         """Data of a CPU device as a tensor in the same memory. Drop it soon: memory that is seen is not donated."""
         if self.is_on_host(data):
             return data  # type: ignore[no-any-return]
         if is_divided(data):
-            return as_tensor(data)
+            return self._fetched(data)
         return torch.utils.dlpack.from_dlpack(data)
 
     def copy(self, data: Any) -> Any:
@@ -125,7 +130,7 @@ class JaxDevice(DeviceRuntime):
             return jnp.copy(data)
 
     def compile(self, subgraph: Subgraph, inputs: Sequence[Any]) -> Launch:
-        shown = self.shown if self._is_cpu else None
+        shown = self.shown if self._is_cpu and not self.mesh.is_of_job else None
         divided = [x.sharding if is_divided(x) else None for x in inputs]
         joint = self._collectives if has_collectives(subgraph) else None
         return JaxLaunch(subgraph, self.device, self._on_disk, shown, self.mesh, divided, joint)
@@ -139,8 +144,13 @@ class JaxDevice(DeviceRuntime):
         """Data divided over devices."""
         self.mesh.is_used = True
         with wide_types():
-            found = as_array(data) if self.is_on_host(data) else data
-            return jax.device_put(found, named(sharding))
+            return self.mesh.lay(data, named(sharding))
+
+    def join(self, part: Tensor, sharding: Sharding) -> Any:
+        """Data whose parts on this process's devices are those of a tensor."""
+        self.mesh.is_used = True
+        with wide_types():
+            return self.mesh.joined(part, named(sharding))
 
     def place_like(self, data: Any, other: Any) -> Any:
         """Data divided as other data are."""
@@ -151,7 +161,8 @@ class JaxDevice(DeviceRuntime):
             or self._lie_alike(data, other)
         ):
             return data
-        return jax.device_put(data, other.sharding)
+        with wide_types():
+            return self.mesh.lay(data, other.sharding)
 
     def _lie_alike(self, data: Any, other: Any) -> bool:
         return not self.is_on_host(data) and data.sharding == other.sharding

@@ -34,6 +34,8 @@ class JaxExecutor(DeviceExecutor):
         runtime = JaxDevice(index)
         super().__init__(runtime)
         self._jax = runtime
+        # The programs of all processes run in the same order in each of them.
+        runtime.mesh.before_programs_of_job = lambda: self.wait_for_programs()
 
     def synchronize(self) -> None:
         jax.effects_barrier()
@@ -48,6 +50,10 @@ class JaxExecutor(DeviceExecutor):
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         return self._jax.shard(data, sharding)
+
+    def join(self, part: torch.Tensor, sharding: Sharding) -> tuple[Any, torch.Size]:
+        data = self._jax.join(part, sharding)
+        return data, torch.Size(data.shape)
 
     def parts(self, data: Any) -> list[tuple[int, torch.Tensor]]:
         return self._jax.parts(data)

@@ -10,11 +10,13 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
 
 from ltc_core.errors import DeviceError, first_line
 from ltc_core.executors import companions
@@ -22,13 +24,34 @@ from ltc_core.executors.companions import Companions, NotTogether
 from ltc_core.executors.hardware import hardware_kind
 from ltc_core.settings import settings
 
-__all__ = ["any_device", "devices", "devices_of_ranks", "require", "wide_types", "why_alone"]
+__all__ = [
+    "agree",
+    "any_device",
+    "devices",
+    "devices_of_mesh",
+    "devices_of_ranks",
+    "require",
+    "wait_together",
+    "why_alone",
+    "wide_types",
+    "without_greeting",
+]
 
 # The hardware, and JAX's name of it.
 _PLATFORMS = {"CPU": "cpu", "CUDA": "cuda", "TPU": "tpu"}
 _JOIN_S = 60  # for all processes to connect, once all have come
+# Several threads of gloo print theirs at a time, in pieces.
+_GREETING = re.compile(
+    rb"(\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : |\s)*"
+)
+_ABOUT_RECOVERY = re.compile(rb"W.*recoverable task feature.*\s*")
+_LOOK_S = 1.0  # between two checks whether a process has ended
+_LATE_S = 5.0  # who is at something else for so long has not just been quicker
+_LONGEST_PAUSE_S = 0.005
 _alone = ""
 _joined: tuple[Any, ...] = ()
+_of_mesh: tuple[Any, ...] = ()
+_job: Companions | None = None
 
 
 @functools.cache
@@ -75,6 +98,12 @@ def devices() -> tuple[Any, ...]:
     platform = _PLATFORMS.get(kind, kind.lower())
     library = _jax()
     job = _join(library)
+    if settings.spmd and _alone:
+        raise DeviceError(
+            "the devices of the processes cannot be one mesh",
+            got=_alone,
+            next="let each process make its device at the same place, before it waits for others; or unset LTC_SPMD",
+        )
     try:
         found = tuple(library.local_devices(backend=platform))
         if job is not None:
@@ -86,6 +115,51 @@ def devices() -> tuple[Any, ...]:
             got=str(error).partition("\n")[0],
             next="install JAX's build for it and its driver, or set LTC_DEVICE",
         ) from error
+
+
+def devices_of_mesh() -> tuple[Any, ...]:
+    """The devices that a mesh has: this process's, or with LTC_SPMD those of all processes, in the order of ranks."""
+    own = devices()
+    return _of_mesh or own
+
+
+def agree(lane: str, what: str, where: str) -> None:
+    """Wait until each process of a mesh of all of them is about to do the same, in one order for each lane.
+
+    Raises:
+        CollectiveError: a process is about to do something else, has ended, or does not come in time.
+    """
+    assert _job is not None
+    _job.agree(lane, what, where)
+
+
+def wait_together(arrays: Sequence[Any], where: str) -> None:
+    """Wait for results of a program of all processes, which was recorded at the line `where`.
+
+    Raises:
+        PeerEndedError: a process has ended, for which the program may wait for ever.
+        CollectiveError: a process is at something else.
+    """
+    assert _job is not None
+    begun = looked = time.monotonic()
+    pause_s = 0.0
+    while not all(map(_is_done, arrays)):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s or 2e-5, _LONGEST_PAUSE_S)
+        now = time.monotonic()
+        if now - looked >= _LOOK_S:
+            _job.check(where, now - begun >= _LATE_S)
+            looked = now
+
+
+def _is_done(array: Any) -> bool:
+    """Whether an array is computed; one that a later program has overwritten was."""
+    try:
+        return array.is_deleted() or array.is_ready()  # type: ignore[no-any-return]
+    except RuntimeError:
+        if array.is_deleted():
+            return True
+        raise
 
 
 def devices_of_ranks() -> tuple[Any, ...]:
@@ -112,14 +186,17 @@ def _join(library: Any) -> Companions | None:
         try:
             library.config.update("jax_cpu_collectives_implementation", "gloo")
             library.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
-            library.distributed.initialize(
-                address,
-                job.count,
-                job.rank,
-                coordinator_bind_address=address,
-                initialization_timeout=_JOIN_S,
-                cluster_detection_method="deactivate",
-            )
+            # Else each process waits at its end for all others, and one that has failed is not told.
+            library.config.update("jax_enable_recoverability", settings.spmd)
+            with _without(_ABOUT_RECOVERY, sys.__stderr__):
+                library.distributed.initialize(
+                    address,
+                    job.count,
+                    job.rank,
+                    coordinator_bind_address=address,
+                    initialization_timeout=_JOIN_S,
+                    cluster_detection_method="deactivate",
+                )
         except (RuntimeError, ValueError) as error:
             failure = first_line(error)
         try:
@@ -136,14 +213,16 @@ def _join(library: Any) -> Companions | None:
 
 def _refusal(library: Any) -> str:
     """Why this process cannot join the others; empty if it can."""
+    if library._src.xla_bridge.backends_are_initialized() or library.distributed.is_initialized():
+        return "the script has used JAX before its first tensor was on the device"
+    if settings.spmd:
+        return ""
     if settings.collectives == "host":
         return "LTC_COLLECTIVES=host"
     if settings.collectives == "auto" and settings.device == "cpu":
         return "gloo is slower within programs than between them on a CPU"
     if settings.num_devices > 1:
         return f"it has {settings.num_devices} devices, and only processes with one join"
-    if library._src.xla_bridge.backends_are_initialized() or library.distributed.is_initialized():
-        return "the script has used JAX before its first tensor was on the device"
     return ""
 
 
@@ -151,9 +230,19 @@ def _connect(library: Any, job: Companions, platform: str) -> None:
     """Connect the devices of all processes by a first collective.
 
     On a CPU nothing is exchanged through JAX's coordinator afterwards. It is ended: it would abort each process that
-    outlives rank 0.
+    outlives rank 0. With LTC_SPMD each group of devices that a program connects is connected through it.
     """
-    global _joined
+    global _joined, _of_mesh, _job
+    if settings.spmd:
+        _job = job
+        everywhere = library.devices(platform)
+        _of_mesh = tuple(sorted(everywhere, key=lambda device: (device.process_index, device.id)))
+        # JAX would end the coordinator first of all that rank 0 does at its end, and with it all other processes.
+        state = library._src.distributed.global_state
+        parts = [part for part in (state.client, state.service) if part is not None]
+        state.client = state.service = None
+        job.keep_connected(lambda: [part.shutdown() for part in parts])
+        return
     own = {device.process_index: device for device in reversed(library.devices(platform))}
     found = tuple(own[rank] for rank in range(job.count))
     mesh = library.sharding.Mesh(found, ["ranks"])
@@ -164,18 +253,23 @@ def _connect(library: Any, job: Companions, platform: str) -> None:
     add = library.shard_map(
         lambda x: library.lax.psum(x, "ranks"), mesh=mesh, in_specs=spec, out_specs=spec
     )
-    with _without_greeting():
+    with without_greeting():
         library.block_until_ready(library.jit(add)(whole))
     if platform == "cpu":
         library.distributed.shutdown()
     _joined = found
 
 
+def without_greeting() -> contextlib.AbstractContextManager[None]:
+    """Leave out the lines that gloo prints to stdout when it has connected; what others print meanwhile is kept."""
+    return _without(_GREETING, sys.__stdout__)
+
+
 @contextlib.contextmanager
-def _without_greeting() -> Iterator[None]:
-    """Leave out the line that gloo prints to stdout when it has connected; what others print meanwhile is kept."""
+def _without(lines: re.Pattern[bytes], stream: TextIO | None) -> Iterator[None]:
+    """Leave out lines that libraries print to a stream of the process."""
     try:
-        number = sys.__stdout__.fileno() if sys.__stdout__ is not None else -1
+        number = stream.fileno() if stream is not None else -1
     except (OSError, ValueError):
         number = -1
     if number < 0:
@@ -190,7 +284,7 @@ def _without_greeting() -> Iterator[None]:
             finally:
                 os.dup2(kept, number)
                 printed.seek(0)
-                rest = [line for line in printed if not line.startswith(b"[Gloo] ")]
+                rest = [line for line in printed if not lines.fullmatch(line)]
                 os.write(number, b"".join(rest))
     finally:
         os.close(kept)

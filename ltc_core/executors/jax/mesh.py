@@ -1,4 +1,4 @@
-"""The devices of this process as a mesh, and how data lie on it.
+"""The devices of this process, or of all processes, as a mesh, and how data lie on it.
 
 Data are divided once somebody shards a tensor; then each program with such an input, or with a sharding in it, is one
 program of all devices. XLA divides what nobody has divided, and inserts the collectives. Used by `device`, `launch` and
@@ -8,18 +8,26 @@ the rule of `SHARD`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import jax
 import numpy as np
+import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ltc_core.executors.jax.library import devices
+from ltc_core import source
+from ltc_core.executors.jax.arrays import as_array
+from ltc_core.executors.jax.library import agree, devices_of_mesh, wait_together
 from ltc_core.graph.sharding import Sharding
 
-__all__ = ["DeviceMesh", "is_divided", "named"]
+__all__ = ["DeviceMesh", "checksum", "is_divided", "named"]
+
+# So often the processes compare tensors of one kind that they divide; each time asks the store of the job.
+_NUM_COMPARED = 3
 
 
 def is_divided(data: Any) -> bool:
@@ -34,7 +42,7 @@ def named(sharding: Sharding) -> NamedSharding:
     Each axis of the mesh becomes several, one for each prime factor of its size. JAX says how outputs lie in terms of
     the first input's mesh, and fails where XLA has divided an output into fewer parts than an axis has devices.
     """
-    known = devices()
+    known = devices_of_mesh()
     factors = [_prime_factors(size) for size in sharding.mesh]
     names = [[f"axis{k}_{n}" for n in range(len(own))] for k, own in enumerate(factors)]
     grid = np.array([known[k] for k in sharding.devices], dtype=object)
@@ -62,15 +70,24 @@ def _text(sharding: Any, num_dims: int) -> str:
 
 
 class DeviceMesh:
-    """All devices of this process.
+    """All devices of this process, or of the job.
 
     Attributes:
         is_used: whether a tensor was ever sharded.
+        is_of_job: whether other processes have some of the devices. Then each process runs the same programs; data that
+            are not divided are equal in all of them.
+        before_programs_of_job: called before one of them runs that was not handed over with the others.
     """
 
     def __init__(self) -> None:
-        self.devices = devices()
+        self.devices = devices_of_mesh()
         self.is_used = False
+        self.is_of_job = len({device.process_index for device in self.devices}) > 1
+        self.before_programs_of_job: Callable[[], object] = lambda: None
+        self._num_divided: Counter[Any] = Counter()
+        self._under_way: Sequence[Any] = ()
+        self._where = ""
+        self._moves: set[Any] = set()
         count = len(self.devices)
         self.whole = named(Sharding(tuple(range(count)), (count,), ()))
 
@@ -89,4 +106,79 @@ class DeviceMesh:
 
     def spread(self, data: Any) -> Any:
         """Data on all devices: as they are divided, else a copy on each."""
-        return data if is_divided(data) else jax.device_put(data, self.whole)
+        return data if is_divided(data) else self.lay(data, self.whole)
+
+    def lay(self, data: Any, sharding: Any) -> Any:
+        """Data divided in another way.
+
+        Args:
+            data: an array, or a CPU tensor.
+        """
+        if isinstance(data, torch.Tensor):
+            data = as_array(data)
+        elif is_divided(data) and self.is_of_job:
+            return self._moved(data, sharding)
+        if not self.is_of_job:
+            return jax.device_put(data, sharding)
+        host = np.asarray(data)
+        if sharding is not self.whole:  # whose data are compared with the program that takes them
+            self._compare(host, sharding)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    def _compare(self, host: np.ndarray, sharding: Any) -> None:
+        """Compare what the processes divide, the first times that they do so."""
+        kind = (host.shape, host.dtype, sharding)
+        self._num_divided[kind] += 1
+        if self._num_divided[kind] <= _NUM_COMPARED:
+            agree(
+                "tensors",
+                f"dividing {host.dtype}{list(host.shape)} of checksum {checksum([host]):08x}",
+                source.user_line(),
+            )
+
+    def launched(self, results: Sequence[Any], where: str) -> None:
+        """Note a program of all processes that runs now, recorded at the line `where`; the one before it is done."""
+        self._under_way, self._where = results, where
+
+    def wait(self) -> None:
+        """Wait for the program of all processes that was launched last.
+
+        Raises:
+            CollectiveError: a process has ended, or is at something else.
+        """
+        if self._under_way:
+            wait_together(self._under_way, self._where)
+            self._under_way = ()
+
+    def _moved(self, data: Any, sharding: Any) -> Any:
+        """Divided data in another way, by a program of all processes."""
+        self.before_programs_of_job()
+        where = source.user_line()
+        kind = (data.shape, data.dtype, data.sharding, sharding)
+        if kind not in self._moves:
+            self._moves.add(kind)
+            sizes = f"{data.dtype}{list(data.shape)}"
+            agree("moves", f"moving {sizes} to {_text(sharding, data.ndim)}", where)
+        found = jax.jit(lambda x: x, out_shardings=sharding)(data)
+        wait_together([found], where)
+        return found
+
+    def joined(self, part: torch.Tensor, sharding: NamedSharding) -> Any:
+        """Data whose parts on this process's devices are those of a tensor."""
+        return jax.make_array_from_process_local_data(sharding, as_array(part))
+
+    def here(self, data: Any) -> Any:
+        """Divided data as this process can read them. Cost: if other processes have parts, a program of all of them."""
+        if data.is_fully_addressable:
+            return data
+        if not data.is_fully_replicated:
+            data = self._moved(data, self.whole)
+        return data.addressable_data(0)
+
+
+def checksum(data: Iterable[Any]) -> int:
+    """Checksum of the values of arrays."""
+    found = 0
+    for array in data:
+        found = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, found)
+    return found

@@ -11,6 +11,7 @@ import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core.api.verbs import DeviceLike
 from ltc_core.errors import SettingsError
+from ltc_dist import spmd
 from ltc_dist.compat.absent import NotHereError
 from ltc_dist.job.ranks import ranks
 from ltc_dist.spmd import num_devices
@@ -49,13 +50,13 @@ def using_pjrt() -> bool:
 
 
 def world_size() -> int:
-    """Return the number of processes of the job."""
-    return ltd.world_size()
+    """Return the number of processes of the job; with `use_spmd` 1, since all of them train one model on one mesh."""
+    return 1 if ltc.settings.spmd else ltd.world_size()
 
 
 def global_ordinal() -> int:
-    """Return this process's rank in the job."""
-    return ltd.get_ordinal()
+    """Return this process's rank in the job; with `use_spmd` 0."""
+    return 0 if ltc.settings.spmd else ltd.get_ordinal()
 
 
 def local_ordinal() -> int:
@@ -201,6 +202,7 @@ def use_spmd(auto: bool = False) -> None:
             "tensors that nobody marks are divided by XLA's propagation alone",
             next="use_spmd(), and mark the parameters",
         )
+    spmd.use_spmd()
     count = len(ltc.get_lazy_supported_devices())
     if count > 1 and num_devices() == 1:
         raise NotHereError(

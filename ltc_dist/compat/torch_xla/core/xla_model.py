@@ -30,7 +30,6 @@ from ltc_dist import (
     collective_permute,
     do_on_ordinals,
     get_local_ordinal,
-    get_ordinal,
     is_master_ordinal,
     mesh_reduce,
     optimizer_step,
@@ -201,9 +200,14 @@ def is_xla_tensor(tensor: object) -> bool:
     return ltc.is_lazy_tensor(tensor)
 
 
+def get_ordinal(defval: int = 0) -> int:
+    """Return this process's rank in the job; `defval` if it is alone, or with `use_spmd`."""
+    return defval if ltc.settings.spmd else ltd.get_ordinal(defval)
+
+
 def xrt_world_size(defval: int = 1) -> int:
     """Return the number of processes of the job; `defval` if this one is alone."""
-    return ltd.world_size(defval)
+    return defval if ltc.settings.spmd else ltd.world_size(defval)
 
 
 def master_print(
@@ -260,7 +264,7 @@ def send_cpu_data_to_device(datas: Any, device: DeviceLike, input_sharding: Any 
 
     result = map_movable(moved, datas)
     if input_sharding is not None:
-        divide(result, input_sharding)
+        result = divide(result, input_sharding)
     return [result] if isinstance(datas, torch.Tensor) else result
 
 

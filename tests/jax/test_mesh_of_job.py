@@ -1,0 +1,166 @@
+"""A mesh of the devices of all processes: losses are those of eager on the whole batch, and who differs is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+
+ROOT = Path(__file__).parents[2]
+
+# Rows of the batches and columns of the weights are divided; the processes read whole batches, or each its part.
+TRAIN = """
+import sys
+import torch
+from torch import nn
+import ltc_dist as ltd
+from ltc_dist import spmd
+
+spmd.use_spmd()
+is_part, rank, size = sys.argv[1] == "part", ltd.get_ordinal(), ltd.world_size()
+device = ltd.lazy_device()
+count = spmd.num_devices()
+mesh = spmd.Mesh(range(count), (count // 2, 2), ("data", "model"))
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 4))
+
+def losses_of(model, batches):
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    losses = []
+    for x, y in batches:
+        assert x.shape == (16, 8) and y.shape == (16, 4)
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        ltd.optimizer_step(optimizer)
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+draws = torch.Generator().manual_seed(1)
+batches = [(torch.randn(16, 8, generator=draws), torch.randn(16, 4, generator=draws)) for _ in range(4)]
+own = batches
+if is_part:
+    rows = slice(rank * 16 // size, (rank + 1) * 16 // size)
+    own = [(x[rows], y[rows]) for x, y in batches]
+spec = spmd.ShardingSpec(mesh, ("data", None), minibatch=is_part)
+model = net().to(device)
+spmd.mark_sharding(model[0].weight, mesh, ("model", None))
+spmd.mark_sharding(model[3].weight, mesh, (None, "model"))
+found = losses_of(model, ltd.MpDeviceLoader(own, device, input_sharding=spec))
+plain = net()
+torch.testing.assert_close(found, losses_of(plain, batches), rtol=1e-4, atol=1e-5)
+parts = [tuple(part.data.shape) for part in spmd.local_shards(model[0].weight)]
+assert parts == [(8, 8)] * (count // size), parts
+
+# All processes bring a divided tensor to the CPU, and move it.
+torch.testing.assert_close([p.cpu() for p in model.parameters()], list(plain.parameters()), rtol=1e-3, atol=1e-4)
+ltd.save(model.state_dict(), sys.argv[2])
+spmd.clear_sharding(model[0].weight)
+spmd.mark_sharding(model[0].weight, mesh, ("data", None))
+assert (model(batches[0][0].to(device)) - plain(batches[0][0]).to(device)).abs().max().item() < 1e-3
+again = net().to(device)
+again.load_state_dict(torch.load(sys.argv[2]))
+torch.testing.assert_close([p.cpu() for p in again.parameters()], [p.cpu() for p in model.parameters()])
+print(f"rank {rank} is done")
+"""
+
+# Rank 1 does something else than rank 0.
+DIFFERS = """
+import sys
+import torch
+from torch import nn
+import ltc_dist as ltd
+from ltc_dist import spmd
+
+how, rank = sys.argv[1], ltd.get_ordinal()
+device = ltd.lazy_device()
+count = spmd.num_devices()
+mesh = spmd.Mesh(range(count), (count,), ("data",))
+torch.manual_seed(rank if how == "seeds" else 0)
+model = nn.Linear(8, 8).to(device)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for k in range(4):
+    if how == "ends" and rank == 1 and k == 2:
+        break
+    torch.manual_seed(k + 10 * rank if how == "batches" else k)
+    x = torch.randn(8, 8).to(device)
+    spmd.mark_sharding(x, mesh, ("data", None))
+    if how == "steps" and rank == 1 and k == 2:
+        x = x * 2
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    loss.item()
+"""
+
+
+def launch(
+    script: str, path: Path, *args: str, processes: int = 2
+) -> subprocess.CompletedProcess[str]:
+    file = path / "train.py"
+    file.write_text(script)
+    given = {
+        "LTC_EXECUTOR": "jax",
+        "LTC_SPMD": "1",
+        "LTC_NUM_DEVICES": str(8 // processes),
+        "LTC_COLLECTIVE_TIMEOUT_S": "30",
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "ltc_launch", "--nprocs", str(processes), str(file), *args],
+        env={**os.environ, **given},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+@pytest.mark.parametrize(("processes", "batches"), [(2, "whole"), (2, "part"), (4, "part")])
+def test_losses_are_those_of_eager(processes: int, batches: str, tmp_path: Path) -> None:
+    done = launch(TRAIN, tmp_path, batches, str(tmp_path / "model.pt"), processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("is done") == processes
+    assert "Gloo" not in done.stdout and "each by itself" not in done.stderr
+    assert "recoverable" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("seeds", ("on undivided data of checksum", "train.py:23")),
+        ("batches", ("dividing float32[8, 8] of checksum", "train.py:20")),
+        ("steps", ("rank 0: a program that it has run before", "rank 1: a program of")),
+        ("ends", ("rank 1 has ended while rank 0 waits for it",)),
+    ],
+)
+def test_who_differs_is_named(how: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    done = launch(DIFFERS, tmp_path, how)
+    assert done.returncode == 1, (done.returncode, done.stderr[-3000:])
+    assert all(word in done.stderr for word in words), done.stderr[-3000:]
+    assert "Aborted" not in done.stderr
+
+
+def test_it_needs_jax_and_comes_first(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from ltc_dist import spmd\nspmd.use_spmd()\n")
+    command = [sys.executable, "-m", "ltc_launch", "--nprocs", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    executor = {**environment, "LTC_EXECUTOR": "inductor"}
+    done = subprocess.run(command, env=executor, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "the devices of 2 processes cannot be one mesh" in done.stderr
+    script.write_text(
+        "import torch, ltc_dist as ltd\nfrom ltc_dist import spmd\n"
+        "torch.ones(1, device=ltd.lazy_device())\nspmd.use_spmd()\n"
+    )
+    jax = {**environment, "LTC_EXECUTOR": "jax"}
+    done = subprocess.run(command, env=jax, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "use_spmd comes too late" in done.stderr
