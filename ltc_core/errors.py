@@ -5,6 +5,7 @@
     |- VersionError (ImportError)               a library is too old or too new
     |- BuildError (RuntimeError)                a wheel cannot be made
     |- DeviceError (RuntimeError)               no such device, or it cannot be built
+    |  `- DeviceIndexError (IndexError)         the process has fewer devices
     |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
     |- ShardingError (AssertionError)           a mesh does not fit the devices, or a spec does not fit a tensor
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
@@ -98,6 +99,10 @@ class BuildError(LtcError, RuntimeError):
 
 class DeviceError(LtcError, RuntimeError):
     """There is no such device, or it cannot be built or used."""
+
+
+class DeviceIndexError(DeviceError, IndexError):
+    """The process has no device of that index."""
 
 
 class DeviceMismatchError(LtcError, RuntimeError):

@@ -101,6 +101,8 @@ import numpy as np
 assert xm.mesh_reduce("t", np.array([1.0]), np.mean) == 1
 with pytest.raises(RuntimeError, match="no device|there is no"):
     torch_xla.device(torch_xla.device_count())
+with pytest.raises(IndexError, match="there is no device xla:9"):
+    torch_xla.device(9)
 assert xm.do_on_ordinals(lambda: 3, (), 0) == 3
 net = torch.nn.Linear(2, 1)
 assert dp.DataParallel(net, [])(lambda model, loader, device, context: list(loader), [1, 2]) == [[1, 2]]
@@ -184,7 +186,11 @@ def test_native_functions(tmp_path: Path) -> None:
     code = f"""{IMPORTS}
 from torch_xla import _XLAC
 xr.initialize_cache("programs", readonly=True)
+assert not _XLAC._xla_runtime_is_initialized()
 x = torch.ones(2, 3, device="xla") + 1
+assert _XLAC._xla_runtime_is_initialized()
+with pytest.raises(RuntimeError, match="the devices cannot be made TPU in a running program"):
+    xr.set_device_type("TPU")
 text = _XLAC._get_xla_tensor_debug_info(x)
 assert "Device: xla:0" in text and "XLA Shape: f32[2,3]" in text and "aten::add" in text and "XLAData: None" in text
 assert "aten::add" in _XLAC._get_xla_tensors_text([x]) and "digraph" in _XLAC._get_xla_tensors_dot([x])

@@ -10,6 +10,7 @@ import ltc_core as ltc
 from ltc_core import metrics, source
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError
+from ltc_core.runtime.devices import contexts
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_model
@@ -48,6 +49,7 @@ __all__ = [
     "_xla_metrics_report",
     "_xla_num_devices",
     "_xla_real_devices",
+    "_xla_runtime_is_initialized",
     "_xla_set_default_device",
     "_xla_set_mat_mul_precision",
     "_xla_set_use_full_mat_mul_precision",
@@ -151,6 +153,11 @@ def _xla_set_default_device(device: str) -> str:
     before = _xla_get_default_device()
     getattr(torch, ltc.settings.device_name).set_device(device)
     return before
+
+
+def _xla_runtime_is_initialized() -> bool:
+    """Whether a device was used."""
+    return bool(contexts())
 
 
 def _xla_num_devices() -> int:

@@ -36,6 +36,10 @@ __all__ = [
     "sync",
 ]
 
+# torch_xla replaces torch.nn.GRU by its own and keeps PyTorch's here. Nothing is replaced here, so it is both.
+_gru: Any = torch.nn.GRU
+_gru._orig = torch.nn.GRU
+
 
 def device(index: int | None = None) -> torch.device:
     """Return device `index` of this process, by default the current one.
