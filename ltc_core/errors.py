@@ -235,6 +235,16 @@ def op_error(
     return error
 
 
+def with_notes(error: LtcError) -> LtcError:
+    """The same error with its first part as its text. The other parts are notes: only tracebacks show them."""
+    parts = {error.where_words: error.where, "got:": error.got, "Next:": error.next}
+    error.where = error.got = error.next = ""
+    for name, part in parts.items():
+        if part:
+            error.add_note(f"  {name} {part}")
+    return error
+
+
 def to_raise(kept: BaseException) -> BaseException:
     """A copy of a stored LtcError, to be raised; marks the stored error as seen. Other errors are returned as they are.
 
