@@ -91,6 +91,22 @@ grow = torch_xla.compile(lambda n: torch.ones(n, device="xla") + 1, max_differen
 with pytest.raises(RuntimeError, match="Maximum number of different graphs allowed per function exceeded: 2"):
     for n in range(1, 5):
         made = grow(n)
+
+def branching(v, way):
+    r = v + v
+    return r * 2 if way == 0 else r + v if way == 1 else r / 3 if way == 2 else r
+
+def refused(way, limit):
+    with pytest.raises(RuntimeError) as caught:
+        torch_xla.compile(branching, max_different_graphs=limit)(t, way)
+    return str(caught.value).splitlines()[1:]
+
+for way in (0, 0, 1, 0):
+    torch_xla.compile(branching, max_different_graphs=2)(t, way)
+shown = "[] aten::{{}}, xla_shape=f32[4]{{{{0}}}}, dynamic_dims: ()".format
+either = ["Expected either of:", f"  - {{shown('mul')}}", f"  - {{shown('add')}}"]
+assert refused(2, 2) == [f"Got: {{shown('div')}}", *either]
+assert refused(3, 2) == [f"Reached the end of the function at: {{shown('add')}}", *either]
 """
     run(tmp_path, code, LTC_NUM_DEVICES="2")
 
