@@ -5,6 +5,7 @@
     |- VersionError (ImportError)               a library is too old or too new
     |- BuildError (RuntimeError)                a wheel cannot be made
     |- DeviceError (RuntimeError)               no such device, or it cannot be built
+    |  `- DeviceIndexError (IndexError)         the process has fewer devices
     |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
     |- ShardingError (AssertionError)           a mesh does not fit the devices, or a spec does not fit a tensor
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
@@ -98,6 +99,10 @@ class BuildError(LtcError, RuntimeError):
 
 class DeviceError(LtcError, RuntimeError):
     """There is no such device, or it cannot be built or used."""
+
+
+class DeviceIndexError(DeviceError, IndexError):
+    """The process has no device of that index."""
 
 
 class DeviceMismatchError(LtcError, RuntimeError):
@@ -227,6 +232,16 @@ def op_error(
             setattr(error, name, getattr(original, name))
     # Without the traceback, whose frames would keep the op's operands alive.
     error.__cause__ = cause.with_traceback(None) if cause is not None else None
+    return error
+
+
+def with_notes(error: LtcError) -> LtcError:
+    """The same error with its first part as its text. The other parts are notes: only tracebacks show them."""
+    parts = {error.where_words: error.where, "got:": error.got, "Next:": error.next}
+    error.where = error.got = error.next = ""
+    for name, part in parts.items():
+        if part:
+            error.add_note(f"  {name} {part}")
     return error
 
 

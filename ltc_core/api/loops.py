@@ -274,6 +274,7 @@ def gradient_accumulation(
 
     Raises:
         ValueError: `iterable_tensors` is empty, or its elements do not fit each other.
+        AssertionError: `train_step` changed a tensor that it was given in place.
 
     Source: `torch_xla.experimental.gradient_accumulation`.
     """
@@ -291,7 +292,14 @@ def gradient_accumulation(
     total = torch.zeros((), device=iterable_tensors[0].device)
     carried: Sequence[torch.Tensor] = carried_tensors
     for slices in zip(*(t.unbind(0) for t in iterable_tensors), strict=True):
-        found = train_step(*slices, *carried)
+        given = (*slices, *carried)
+        versions = [t._version for t in given]
+        found = train_step(*given)
+        for k, (t, version) in enumerate(zip(given, versions, strict=True)):
+            if t._version != version:
+                raise AssertionError(
+                    f"train_step changed its argument {k} in place; return a new tensor"
+                )
         loss, carried = (found[0], found[1:]) if carried_tensors else (found, ())
         loss = loss / count
         loss.backward()

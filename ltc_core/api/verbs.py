@@ -69,7 +69,7 @@ def lazy_device(n: int | None = None, devkind: str | None = None) -> torch.devic
         devkind: accepted for old scripts; the executor decides what the device stands for.
 
     Raises:
-        DeviceError: there is no device of that index.
+        DeviceIndexError: there is no device of that index.
         SettingsError: a variable was set after its setting was used.
     """
     settings.check_environment()

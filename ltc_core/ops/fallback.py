@@ -8,6 +8,7 @@ PyTorch's error at the user's call. Counted as `aten::name`.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,10 +29,21 @@ from ltc_core.tensor.lazy_tensor import LazyTensor, sizes_of, wrap
 from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import slices
 
-__all__ = ["run_real"]
+__all__ = ["run_real", "word_errors"]
+
+Wording = Callable[[str, Mapping[str, Any]], str | None]
 
 _warned: set[str] = set()
+_wordings: list[Wording] = []
 _open_lens = in_own_state(open_lens)
+
+
+def word_errors(wording: Wording) -> None:
+    """Have errors of ops say what `wording(name, arguments)` returns, and nothing else; None: PyTorch's text.
+
+    They are RuntimeErrors then, and their other parts are notes.
+    """
+    _wordings.append(wording)
 
 
 class _RealCall:
@@ -208,16 +220,25 @@ def _call(
                 lambda drawing: schema.op(*real_args, **{**real_kwargs, "generator": drawing}),
             )
     except Exception as error:
-        raise errors.op_error(
-            _without_list_of_kernels(error),
-            what=str(schema.op),
+        text = _worded(schema, args, real_kwargs)
+        failed = errors.op_error(
+            _without_list_of_kernels(error) if text is None else RuntimeError(text),
+            what=str(schema.op) if text is None else "",
             got=sizes_of(args) or ", ".join(map(repr, args)),
             where=source.user_line(),
             next=_advice(error),
-        ) from None
+        )
+        raise (failed if text is None else errors.with_notes(failed)) from None
     if cell is not None:
         cell.rebind(random_state.state_value(trace, after))
     return result
+
+
+def _worded(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> str | None:
+    given = {**dict(zip(schema.names, args, strict=False)), **kwargs}
+    return next(
+        (text for word in _wordings if (text := word(schema.name, given)) is not None), None
+    )
 
 
 def _without_list_of_kernels(error: Exception) -> Exception:

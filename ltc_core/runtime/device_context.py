@@ -394,7 +394,7 @@ class DeviceContext:
         for buffer, result in zip(outputs, results, strict=True):
             buffer.set(result)
         elapsed_ns = time.perf_counter_ns() - started_ns
-        note_run(compiled, time.thread_time_ns() - started_cpu_ns, elapsed_ns)
+        note_run(compiled, time.thread_time_ns() - started_cpu_ns, elapsed_ns, settings.eager)
         metrics.observe("ExecuteHere", elapsed_ns)
 
     def _new_launch(

@@ -65,7 +65,7 @@ def checked(index: int) -> int:
     count = register.device_count()
     if not 0 <= index < count:
         name = settings.device_name
-        raise errors.DeviceError(
+        raise errors.DeviceIndexError(
             f"there is no device {name}:{index}",
             got=f"index {index}, this process has {count}: "
             + errors.listed(f"{name}:{i}" for i in range(count)),

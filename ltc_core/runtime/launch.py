@@ -62,8 +62,8 @@ class Launch(Job):
     """
 
     __slots__ = (
-        "_compiled", "_cost_ns", "_device", "_earlier", "_failures", "_inputs", "_memory", "_num_threads",
-        "_outputs", "_scalars", "_sized", "_started_ns", "_steps", "arrow", "step",
+        "_compiled", "_cost_ns", "_device", "_earlier", "_failures", "_inputs", "_is_eager", "_memory",
+        "_num_threads", "_outputs", "_scalars", "_sized", "_started_ns", "_steps", "arrow", "step",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +88,7 @@ class Launch(Job):
         self._outputs = outputs
         self._failures = failures
         self._num_threads = num_threads
+        self._is_eager = settings.eager
         self._earlier: Sequence[Job] = ()
         self._started_ns = self._cost_ns = 0
         self._steps: Generator[None, None, list[Any]] | None = None
@@ -171,7 +172,7 @@ class Launch(Job):
         for buffer, result in zip(self._take_outputs(), results, strict=True):
             buffer.set(result)
         elapsed_ns = time.perf_counter_ns() - self._started_ns
-        note_run(self._compiled, self._cost_ns + last_cost_ns, elapsed_ns)
+        note_run(self._compiled, self._cost_ns + last_cost_ns, elapsed_ns, self._is_eager)
 
     def fail(self, failure: BaseException) -> None:
         """Fill the outputs that are left after a failure, fail the others, and keep the error."""
@@ -240,10 +241,14 @@ class Launch(Job):
         return outputs
 
 
-def note_run(compiled: CompiledGraph, cost_ns: int, elapsed_ns: int) -> None:
-    """Count a run that took so much time of the processor, and so much time."""
+def note_run(compiled: CompiledGraph, cost_ns: int, elapsed_ns: int, is_eager: bool) -> None:
+    """Count a run that took so much time of the processor, and so much time.
+
+    Args:
+        is_eager: whether the graph was cut in eager mode, which may be over when the run is.
+    """
     compiled.placement.note_run(cost_ns, elapsed_ns)
-    metrics.observe("EagerOpExecuteTime" if settings.eager else "ExecuteTime", elapsed_ns)
+    metrics.observe("EagerOpExecuteTime" if is_eager else "ExecuteTime", elapsed_ns)
 
 
 def lost_at_a_fork(device: torch.device) -> errors.LtcError:

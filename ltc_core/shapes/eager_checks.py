@@ -82,7 +82,10 @@ def _meta(t: Any) -> torch.Tensor:
 
 
 def _random_range(x: Any, low: int = 0, high: int | None = None, *rest: Any) -> bool:
-    return high is not None and low >= high
+    if high is None or x.dtype is torch.bool:
+        return high is not None and low >= high
+    limits = torch.finfo(x.dtype) if x.dtype.is_floating_point else torch.iinfo(x.dtype)
+    return not limits.min <= low < high <= limits.max + 1
 
 
 _no_bool = _any_dtype(torch.bool)
@@ -101,6 +104,7 @@ _REFUSED: dict[str, Callable[..., bool]] = {
     "masked_scatter_": lambda x, mask, *rest: mask.dtype is not torch.bool,
     "convolution": _convolution,
     "random_": _random_range,
+    "uniform_": lambda x, low=0.0, high=1.0, *rest: low > high,
 }
 
 # Ops that are tried on stand-ins of the operands' shapes: floats are 1, integers (indices) 0.

@@ -11,10 +11,10 @@ from itertools import chain
 
 import torch
 
-from ltc_core.graph.ir import Graph, TensorMeta, references
+from ltc_core.graph.ir import Graph, Node, TensorMeta, references
 from ltc_dist.spmd import sharding_of
 
-__all__ = ["KINDS", "graph_text", "shape_text", "sharding_text"]
+__all__ = ["KINDS", "graph_text", "op_text", "shape_text", "sharding_text"]
 
 # XLA's names of dtypes.
 KINDS = {
@@ -53,11 +53,21 @@ def graph_text(graph: Graph, ready: Mapping[int, torch.Tensor], device: str) -> 
         outs = {node.first + k: meta for k, meta in enumerate(node.outs) if meta is not None}
         here = f"%{len(rows)}"
         shown |= {n: here if len(outs) == 1 else f"{here}.{k}" for k, n in enumerate(outs)}
-        name = str(node.op).replace(".", "::", 1).partition(".")[0]
+        name = _name(node)
         operands = ", ".join(shown[number] for number in references(node))
         root = "".join(root_of.get(number, "") for number in outs)
         rows.append(f"{_results(outs)} {name}({operands}){root}")
     return "\n".join(["IR {", *(f"  %{k} = {row}" for k, row in enumerate(rows)), "}", ""])
+
+
+def op_text(node: Node) -> str:
+    """An op by itself, as torch_xla writes it in errors."""
+    outs = {k: meta for k, meta in enumerate(node.outs) if meta is not None}
+    return f"{_name(node)}, xla_shape={_results(outs)}, dynamic_dims: ()"
+
+
+def _name(node: Node) -> str:
+    return str(node.op).replace(".", "::", 1).partition(".")[0]
 
 
 def _results(outs: Mapping[int, TensorMeta]) -> str:

@@ -85,5 +85,12 @@ with torch_xla.experimental.eager_mode_context(True):
 t = t + 1
 torch_xla.sync()
 assert met.metric_data("CompileTime")[0] == 1 and met.metric_data("EagerOpCompileTime")[0] == 1
+with torch_xla.experimental.eager_mode_context(True):
+    t = torch.ones(200, 200, device=device)
+    xm.wait_device_ops()
+    met.clear_all()
+    t = torch_xla.compile(lambda t: t @ t)(t)  # runs on when eager mode is back
+    xm.wait_device_ops()
+    assert met.metric_data("ExecuteTime")[0] == 1 and met.metric_data("EagerOpExecuteTime") is None
 """
     run(tmp_path, code)

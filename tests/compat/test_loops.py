@@ -180,6 +180,13 @@ for wrong, text in (
 ):
     with pytest.raises(ValueError, match=text):
         gradient_accumulation(lambda *a: None, wrong, device_net)
+
+def in_place(x, count):
+    count += 1
+    return device_net(x).square().mean(), count
+
+with pytest.raises(AssertionError, match="train_step changed its argument 1 in place"):
+    gradient_accumulation(in_place, [x], device_net, torch.zeros(1, device="xla"))
 """
     run(tmp_path, code)
 

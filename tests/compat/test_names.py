@@ -91,6 +91,22 @@ grow = torch_xla.compile(lambda n: torch.ones(n, device="xla") + 1, max_differen
 with pytest.raises(RuntimeError, match="Maximum number of different graphs allowed per function exceeded: 2"):
     for n in range(1, 5):
         made = grow(n)
+
+def branching(v, way):
+    r = v + v
+    return r * 2 if way == 0 else r + v if way == 1 else r / 3 if way == 2 else r
+
+def refused(way, limit):
+    with pytest.raises(RuntimeError) as caught:
+        torch_xla.compile(branching, max_different_graphs=limit)(t, way)
+    return str(caught.value).splitlines()[1:]
+
+for way in (0, 0, 1, 0):
+    torch_xla.compile(branching, max_different_graphs=2)(t, way)
+shown = "[] aten::{{}}, xla_shape=f32[4]{{{{0}}}}, dynamic_dims: ()".format
+either = ["Expected either of:", f"  - {{shown('mul')}}", f"  - {{shown('add')}}"]
+assert refused(2, 2) == [f"Got: {{shown('div')}}", *either]
+assert refused(3, 2) == [f"Reached the end of the function at: {{shown('add')}}", *either]
 """
     run(tmp_path, code, LTC_NUM_DEVICES="2")
 
@@ -101,6 +117,8 @@ import numpy as np
 assert xm.mesh_reduce("t", np.array([1.0]), np.mean) == 1
 with pytest.raises(RuntimeError, match="no device|there is no"):
     torch_xla.device(torch_xla.device_count())
+with pytest.raises(IndexError, match="there is no device xla:9"):
+    torch_xla.device(9)
 assert xm.do_on_ordinals(lambda: 3, (), 0) == 3
 net = torch.nn.Linear(2, 1)
 assert dp.DataParallel(net, [])(lambda model, loader, device, context: list(loader), [1, 2]) == [[1, 2]]
@@ -184,7 +202,11 @@ def test_native_functions(tmp_path: Path) -> None:
     code = f"""{IMPORTS}
 from torch_xla import _XLAC
 xr.initialize_cache("programs", readonly=True)
+assert not _XLAC._xla_runtime_is_initialized()
 x = torch.ones(2, 3, device="xla") + 1
+assert _XLAC._xla_runtime_is_initialized()
+with pytest.raises(RuntimeError, match="the devices cannot be made TPU in a running program"):
+    xr.set_device_type("TPU")
 text = _XLAC._get_xla_tensor_debug_info(x)
 assert "Device: xla:0" in text and "XLA Shape: f32[2,3]" in text and "aten::add" in text and "XLAData: None" in text
 assert "aten::add" in _XLAC._get_xla_tensors_text([x]) and "digraph" in _XLAC._get_xla_tensors_dot([x])

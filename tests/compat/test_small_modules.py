@@ -84,6 +84,30 @@ assert unheard.tags == {"a": "2"}
     run(tmp_path, code)
 
 
+def test_a_module_under_a_checkpoint_runs_its_whole_forward_again(tmp_path: Path) -> None:
+    code = """
+import torch
+import torch_xla
+from torch_xla.distributed.fsdp.utils import checkpoint_module
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(4, 4), []
+    def forward(self, x):
+        x = torch.nn.functional.dropout(self.layer(x))
+        self.seen.append(x.detach())
+        return x
+
+model = checkpoint_module(Model().to("xla"))
+model(torch.ones(3, 4, device="xla")).sum().backward()
+torch_xla.sync()
+first, second = model.seen
+assert torch.equal(first, second) and first.abs().sum() > 0
+"""
+    run(tmp_path, code)
+
+
 def test_closures_and_queues(tmp_path: Path) -> None:
     code = """
 import threading, time
@@ -315,8 +339,11 @@ def test_precision_of_products(tmp_path: Path) -> None:
 import torch
 from torch_xla import backends
 
+warned = []
+backends.logger.addFilter(lambda record: warned.append(record.getMessage()) or False)
 assert backends.get_mat_mul_precision() == "highest"
 backends.set_mat_mul_precision("default")
+assert warned == [backends._WARNING_MESSAGE] and "compiled anew" in warned[0]
 assert torch.get_float32_matmul_precision() == "medium"
 assert backends.get_mat_mul_precision() == "default"
 try:

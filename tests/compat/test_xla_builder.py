@@ -165,6 +165,7 @@ with pytest.raises(RuntimeError, match=text):
 def test_gru(tmp_path: Path) -> None:
     code = f"""{IMPORTS}
 from torch_xla.experimental.gru import GRU
+assert torch.nn.GRU._orig is torch.nn.GRU
 plain = torch.nn.GRU(4, 5, num_layers=2)
 ours = GRU(4, 5, num_layers=2)
 ours.load_state_dict(plain.state_dict())

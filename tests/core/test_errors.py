@@ -19,6 +19,7 @@ TREE = {
     "VersionError": ImportError,
     "BuildError": RuntimeError,
     "DeviceError": RuntimeError,
+    "DeviceIndexError": IndexError,
     "DeviceMismatchError": RuntimeError,
     "ShardingError": AssertionError,
     "UnsupportedOpError": NotImplementedError,

@@ -9,12 +9,13 @@ import torch
 import ltc_core as ltc
 from ltc_core import metrics, source
 from ltc_core.api.verbs import pending_graph
-from ltc_core.errors import DeviceMismatchError
+from ltc_core.errors import DeviceMismatchError, with_notes
+from ltc_core.runtime.devices import contexts
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
-from ltc_dist.compat.torch_xla.core import xla_model
+from ltc_dist.compat.torch_xla.core import xla_builder, xla_model
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
-from ltc_dist.compat.xla_ops import dot_general
+from ltc_dist.compat.xla_ops import Computation, dot_general
 from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_text
 
 __all__ = [
@@ -48,12 +49,14 @@ __all__ = [
     "_xla_metrics_report",
     "_xla_num_devices",
     "_xla_real_devices",
+    "_xla_runtime_is_initialized",
     "_xla_set_default_device",
     "_xla_set_mat_mul_precision",
     "_xla_set_use_full_mat_mul_precision",
     "_xla_step_marker",
     "_xla_sync_multi",
     "_xla_tensors_from_aten",
+    "_xla_user_computation",
     "_xla_wait_device_ops",
 ]
 
@@ -97,13 +100,14 @@ def _xla_dot_general(
         if not xla_model.is_xla_tensor(t):
             kind = t.type().replace("torch.", "CPU").replace("Tensor", "Type")
             where = f"({position} argument)"
-            raise DeviceMismatchError(
+            error = DeviceMismatchError(
                 f"Expected input tensor {where} to be an actual XLA tensor. Got: {kind}. Consider moving it {where} "
                 "to XLA.",
                 got=f"{list(t.shape)} on {t.device}",
                 where=source.user_line(),
                 next="t.to('xla')",
             )
+            raise with_notes(error)
     if preferred_element_type is not None:
         lhs, rhs = lhs.to(preferred_element_type), rhs.to(preferred_element_type)
     return dot_general(lhs, rhs, *dimension_numbers)
@@ -153,6 +157,11 @@ def _xla_set_default_device(device: str) -> str:
     return before
 
 
+def _xla_runtime_is_initialized() -> bool:
+    """Whether a device was used."""
+    return bool(contexts())
+
+
 def _xla_num_devices() -> int:
     return len(ltc.get_lazy_supported_devices())
 
@@ -167,6 +176,15 @@ def _xla_tensors_from_aten(
     """Upload tensors, each to a device; shardings have no effect."""
     pairs = zip(tensors, devices, strict=True)
     return [xla_model.send_cpu_data_to_device(t, device)[0] for t, device in pairs]
+
+
+def _xla_user_computation(
+    name: str, inputs: Sequence[torch.Tensor], computation: Computation
+) -> list[torch.Tensor]:
+    """Call a computation of `torch_xla.core.xla_builder`; see `xla_computation_as_func`."""
+    if not inputs:
+        raise RuntimeError(f"user_computation({name}): expected at least 1 input tensor.")
+    return xla_builder.xla_computation_as_func(computation, name)(inputs)
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:

@@ -14,6 +14,7 @@ import ltc_dist as ltd
 from ltc_core import step
 from ltc_core.api.eager import eager_mode, is_eager_mode
 from ltc_core.api.verbs import DeviceLike
+from ltc_dist.compat.different_graphs import DifferentGraphs, recorded_ops
 from ltc_dist.compat.torch_xla import _XLAC
 from ltc_dist.compat.torch_xla.core import xla_model
 from ltc_dist.compat.torch_xla.distributed import (
@@ -35,6 +36,10 @@ __all__ = [
     "step",
     "sync",
 ]
+
+# torch_xla replaces torch.nn.GRU by its own and keeps PyTorch's here. Nothing is replaced here, so it is both.
+_gru: Any = torch.nn.GRU
+_gru._orig = torch.nn.GRU
 
 
 def device(index: int | None = None) -> torch.device:
@@ -100,12 +105,14 @@ def compile(
     Args:
         full_graph: raise if the graph is cut inside.
         name, custom_compile_options: accepted.
-        max_different_graphs: raise if there are more graphs.
+        max_different_graphs: raise if there are more graphs, which differ by their ops or the shapes of these. All
+            uses of a function count together.
 
     Raises:
         RuntimeError: see above; the texts are torch_xla's.
     """
-    block = _Compiled(full_graph, max_different_graphs)
+    graphs = None if max_different_graphs is None else DifferentGraphs(f, max_different_graphs)
+    block = _Compiled(full_graph, graphs)
     if f is None:
         return block
     function = f
@@ -118,31 +125,28 @@ def compile(
 
 
 class _Compiled(contextlib.ContextDecorator):
-    def __init__(self, full_graph: bool, most_graphs: int | None) -> None:
-        self._full_graph, self._most_graphs = full_graph, most_graphs
-        self._graphs = 0
+    def __init__(self, full_graph: bool, graphs: DifferentGraphs | None) -> None:
+        self._full_graph, self._graphs = full_graph, graphs
         self._was_eager = False
-        self._cuts = self._compiles = 0
+        self._cuts = 0
 
     def __enter__(self) -> None:
         ltc.mark_step()
         self._was_eager = is_eager_mode()
         eager_mode(False)
-        self._cuts, self._compiles = _count("ExecuteComputation"), _count("UncachedCompile")
+        self._cuts = _count("ExecuteComputation")
 
     def __exit__(self, *exc: Any) -> None:
         cuts = _count("ExecuteComputation")
+        ops = recorded_ops() if self._graphs is not None else ()
         ltc.mark_step()
         eager_mode(self._was_eager)
         if exc[0] is not None:
             return
         if self._full_graph and cuts != self._cuts:
             raise RuntimeError("Unexpected execution happens inside the compiled function, exiting")
-        self._graphs += _count("UncachedCompile") - self._compiles
-        if self._most_graphs is not None and self._graphs > self._most_graphs:
-            raise RuntimeError(
-                f"Maximum number of different graphs allowed per function exceeded: {self._most_graphs}"
-            )
+        if self._graphs is not None:
+            self._graphs.add(ops)
 
 
 def _count(name: str) -> int:

@@ -10,7 +10,7 @@ import torch
 import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core.api.verbs import DeviceLike
-from ltc_core.errors import SettingsError
+from ltc_core.errors import DeviceError
 from ltc_dist import spmd
 from ltc_dist.compat.absent import NotHereError
 from ltc_dist.job.ranks import ranks
@@ -118,7 +118,7 @@ def set_device_type(pjrt_device: str) -> None:
     """Choose what the devices compute on, before their first use.
 
     Raises:
-        SettingsError: the devices are in use with another type, or LTC_DEVICE names another type.
+        DeviceError: the devices are in use with another type, or LTC_DEVICE names another type.
     """
     settings = ltc.settings
     before = os.environ.get("PJRT_DEVICE")
@@ -129,7 +129,7 @@ def set_device_type(pjrt_device: str) -> None:
             os.environ.pop("PJRT_DEVICE", None)
         else:
             os.environ["PJRT_DEVICE"] = before
-        raise SettingsError(
+        raise DeviceError(
             f"the devices cannot be made {pjrt_device} in a running program",
             got=device_type(),
             next=f"start it with LTC_DEVICE={pjrt_device.lower()}",

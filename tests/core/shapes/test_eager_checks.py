@@ -240,6 +240,15 @@ def test_one_hot_refuses_what_is_no_class(classes: list[int], count: int) -> Non
 def test_an_empty_range_to_draw_from_is_refused() -> None:
     with pytest.raises(RuntimeError, match="expects 'from' to be less than 'to'"):
         torch.zeros(3, device=ltc.lazy_device()).random_(5, 5)
+    with pytest.raises(RuntimeError, match="expects to return"):
+        torch.zeros(3, device=ltc.lazy_device()).uniform_(5.0, 2.0)
+
+
+def test_a_range_that_the_dtype_does_not_hold_is_refused() -> None:
+    x = torch.zeros(3, dtype=torch.float16, device=ltc.lazy_device())
+    assert int(x.random_(0, 65505).max()) <= 65504
+    with pytest.raises(RuntimeError, match="to - 1 is out of bounds"):
+        x.random_(3, 65506)
 
 
 def test_the_largest_of_nothing_is_refused() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import torch
 
 from ltc_core.errors import SettingsError
 
-__all__ = ["get_mat_mul_precision", "set_mat_mul_precision"]
+__all__ = ["_WARNING_MESSAGE", "get_mat_mul_precision", "logger", "set_mat_mul_precision"]
+
+logger = logging.getLogger(__name__)
+
+_WARNING_MESSAGE = (
+    "Programs contain the precision of products: after a change of it they are compiled anew."
+)
 
 _NAMES = {"default": "medium", "high": "high", "highest": "highest"}
 
@@ -16,7 +23,8 @@ _NAMES = {"default": "medium", "high": "high", "highest": "highest"}
 def set_mat_mul_precision(precision: Literal["default", "high", "highest"]) -> None:
     """Set how exactly products of float32 are computed: 'default', 'high' or 'highest'.
 
-    It is `torch.set_float32_matmul_precision`, whose 'medium' is 'default' here. Programs are compiled anew.
+    It is `torch.set_float32_matmul_precision`, whose 'medium' is 'default' here. Programs are compiled anew, which
+    a warning says, as torch_xla's does.
 
     Source: `torch_xla.backends.set_mat_mul_precision`. There 'default' is the default; here it is 'highest'.
     """
@@ -26,6 +34,7 @@ def set_mat_mul_precision(precision: Literal["default", "high", "highest"]) -> N
             got=repr(precision),
             next=f"use one of {', '.join(map(repr, _NAMES))}",
         )
+    logger.warning(_WARNING_MESSAGE)
     torch.set_float32_matmul_precision(_NAMES[precision])
 
 

@@ -16,7 +16,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def checkpoint_module(module: M) -> M:
-    """Have backward run the module's forward again, in place of keeping what it computed. Changes the module."""
+    """Have backward run the module's forward again, in place of keeping what it computed. Changes the module.
+
+    Cost: the whole forward is recorded again; ops whose results backward does not need are not run.
+    """
     held: Any = module
     held._xla_checkpointed_forward_original = module.forward
     held.forward = types.MethodType(_checkpointed, module)
@@ -25,4 +28,7 @@ def checkpoint_module(module: M) -> M:
 
 def _checkpointed(module: Any, *args: Any, **kwargs: Any) -> Any:
     forward = module._xla_checkpointed_forward_original
-    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(
+        False
+    ):  # what forward does besides is done again, too
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
