@@ -62,6 +62,11 @@ def sums_into_their_source(device):
     ]
 
 
+def flips(device):
+    x = torch.tensor([[1 + 2j, 3.0]]).to(device)
+    return [x.flip(()), x[0, 0].flip(()), x.flip(1), x.real.flip(()) + 1]
+
+
 def writes_to_windows(device):
     x, y = torch.arange(12.0).to(device), torch.arange(20.0).view(4, 5).to(device)
     x.unfold(0, 2, 3).add_(100)
@@ -69,7 +74,10 @@ def writes_to_windows(device):
     return [x, y]
 
 
-PROGRAMS = [default_dtype, roundings, zeros, bytes_reduced, sums_at_indices, sums_into_their_source, writes_to_windows]
+PROGRAMS = [
+    default_dtype, roundings, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
+    writes_to_windows,
+]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
 for program, got in zip(PROGRAMS, found):
