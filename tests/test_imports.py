@@ -54,7 +54,7 @@ OF_THE_COMPILER = (
     "compiler.build_artifact",
     "compiler.child",
     "compiler.kernels",
-    *(f"lowering.{name}" for name in ("gemm", "gemm_lowering", "lower")),
+    *(f"lowering.{name}" for name in ("gemm", "gemm_lowering", "index_put_lowering", "lower")),
 )
 
 # What a file may not import: what is built on it, and what is no dependency in setup.cfg.

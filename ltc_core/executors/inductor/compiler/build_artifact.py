@@ -16,7 +16,11 @@ from torch._inductor.virtualized import V
 
 from ltc_core.executors.inductor.compiler import kernels, shared_runtime
 from ltc_core.executors.inductor.compiler.request import decode
-from ltc_core.executors.inductor.lowering import fusion_repair, gemm_lowering
+from ltc_core.executors.inductor.lowering import (
+    fusion_repair,
+    gemm_lowering,
+    index_put_lowering,
+)
 from ltc_core.executors.inductor.lowering.lower import lower
 from ltc_core.executors.inductor.lowering.own_memory_lowering import Lowerings
 
@@ -54,6 +58,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
     torch.set_num_threads(request.num_threads)
     request.flags.apply()
     gemm_lowering.register()
+    index_put_lowering.register()
     lowerings = Lowerings()
     lowered = lower(request.subgraph, request.device)
     options = {

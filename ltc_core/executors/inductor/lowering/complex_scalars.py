@@ -1,12 +1,13 @@
 """Decompositions of ops that get a complex number: its place is taken by a tensor.
 
-The compiler calls ATen for ops of complex tensors, and such a call takes no complex number. `lower` traces with these
-rules. A rule returns NotImplemented if its op gets no complex number; `lower` refuses an op that has one and no rule.
+The compiler calls ATen for ops of complex tensors, and such a call takes no complex number and no empty list. `lower`
+traces with these rules. A rule returns NotImplemented if its op gets no complex number; `lower` refuses an op that has
+one and no rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +92,11 @@ def _scalar_tensor(value: Any, **options: Any) -> Any:
     return _full((), value, **options)
 
 
+def _flip(x: Tensor, dims: Sequence[int]) -> Any:
+    """Flip of no dim: a copy. The compiler's call of ATen gets None in place of an empty list."""
+    return NotImplemented if dims else x.clone()
+
+
 COMPLEX_SCALARS: Mapping[torch._ops.OpOverload, Rule] = {
     aten.add.Tensor: _scaled(aten.add.Tensor),
     aten.addcdiv.default: _plus_scaled(torch.div),
@@ -98,6 +104,7 @@ COMPLEX_SCALARS: Mapping[torch._ops.OpOverload, Rule] = {
     aten.addmm.default: _scaled_product(torch.mm),
     aten.baddbmm.default: _scaled_product(torch.bmm),
     aten.eq.Scalar: _of_tensors(aten.eq.Tensor),
+    aten.flip.default: _flip,
     aten.full.default: _full,
     aten.mul.Scalar: _of_tensors(aten.mul.Tensor),
     aten.ne.Scalar: _of_tensors(aten.ne.Tensor),

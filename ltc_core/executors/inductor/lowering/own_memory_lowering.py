@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from ltc_core.executors.inductor.lowering.own_memory import BEFORE_WRITES, OWN
 from ltc_core.graph.ir import TensorMeta
 
-__all__ = ["AliasingError", "Lowerings", "check_outputs"]
+__all__ = ["AliasingError", "Lowerings", "check_outputs", "origin"]
 
 aten = torch.ops.aten
 
@@ -59,8 +59,8 @@ class Lowerings:
         return x
 
     def _before_writes(self, x: Any, output: int) -> Any:
-        origin = _origin(x)
-        if isinstance(origin, ir.InputBuffer) and origin.get_name() in _written():
+        viewed = origin(x)
+        if isinstance(viewed, ir.InputBuffer) and viewed.get_name() in _written():
             return ir.ExternKernel.copy_input(x)
         if not isinstance(x.data, ir.StorageBox):
             _realize(x)
@@ -107,7 +107,7 @@ def _memory_of_its_own(x: Any) -> str | None:
     return buffer.get_name()
 
 
-def _origin(x: Any) -> Any:
+def origin(x: Any) -> Any:
     """What this value is, or is a view of: a buffer, or a computation that has none yet."""
     while isinstance(x, ir.MutableBox | ir.BaseView):
         x = x.data

@@ -53,6 +53,20 @@ def sums_at_indices(device):
     return [x.index_add(0, i, x * 2), x.index_add(0, i, x + 1, alpha=2)]
 
 
+def sums_into_their_source(device):
+    x, i = torch.arange(12.0).view(4, 3).to(device), torch.tensor([1, 0, 1, 3]).to(device)
+    a, b, c = (x + 1).cumsum(0), (x + 2).cumsum(0).half(), (x + 3).cumsum(0)
+    return [
+        a.index_add(0, i, a), b.scatter_reduce(0, i.view(4, 1).expand(4, 3), b, "amax"),
+        b.index_put((i,), b, accumulate=True), c.index_put((i,), c[2], accumulate=True),
+    ]
+
+
+def flips(device):
+    x = torch.tensor([[1 + 2j, 3.0]]).to(device)
+    return [x.flip(()), x[0, 0].flip(()), x.flip(1), x.real.flip(()) + 1]
+
+
 def writes_to_windows(device):
     x, y = torch.arange(12.0).to(device), torch.arange(20.0).view(4, 5).to(device)
     x.unfold(0, 2, 3).add_(100)
@@ -60,7 +74,10 @@ def writes_to_windows(device):
     return [x, y]
 
 
-PROGRAMS = [default_dtype, roundings, zeros, bytes_reduced, sums_at_indices, writes_to_windows]
+PROGRAMS = [
+    default_dtype, roundings, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
+    writes_to_windows,
+]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
 for program, got in zip(PROGRAMS, found):
