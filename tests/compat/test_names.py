@@ -306,15 +306,36 @@ for n in range(12):
     )
     report = (tmp_path / "report.txt").read_text()
     for known in (
-        "Compilation Analysis: Compilation Cause\nCompilation Analysis:   user mark_step\n",
-        "Compilation Analysis:   most likely user code trying to access tensor value before mark_step",
+        "Compilation Analysis: Compilation Cause\nCompilation Analysis:   user torch_xla.sync\n",
+        "Compilation Analysis:   most likely user code trying to access tensor value before torch_xla.sync",
         "Compilation Analysis:   Number of Graph Outputs: 1\n",
         "Post Compilation Analysis: Graph input size: ",
         "Execution Analysis: Python Frame Triggered Execution:\nExecution Analysis:   train_step (",
+        "Execution Analysis:   sync (torch_xla/torch_xla.py)\nExecution Analysis:   train_step (",
+        " GB\nPost Compilation Analysis: Compiled program size: 0.000000 GB\nPost Compilation Analysis: ----",
         "pt-xla-profiler: CompileTime too frequent: 24 counts during 12 steps\n",
         "pt-xla-profiler: TransferFromDeviceTime too frequent: 12 counts during 12 steps\n",
     ):
         assert known in report, known
+
+
+def test_reports_of_compiled_functions(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+def forward(x):
+    return x.sin()
+
+pending = torch.ones(3, device=xm.xla_device()) * 4
+torch_xla.compile(forward)(pending)
+before = open("report.txt").read()
+with torch_xla.experimental.eager_mode_context(True):
+    torch.ones(3, device=xm.xla_device()).cos()
+assert open("report.txt").read() == before
+names = [line.partition("Graph Name: ")[2] for line in before.splitlines() if "Graph Name" in line]
+assert names == ["forward_clear_pending"] * 2 + ["forward"] * 2, names
+assert "  torch_xla.compile clear the pending graph prior calling the target function\\n" in before
+assert "  torch_xla.compile\\n" in before
+"""
+    run(tmp_path, code, PT_XLA_DEBUG="1", PT_XLA_DEBUG_FILE="report.txt")
 
 
 def test_collectives_with_gradients(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import ltc_dist as ltd
 from ltc_core import step
 from ltc_core.api.eager import eager_mode, is_eager_mode
 from ltc_core.api.verbs import DeviceLike
+from ltc_core.debug.report import compiling
 from ltc_dist.compat.different_graphs import DifferentGraphs, recorded_ops
 from ltc_dist.compat.torch_xla import _XLAC
 from ltc_dist.compat.torch_xla.core import xla_model
@@ -104,7 +105,8 @@ def compile(
 
     Args:
         full_graph: raise if the graph is cut inside.
-        name, custom_compile_options: accepted.
+        name: what reports of PT_XLA_DEBUG call the graph; by default as the function is called.
+        custom_compile_options: accepted.
         max_different_graphs: raise if there are more graphs, which differ by their ops or the shapes of these. All
             uses of a function count together.
 
@@ -112,7 +114,7 @@ def compile(
         RuntimeError: see above; the texts are torch_xla's.
     """
     graphs = None if max_different_graphs is None else DifferentGraphs(f, max_different_graphs)
-    block = _Compiled(full_graph, graphs)
+    block = _Compiled(full_graph, graphs, name or str(getattr(f, "__name__", "")))
     if f is None:
         return block
     function = f
@@ -124,14 +126,18 @@ def compile(
     return call
 
 
+_CLEARING = "torch_xla.compile clear the pending graph prior calling the target function"
+
+
 class _Compiled(contextlib.ContextDecorator):
-    def __init__(self, full_graph: bool, graphs: DifferentGraphs | None) -> None:
-        self._full_graph, self._graphs = full_graph, graphs
+    def __init__(self, full_graph: bool, graphs: DifferentGraphs | None, name: str) -> None:
+        self._full_graph, self._graphs, self._name = full_graph, graphs, name
         self._was_eager = False
         self._cuts = 0
 
     def __enter__(self) -> None:
-        ltc.mark_step()
+        with compiling(f"{self._name}_clear_pending" if self._name else "", _CLEARING):
+            ltc.mark_step()
         self._was_eager = is_eager_mode()
         eager_mode(False)
         self._cuts = _count("ExecuteComputation")
@@ -139,7 +145,8 @@ class _Compiled(contextlib.ContextDecorator):
     def __exit__(self, *exc: Any) -> None:
         cuts = _count("ExecuteComputation")
         ops = recorded_ops() if self._graphs is not None else ()
-        ltc.mark_step()
+        with compiling(self._name, "torch_xla.compile"):
+            ltc.mark_step()
         eager_mode(self._was_eager)
         if exc[0] is not None:
             return

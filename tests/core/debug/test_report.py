@@ -70,7 +70,7 @@ class TestReports:
         assert lines[:2] == ["Compilation Cause", "  user mark_step"] and lines[3] == "Graph Info:"
         assert re.fullmatch(r"  Graph Hash: [0-9a-f]{32}", lines[4])
         assert lines[5:9] == [
-            "  Number of Graph Inputs: 1",
+            "  Number of Graph Inputs: 2",  # a tensor and a number
             "  Number of Graph Outputs: 1",
             "  Number of Graph Ops: 1",
             "Python Frame Triggered Execution:",
