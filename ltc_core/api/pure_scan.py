@@ -8,7 +8,6 @@ where the executor has loops.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ltc_core.graph.loop import SCAN, add_body
+from ltc_core.graph.loop import LOOPS, SCAN, add_body
 from ltc_core.program.index_checks import INDEXED_OPS
 from ltc_core.program.lowering.functional import trace
 from ltc_core.program.lowering.retrace import Refused
@@ -100,9 +99,6 @@ class _Loop:
         return self.num_carry + len(self.y.tensors)
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[Any, _Loop | str]] = weakref.WeakKeyDictionary()
-
-
 def pure_scan(
     fn: Fn,
     init: Any,
@@ -128,7 +124,7 @@ def pure_scan(
     if torch.is_autocast_enabled(settings.device_name):
         raise NoLoop("autocast is on")
     carry, rows = _Structure(init), _Structure(xs)
-    of_fn = _known.setdefault(known_by, {})
+    of_fn = LOOPS.setdefault(known_by, {})
     key = (carry.key, rows.key, torch.is_grad_enabled(), partition_fn, variant)
     loop = of_fn.get(key)
     if loop is None:

@@ -8,19 +8,22 @@ body once an iteration. Recorded by `api.pure_scan`.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-__all__ = ["BODIES", "SCAN", "add_body"]
+__all__ = ["BODIES", "LOOPS", "SCAN", "add_body"]
 
 Tensor = torch.Tensor
 
 # Hash of its text -> the body. Inputs: the carry, a slice of each operand that is sliced, and the operands that each
 # iteration gets whole. Outputs: the next carry, then the results that are stacked.
 BODIES: dict[str, GraphModule] = {}
+# What a function belongs to -> its loops, by what they depend on; kept as long as that lives.
+LOOPS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def add_body(module: GraphModule) -> str:

@@ -10,7 +10,7 @@ has the name that such scripts expect. Nothing else changes. Without the import 
 
 from ltc_core.runtime import found_steps
 from ltc_dist import libraries
-from ltc_dist.compat import counters, error_texts
+from ltc_dist.compat import counters, dense_gradients, error_texts
 from ltc_dist.compat.finder import activate
 
 __all__ = ["activate"]
@@ -18,5 +18,6 @@ __all__ = ["activate"]
 found_steps.leave_alone()
 activate()
 counters.register()
+dense_gradients.register()
 error_texts.register()
 libraries.serve_compat()

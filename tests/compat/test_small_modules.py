@@ -354,3 +354,35 @@ else:
     raise AssertionError
 """
     run(tmp_path, code)
+
+
+def test_a_callback_when_a_tensor_is_computed(tmp_path: Path) -> None:
+    code = """
+import threading
+import torch
+import torch_xla
+from torch_xla.experimental import callback
+
+x = torch.ones(3, device="xla") * 2
+told, done = [], threading.Event()
+callback.on_ready_callback(x, lambda t: (told.append(t), done.set()))
+assert done.wait(20) and told[0] is x
+assert callback.on_ready_event(x + 1).wait(20)
+"""
+    run(tmp_path, code)
+
+
+def test_structures_without_none(tmp_path: Path) -> None:
+    code = """
+import pytest
+import torch
+import torch_xla.experimental.scan as module
+
+leaves, unflatten = module.tree_flatten_none({"a": torch.ones(1), "b": None, "c": [torch.zeros(1)]})
+assert [t.item() for t in leaves] == [1.0, 0.0]
+assert unflatten(["x", "y"]) == {"a": "x", "b": None, "c": ["y"]}
+with pytest.raises(NotImplementedError, match="value_and_grad_partitioned is not here"):
+    module.value_and_grad_partitioned(None, None, None)
+module._SCAN_COMPUTATION_CACHE.clear()
+"""
+    run(tmp_path, code)
