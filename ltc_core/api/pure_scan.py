@@ -69,6 +69,7 @@ class _Loop:
         carry, y: structures of what the function returns.
         num_xs: tensors in a slice.
         besides: tensors that the function uses beside its arguments.
+        needed: which of them needed a gradient.
         forward: name of the body. Its results are the next carry, `y`, and what backward needs.
         backward: name of the body, "" if no gradient is wanted. It carries the gradients of the carry, then the sums of
             those of `besides`; its results are the gradients of a slice.
@@ -83,12 +84,18 @@ class _Loop:
     y: _Structure
     num_xs: int
     besides: tuple[Tensor, ...]
+    needed: tuple[bool, ...]
     forward: str
     backward: str = ""
     differentiable: tuple[int, ...] = ()
     grown: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a tensor that the function uses was frozen, or no longer is."""
+        return tuple(t.requires_grad for t in self.besides) != self.needed
 
     @property
     def num_carry(self) -> int:
@@ -124,10 +131,13 @@ def pure_scan(
     if torch.is_autocast_enabled(settings.device_name):
         raise NoLoop("autocast is on")
     carry, rows = _Structure(init), _Structure(xs)
-    of_fn = LOOPS.setdefault(known_by, {})
+    try:
+        of_fn = LOOPS.setdefault(known_by, {})
+    except TypeError:  # nothing can be told of the end of such a function
+        of_fn = {}
     key = (carry.key, rows.key, torch.is_grad_enabled(), partition_fn, variant)
     loop = of_fn.get(key)
-    if loop is None:
+    if loop is None or (isinstance(loop, _Loop) and loop.has_changed):
         try:
             loop = _Tracing(fn, carry, rows).loop(partition_fn or default_partition)
         except NoLoop as reason:
@@ -269,7 +279,8 @@ class _Tracing:
         besides = tuple(tensor for tensor, _ in self._besides.values())
         differentiable = tuple(at for at, t in enumerate(inputs) if t.requires_grad)
         grown = tuple(at for at, t in enumerate(results) if t.requires_grad)
-        common = (carry, y, len(self._rows.tensors), besides)
+        needed = tuple(t.requires_grad for t in besides)
+        common = (carry, y, len(self._rows.tensors), besides, needed)
         if not grown:
             return _Loop(*common, self._body(self._flat, inputs))
         joint = self._joint(inputs, results, grown, differentiable)
@@ -375,7 +386,7 @@ class _Tracing:
             *(inputs[names.index(n)] for n in whole),
         ]
         return _Loop(
-            *(loop.carry, loop.y, loop.num_xs, loop.besides),
+            *(loop.carry, loop.y, loop.num_xs, loop.besides, loop.needed),
             self._body(run_forward, inputs),
             self._body(run_backward, for_backward),
             loop.differentiable,

@@ -146,6 +146,23 @@ def test_what_cannot_be_a_loop_is_recorded_one_by_one(
     assert metrics.counter_value("ScanUnrolled")
 
 
+def test_a_weight_that_is_frozen_later() -> None:
+    weight = torch.ones(2, device=ltc.lazy_device()).requires_grad_()
+
+    def fn(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return carry * weight + x, carry
+
+    xs = torch.ones(3, 2, device=weight.device)
+    for is_trained in (True, False, True):
+        weight.requires_grad_(is_trained)
+        weight.grad = None
+        carry, _ = scan(fn, torch.zeros(2, device=weight.device), xs, is_fn_pure=True)
+        assert carry.requires_grad is is_trained and carry.tolist() == [3.0, 3.0]
+        if is_trained:
+            carry.sum().backward()
+            assert weight.grad is not None and weight.grad.tolist() == [3.0, 3.0]
+
+
 def test_a_pure_function_is_called_once() -> None:
     calls = []
 
