@@ -30,6 +30,7 @@ from ltc_core.runtime.devices import contexts
 from ltc_core.serialization.cpu_copy import CpuCopies
 from ltc_core.serialization.directory import Plan
 from ltc_core.serialization.tree import map_tensors
+from ltc_core.settings import settings
 from ltc_core.source import user_line
 from ltc_dist.checkpoint import random_state
 from ltc_dist.checkpoint.agreement import Agreement
@@ -37,6 +38,7 @@ from ltc_dist.checkpoint.layout import SHARED, abandoned_in, own_part, step_name
 from ltc_dist.checkpoint.reading import Checkpoint, Contents
 from ltc_dist.checkpoint.reshard import is_sharded
 from ltc_dist.checkpoint.resplit import check_dealing, loader_state
+from ltc_dist.checkpoint.saving import brought_together
 from ltc_dist.checkpoint.stopping import Stopped, Stopping
 from ltc_dist.checkpoint.transaction import Transaction
 from ltc_dist.data.dealing import dealing_of
@@ -200,9 +202,11 @@ class Checkpointer:
                     got=f"steps {listed(steps_in(self.directory))}",
                     next="call restore() first, or give this run another directory.",
                 )
-            if self._here.rank == 0:
+            if self._here.rank == 0 or settings.spmd:
                 objects = {name: held.state_dict() for name, held in self._shared.items()}
-                plans[SHARED] = self._plan({"objects": objects, "values": values})
+                tree = brought_together({"objects": objects, "values": values})
+                if self._here.rank == 0:
+                    plans[SHARED] = self._plan(tree)
             own = {
                 name: {
                     "state": held.state_dict(),

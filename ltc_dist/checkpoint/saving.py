@@ -20,7 +20,7 @@ from ltc_core.settings import settings
 from ltc_dist.job import host_collectives, protocol
 from ltc_dist.job.ranks import is_master_ordinal, ranks
 
-__all__ = ["save", "save_streamed"]
+__all__ = ["brought_together", "save", "save_streamed"]
 
 _versions: dict[str, int] = defaultdict(int)  # how often this process came to save a path
 
@@ -52,7 +52,7 @@ def save(
     """
     is_path = isinstance(file_or_path, str | os.PathLike)
     told = os.fspath(file_or_path) if is_path else None  # type: ignore[arg-type]
-    data = _together(data)
+    data = brought_together(data)
     _in_master(lambda: ltc.save(data, file_or_path), told, master_only, global_master)
 
 
@@ -79,11 +79,11 @@ def save_streamed(
 
     Source: `torch_xla.utils.serialization.save`.
     """
-    data = _together(data)
+    data = brought_together(data)
     _in_master(lambda: streaming.save(data, path), os.fspath(path), master_only, global_master)
 
 
-def _together(data: Any) -> Any:
+def brought_together(data: Any) -> Any:
     """With LTC_SPMD the data on the CPU: all processes have parts of a tensor, so all of them bring it there."""
     return map_tensors(CpuCopies(), data) if settings.spmd else data
 

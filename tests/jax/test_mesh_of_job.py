@@ -69,6 +69,15 @@ assert (model(batches[0][0].to(device)) - plain(batches[0][0]).to(device)).abs()
 again = net().to(device)
 again.load_state_dict(torch.load(sys.argv[2]))
 torch.testing.assert_close([p.cpu() for p in again.parameters()], [p.cpu() for p in model.parameters()])
+for background in (True, False):
+    with ltd.Checkpointer(f"{sys.argv[2]}.{background}", background=background, model=model) as checkpointer:
+        checkpointer.save(4)
+    other = net().to(device)
+    spmd.mark_sharding(other[3].weight, mesh, (None, ("data", "model")))
+    with ltd.Checkpointer(f"{sys.argv[2]}.{background}", model=other) as checkpointer:
+        assert checkpointer.restore().step == 4
+    torch.testing.assert_close([p.cpu() for p in other.parameters()], [p.cpu() for p in model.parameters()])
+    assert spmd.local_shards(other[3].weight)[0].data.shape == (4, 2)
 print(f"rank {rank} is done")
 """
 
