@@ -23,6 +23,7 @@ __all__ = [
     "WHOLE_RULES",
     "base_name",
     "kinds",
+    "rounds_scalars",
     "rule_for",
     "same_scalar",
     "takes_scalar",
@@ -70,6 +71,11 @@ def rule_for(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     if op.namespace != "aten" or op._overloadname in _NOT_ARITHMETIC.get(base_name(op), ()):
         return None
     return RULES.get(base_name(op))
+
+
+def rounds_scalars(op: torch._ops.OpOverload) -> bool:
+    """Whether ATen on the CPU rounds an op's scalars to a 16-bit result's dtype first; others are taken in float32."""
+    return base_name(op) in _ROUNDING
 
 
 def vector_metas(types: Sequence[type]) -> list[TensorMeta]:
@@ -185,6 +191,9 @@ def leaky_relu_backward(grad: Tensor, x: Tensor, slope: ScalarLike, is_result: b
 
 # Base names of ops whose floats may be learning rates, decays or loss scales; fused optimizers have them too.
 _CHANGING = frozenset({"add", "addcdiv", "addcmul", "div", "lerp", "mul", "rsub", "sub"})
+
+# Source: aten/src/ATen/native/cpu/BinaryOpsKernel.cpp.
+_ROUNDING = frozenset({"add", "rsub", "sub"})
 
 # Base name of an op -> its elementwise arithmetic on tensors of the dtype ATen computes in.
 RULES: dict[str, Callable[..., Any]] = {

@@ -18,7 +18,13 @@ from ltc_core.graph.arguments import leaves, map_leaves, place_results
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import apply_lens, real_view
 from ltc_core.program.lowering.default_dtype import in_recorded_dtype
-from ltc_core.program.scalar_inputs import WHOLE_RULES, base_name, kinds, rule_for
+from ltc_core.program.scalar_inputs import (
+    WHOLE_RULES,
+    base_name,
+    kinds,
+    rounds_scalars,
+    rule_for,
+)
 from ltc_core.program.subgraph import Subgraph
 
 __all__ = ["Refused", "Retrace", "apply_rule"]
@@ -260,11 +266,13 @@ def apply_rule(
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     dtypes = [t.dtype for t in tensors if t.dim()] or [t.dtype for t in tensors[:1]]
     dtype = functools.reduce(torch.promote_types, dtypes, meta.dtype)
-    compute = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    narrow = dtype in (torch.float16, torch.bfloat16)
+    compute = torch.float32 if narrow else dtype
+    rounds = narrow and rounds_scalars(op) and tensors[0].device.type == "cpu"
 
     def cast(item: Any) -> Any:
         if isinstance(item, Tensor) and item.dtype is not torch.bool:
-            return item.to(compute)
+            return (item.to(dtype) if rounds else item).to(compute)
         return item
 
     result = rule(*map(cast, args), **{k: cast(a) for k, a in kwargs.items()})

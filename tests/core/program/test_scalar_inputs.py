@@ -14,9 +14,9 @@ aten = torch.ops.aten
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-def tensors(count: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(4, 5, generator=g).to(dtype) for _ in range(count)]
+def tensors(count: int, dtype: torch.dtype, size: tuple[int, ...] = (4, 5)) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=g).to(dtype) for _ in range(count)]
 
 
 def as_tensor(number: Any) -> torch.Tensor:
@@ -66,6 +66,25 @@ def test_rules_compute_as_aten_does(
 ) -> None:
     eps = torch.finfo(dtype).eps
     check(op, tensors(count, dtype) + numbers, named, dynamic, rtol=2 * eps, atol=eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "op, count, numbers, named",
+    [
+        c for c in CALLS if c[0] not in (aten.lerp.Scalar, aten.addcmul.default)
+    ],  # ATen has fused multiply-add
+    ids=lambda v: str(v),
+)
+def test_rules_round_16_bits_as_aten_does(
+    op: Any,
+    count: int,
+    numbers: list[Any],
+    named: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    whole_vectors = (64, 128)  # after the last one, ATen rounds alpha * y too
+    check(op, tensors(count, dtype, whole_vectors) + numbers, named, dynamic=True, rtol=0, atol=0)
 
 
 def test_a_float_makes_floats_of_whole_numbers() -> None:

@@ -31,7 +31,9 @@ _OPTIONS: dict[str, Any] = {
     # The wrapper code runs once a step. To optimise it would take most of the compile time:
     # MLP of `benchmarks.peers`: 10.3 s with O0, 15.5 with O1, the same 1.4 ms a step.
     "aot_inductor.compile_wrapper_opt_level": "O0",
-    "emulate_precision_casts": True,  # else x.bfloat16().float() is x
+    # Else x.bfloat16().float() is x, and a chain of 16-bit ops is rounded at its end only, so that `(half * 100).int()`
+    # differs from eager. The tracer marks the results to round: `lower` needs the option, too.
+    "emulate_precision_casts": True,
     "cpp.dynamic_threads": True,  # else a run with more threads than at compile time writes out of bounds
     "size_asserts": False,  # checked before the launch
 }
@@ -60,12 +62,13 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
     gemm_lowering.register()
     index_put_lowering.register()
     lowerings = Lowerings()
-    lowered = lower(request.subgraph, request.device)
     options = {
         **_OPTIONS,
         "aot_inductor.output_path": str(directory / _LIBRARY),
         "aot_inductor.precompile_headers": _headers_pay(directory.parents[1]),
     }
+    with inductor_config.patch(options):
+        lowered = lower(request.subgraph, request.device)
     with (
         tracing(TracingContext(lowered.mode)),
         V.set_fake_mode(lowered.mode),

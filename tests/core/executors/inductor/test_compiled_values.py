@@ -29,6 +29,25 @@ def roundings(device):
     return [x.bfloat16().float() - x, x.half().float() - x, x.double().float().half().double() - x]
 
 
+def narrow_chains(device):
+    results = []
+    for dtype in (torch.bfloat16, torch.float16):
+        x, s = torch.linspace(-3, 3, 128).to(device).to(dtype), torch.tensor(0.37).to(device)
+        y = x + 0.3
+        results += [
+            (x * 100).int(), (x * 33 + 0.1).round(), (x * 33).floor(), (x * 3 - x - x - x).sign(), (x.exp() * 10).int(),
+            (x * 1.001 - x).bool(), x * 3 > y * 3, (x.cumsum(0) * 10).int(), (x * 1.7 + 3).argmax(),
+            torch.lerp(x, y, 0.3).mul(100).int(), torch.addcmul(x, y, y, value=0.3).mul(100).int(),
+            torch.addcdiv(x, y, x + 9, value=0.3).mul(100).int(), F.silu(x).mul(100).int(), F.gelu(x).mul(50).int(),
+        ]
+        # ATen rounds the scalars of these ops first, and alpha * y only after the last whole vector of elements.
+        results += [
+            x + 0.1234567, x - 0.37, 0.37 - x, x + s, x.add(y, alpha=0.37), x.sub(y, alpha=0.37),
+            torch.rsub(x, y, alpha=0.37), *torch._foreach_add([x, y], [y, x], alpha=0.37),
+        ]
+    return results
+
+
 def zeros(device):
     mask = torch.tensor([True, False, True]).to(device)
     x, zero = torch.ones(3, device=device), torch.zeros(3, device=device)
@@ -75,7 +94,7 @@ def writes_to_windows(device):
 
 
 PROGRAMS = [
-    default_dtype, roundings, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
+    default_dtype, roundings, narrow_chains, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
     writes_to_windows,
 ]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
@@ -83,6 +102,7 @@ ltc.mark_step(wait=True)
 for program, got in zip(PROGRAMS, found):
     for k, (a, b) in enumerate(zip(got, program("cpu"), strict=True)):
         tolerance = 1e-13 if b.dtype in (torch.float64, torch.complex128) else 1e-6
+        tolerance = 0 if program is narrow_chains else tolerance
         if a.dtype is not b.dtype or not torch.allclose(a.cpu(), b, tolerance, tolerance, equal_nan=True):
             print(f"{program.__name__}: result {k} is {a.cpu().tolist()}, eager's {b.tolist()}")
 
