@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 import ltc_dist as ltd
+from ltc_core.errors import CheckpointFormatError
 from ltc_dist import spmd
 from ltc_dist.spmd.planners import SPMDLoadPlanner, SPMDSavePlanner
 
@@ -131,6 +132,16 @@ for grid, spec in ((mesh(8), ("x", None)), (mesh(2, 4), (None, "y")), (mesh(2, 2
 found = other(mesh(8), "x", None)
 dcp.load(found, checkpoint_id=path)     # PyTorch's own planner reads all of it in each process
 check(found)
+metadata = dcp.FileSystemReader(path).read_metadata()
+metadata.state_dict_metadata["rows"].chunks.clear()
+planner = SPMDLoadPlanner()
+planner.set_up_planner({"rows": found["rows"]}, metadata, True)
+try:
+    planner.create_local_plan()
+except CheckpointFormatError as error:
+    assert "has not all of the tensor 'rows'" in str(error)
+else:
+    raise AssertionError("planned")
 print("read", rank, flush=True)
 """
 
