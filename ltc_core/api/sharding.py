@@ -6,18 +6,20 @@ the graph, by an op that carries the sharding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ltc_core import errors, source
 from ltc_core.graph.ir import TensorMeta
-from ltc_core.graph.sharding import SHARD, Sharding
+from ltc_core.graph.sharding import SHARD, Part, Sharding
 from ltc_core.runtime.devices import context, context_of
 from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 
-__all__ = ["Sharding", "join", "num_mesh_devices", "parts_of", "shard"]
+__all__ = ["NewParts", "Part", "Sharding", "join", "num_mesh_devices", "parts_of", "shard"]
 
 
 def num_mesh_devices(device: torch.device) -> int:
@@ -76,22 +78,68 @@ def join(part: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     return wrap(Cell(ctx.trace, Value.of(buffer), meta))
 
 
-def parts_of(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Number of each device of this process that has a part of a tensor, and a copy of the part on the CPU.
+def parts_of(tensor: torch.Tensor) -> list[Part]:
+    """The parts of a tensor on the devices of this process.
 
     Raises:
         DeviceError: it is no tensor of the device.
 
-    Cost: cuts, and waits for the tensor.
+    Cost: cuts, and waits for the tensor; the parts are not read yet.
     """
     tensor = _on_device(tensor, "read by parts")
     ctx = context_of(tensor._h)
     if ctx.executor.num_mesh_devices == 1:
-        return [(0, tensor.detach().cpu())]
+        size = tuple(tensor.shape)
+        return [Part(0, (0,) * len(size), size, True, lambda: tensor.detach().cpu())]
     whole = tensor if type(tensor._h) is Cell else tensor.clone()
     assert isinstance(whole, LazyTensor)
     data = ctx.value_data(base_of(whole._h), "Shards")
-    return ctx.executor.parts(data)
+    return ctx.executor.parts(data, tensor.dtype)
+
+
+class NewParts:
+    """New values of a tensor, which come to its devices part by part. The tensor stays divided as it is.
+
+    Args:
+        tensor: one for which `takes_parts` is true.
+
+    Cost: cuts, and waits for the tensor.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = _on_device(tensor, "written by parts")
+        parts = parts_of(tensor)
+        self.sizes = {part.offsets: part.sizes for part in parts}
+        self._devices = [(part.device, part.offsets) for part in parts]
+        self._sent: dict[int, Any] = {}
+
+    @staticmethod
+    def takes_parts(tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on a device that has a mesh, and is no view of another tensor."""
+        if not isinstance(tensor, LazyTensor) or type(tensor._h) is not Cell:
+            return False
+        return context_of(tensor._h).executor.num_mesh_devices > 1
+
+    def put(self, offsets: tuple[int, ...], values: torch.Tensor) -> None:
+        """Send the part that begins there to each device that has it. The last part replaces the tensor's values.
+
+        Args:
+            values: a CPU tensor of the tensor's type, which nobody changes afterwards.
+        """
+        handle = self._tensor._h
+        assert type(handle) is Cell
+        ctx = context_of(handle)
+        for device, own in self._devices:
+            if own == offsets:
+                self._sent[device] = ctx.executor.send_part(values, device)
+        if len(self._sent) < len(self._devices):
+            return
+        old = ctx.value_data(handle, "Shards")
+        data = ctx.executor.assemble([self._sent[device] for device, _ in self._devices], old)
+        nbytes = ctx.executor.nbytes(handle.meta)
+        handle.rebind(Value.of(Buffer.ready(ctx.memory, data, nbytes)))
+        torch.autograd.graph.increment_version(self._tensor)
+        self._sent.clear()
 
 
 def _on_device(tensor: torch.Tensor, verb: str) -> LazyTensor:

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from ltc_core.graph.ir import Graph, TensorMeta
-from ltc_core.graph.sharding import Sharding
+from ltc_core.graph.sharding import Part, Sharding
 from ltc_core.program.program import Program
 
 __all__ = ["CPU", "Executor"]
@@ -97,8 +97,16 @@ class Executor(abc.ABC):
         """Data whose part in this process is a CPU tensor, and their size; for those executors, too."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")
 
-    def parts(self, data: Any) -> list[tuple[int, torch.Tensor]]:
-        """Number of each device that has a part of the data, and the part as a CPU tensor; for those executors, too."""
+    def parts(self, data: Any, dtype: torch.dtype) -> list[Part]:
+        """The parts of data of this type on the devices of this process; for those executors, too."""
+        raise NotImplementedError(f"the executor {self.name} has no mesh")
+
+    def send_part(self, values: torch.Tensor, device: int) -> Any:
+        """A CPU tensor as a part on a device of the mesh; for those executors, too."""
+        raise NotImplementedError(f"the executor {self.name} has no mesh")
+
+    def assemble(self, parts: list[Any], like: Any) -> Any:
+        """Data of the parts on this process's devices, divided as other data are; for those executors, too."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")
 
     @abc.abstractmethod

@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["SHARD", "Sharding"]
+__all__ = ["SHARD", "Part", "Sharding"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,25 @@ class Sharding:
     def parts(self, dim: int) -> int:
         """Parts that a dimension is divided into."""
         return math.prod(self.mesh[axis] for axis in self.spec[dim])
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The part of a tensor that is on one device of this process.
+
+    Attributes:
+        device: number of the device in the mesh.
+        offsets: index of the part's first element, along each dimension of the tensor.
+        sizes: size of the part.
+        is_chosen: true for exactly one of the equal parts on all devices of the mesh.
+        read: returns a copy of the part on the CPU.
+    """
+
+    device: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_chosen: bool
+    read: Callable[[], torch.Tensor]
 
 
 _library: Any = torch.library.Library("ltc_sharding", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ltc_core import errors, source
 from ltc_core.api import sharding
 from ltc_core.settings import settings
+from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.job.ranks import ranks
 from ltc_dist.spmd.mesh import Mesh
 
@@ -122,7 +123,28 @@ class Shard:
 
 def local_shards(t: torch.Tensor) -> list[Shard]:
     """The parts of a tensor on the devices of this process. Cost: waits for the tensor."""
-    return [Shard(number, data) for number, data in sharding.parts_of(t)]
+    return [Shard(part.device, part.read()) for part in sharding.parts_of(t)]
+
+
+def _write_items(t: LazyTensor) -> NoReturn:
+    """PyTorch's planner asks a tensor for its parts by a method of this name, before any process writes.
+
+    Raises:
+        CheckpointError: several processes have parts of the tensor, so no process can write it by itself.
+        AttributeError: the tensor has no such method: it is written whole.
+    """
+    if settings.spmd and ranks().world_size > 1:
+        if any(part.sizes != tuple(t.shape) for part in sharding.parts_of(t)):
+            raise errors.CheckpointError(
+                "torch.distributed.checkpoint cannot write a tensor that several processes have parts of",
+                got=f"a divided tensor of shape {tuple(t.shape)}, and PyTorch's own planner",
+                where=source.user_line(),
+                next="pass planner=SPMDSavePlanner(), from ltc_dist.spmd.planners: each process writes its parts",
+            )
+    raise AttributeError("__create_write_items__")
+
+
+LazyTensor.__create_write_items__ = property(_write_items)  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)

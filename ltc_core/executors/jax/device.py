@@ -6,6 +6,7 @@ which nobody writes. Used by `executor`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -22,11 +23,11 @@ from ltc_core.executors.jax.collectives import Collectives, has_collectives
 from ltc_core.executors.jax.launch import JaxLaunch
 from ltc_core.executors.jax.library import devices, wait_together, wide_types
 from ltc_core.executors.jax.lowering import LOWERING
-from ltc_core.executors.jax.mesh import DeviceMesh, is_divided, named
+from ltc_core.executors.jax.mesh import DeviceMesh, chosen_devices, is_divided, named, offsets_of
 from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph.ir import Node, TensorMeta
-from ltc_core.graph.sharding import Sharding
+from ltc_core.graph.sharding import Part, Sharding
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
@@ -167,13 +168,42 @@ class JaxDevice(DeviceRuntime):
     def _lie_alike(self, data: Any, other: Any) -> bool:
         return not self.is_on_host(data) and data.sharding == other.sharding
 
-    def parts(self, data: Any) -> list[tuple[int, Tensor]]:
-        """The part of each device, by its number in the mesh."""
+    def parts(self, data: Any, dtype: torch.dtype) -> list[Part]:
+        """The parts on this process's devices, in the order of the mesh."""
         if self.is_on_host(data):
-            return [(0, data.clone())]
+            size = tuple(data.shape)
+            return [Part(0, (0,) * len(size), size, True, lambda: data.to(dtype, copy=True))]
         numbers = {device: k for k, device in enumerate(self.mesh.devices)}
-        found = [(numbers[part.device], as_tensor(part.data)) for part in data.addressable_shards]
-        return sorted(found, key=lambda part: part[0])
+        chosen = chosen_devices(data.sharding, data.shape)
+        found = [
+            Part(
+                numbers[shard.device],
+                offsets_of(shard.index),
+                shard.data.shape,
+                shard.device in chosen,
+                functools.partial(_read, shard.data, dtype),
+            )
+            for shard in data.addressable_shards
+        ]
+        return sorted(found, key=lambda part: part.device)
+
+    def send_part(self, values: Tensor, device: int) -> Any:
+        """A CPU tensor on one device of the mesh."""
+        with wide_types():
+            array = as_array(values.to(self.stored(values.dtype)))
+            return jax.device_put(array, self.mesh.devices[device])
+
+    def assemble(self, parts: Sequence[Any], like: Any) -> Any:
+        """Data whose parts on this process's devices are these, divided as other data are."""
+        if self.is_on_host(like) or not is_divided(like):
+            (whole,) = parts
+            return whole
+        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
+
+
+def _read(data: Any, dtype: torch.dtype) -> Tensor:
+    with wide_types():
+        return as_tensor(data).to(dtype)
 
 
 def _types(platform: str) -> StorageTypes:

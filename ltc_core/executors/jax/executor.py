@@ -13,7 +13,7 @@ import torch
 
 from ltc_core.executors.device_program import DeviceExecutor
 from ltc_core.executors.jax.device import JaxDevice
-from ltc_core.graph.sharding import Sharding
+from ltc_core.graph.sharding import Part, Sharding
 
 __all__ = ["JaxExecutor"]
 
@@ -55,8 +55,14 @@ class JaxExecutor(DeviceExecutor):
         data = self._jax.join(part, sharding)
         return data, torch.Size(data.shape)
 
-    def parts(self, data: Any) -> list[tuple[int, torch.Tensor]]:
-        return self._jax.parts(data)
+    def parts(self, data: Any, dtype: torch.dtype) -> list[Part]:
+        return self._jax.parts(data, dtype)
+
+    def send_part(self, values: torch.Tensor, device: int) -> Any:
+        return self._jax.send_part(values, device)
+
+    def assemble(self, parts: list[Any], like: Any) -> Any:
+        return self._jax.assemble(parts, like)
 
     def memory_info(self) -> tuple[int, int]:
         found = self._jax.device.memory_stats()

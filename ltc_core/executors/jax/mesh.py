@@ -24,7 +24,14 @@ from ltc_core.executors.jax.arrays import as_array
 from ltc_core.executors.jax.library import agree, devices_of_mesh, wait_together
 from ltc_core.graph.sharding import Sharding
 
-__all__ = ["DeviceMesh", "checksum", "is_divided", "named"]
+__all__ = [
+    "DeviceMesh",
+    "checksum",
+    "chosen_devices",
+    "is_divided",
+    "named",
+    "offsets_of",
+]
 
 # So often the processes compare tensors of one kind that they divide; each time asks the store of the job.
 _NUM_COMPARED = 3
@@ -61,6 +68,20 @@ def _prime_factors(n: int) -> list[int]:
             n //= factor
         factor += 1
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def chosen_devices(sharding: Any, shape: tuple[int, ...]) -> frozenset[Any]:
+    """One device for each different part of data; equal parts of several devices are shared out among them."""
+    holders: dict[tuple[int, ...], list[Any]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        holders.setdefault(offsets_of(index), []).append(device)
+    return frozenset(own[k % len(own)] for k, own in enumerate(holders.values()))
+
+
+def offsets_of(index: Sequence[slice]) -> tuple[int, ...]:
+    """Index of the first element of a part."""
+    return tuple(along.start or 0 for along in index)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,7 +1,6 @@
 """`torch_xla.experimental.distributed_checkpoint`: PyTorch's distributed checkpoints of a model on a mesh.
 
-A process has all devices of its mesh. So a divided tensor is written whole, and loading writes it where it lies: any
-mesh loads what another one has saved. `CheckpointManager` keeps the checkpoints of a run by their steps.
+`ltc_dist.spmd.planners` has the planners. `CheckpointManager` keeps the checkpoints of a run by their steps.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils import _pytree as pytree
@@ -30,6 +28,7 @@ import ltc_core as ltc
 from ltc_core.errors import CheckpointError, first_line
 from ltc_dist.checkpoint.stopping import Stopping
 from ltc_dist.spmd import mark_sharding, sharding_of
+from ltc_dist.spmd.planners import SPMDLoadPlanner, SPMDSavePlanner
 
 __all__ = [
     "CheckpointManager",
@@ -40,20 +39,6 @@ __all__ = [
 ]
 
 _METADATA_FILE = ".manager_metadata"
-
-
-class SPMDSavePlanner(DefaultSavePlanner):
-    """PyTorch's own planner: a tensor is gathered on the CPU when its turn comes, and written whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-
-class SPMDLoadPlanner(DefaultLoadPlanner):
-    """PyTorch's own planner: it writes into the tensors of the state dict, which stay divided as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -167,22 +152,25 @@ class CheckpointManager:
             return False
         self.join()  # the processes take checkpoints in one order
         ltc.mark_step(wait=True)
-        self._save(step, state_dict)
+        self._save(step, state_dict, SPMDSavePlanner())
         return True
 
     def save_async(self, step: int, state_dict: dict[str, Any], force: bool | None = False) -> bool:
         """The same as `save`, but the files are written in a thread.
 
-        Cost: cuts, waits for the device and copies the state to the CPU; waits for a place among the pending ones.
+        Cost: cuts, waits for the device and copies what this process writes to the CPU; waits for a place among the
+            pending ones.
         """
         if not self.should_save(step) and not force:
             return False
         self._raise_failed()
         ltc.mark_step(wait=True)
-        copies = ltc.to_cpu(pytree.tree_map(_copied, state_dict))
+        copies = pytree.tree_map(_copied, state_dict)
+        planner = SPMDSavePlanner()
+        planner.stage(copies)
         self._free_places.acquire()
         self._pending = [future for future in self._pending if not future.done()]
-        self._pending.append(self._pool.submit(self._save_later, step, copies))
+        self._pending.append(self._pool.submit(self._save_later, step, copies, planner))
         return True
 
     def restore(self, step: int, state_dict: dict[str, Any]) -> None:
@@ -257,14 +245,14 @@ class CheckpointManager:
             if fs.exists(path):
                 fs.rm(path, recursive=True)
 
-    def _save(self, step: int, state_dict: dict[str, Any]) -> None:
+    def _save(self, step: int, state_dict: dict[str, Any], planner: SPMDSavePlanner) -> None:
         with self._saving:
             self._kept = [kept for kept in self._kept if kept.step != step]
             self._delete(step)
             save(
                 state_dict=state_dict,
                 storage_writer=FsspecWriter(self._path(step), thread_count=self.num_of_threads),
-                planner=SPMDSavePlanner(),
+                planner=planner,
                 process_group=self.pg,
             )
             taken = _CheckpointMetadata(step, datetime.now())
@@ -277,9 +265,9 @@ class CheckpointManager:
                 oldest, *self._kept = self._kept
                 self._delete(oldest.step)
 
-    def _save_later(self, step: int, state_dict: dict[str, Any]) -> None:
+    def _save_later(self, step: int, state_dict: dict[str, Any], planner: SPMDSavePlanner) -> None:
         try:
-            self._save(step, state_dict)
+            self._save(step, state_dict, planner)
         except Exception as error:  # raised by the next call
             self._errors.append((step, error))
         finally:
