@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-__all__ = ["LANES", "Companions", "NotTogether", "find"]
+__all__ = ["LANES", "Companions", "NotTogether", "Run", "find"]
 
 # What processes agree on, each in one order: programs that run, tensors that are divided, data that move.
 LANES = ("programs", "tensors", "moves")
@@ -16,6 +16,20 @@ LANES = ("programs", "tensors", "moves")
 
 class NotTogether(Exception):
     """The devices of the processes are not joined; the text says why, and is the same in all of them."""
+
+
+class Run(NamedTuple):
+    """A run of a program of all processes.
+
+    Attributes:
+        number: of the run, counted in each process.
+        what: text of the program.
+        where: the user's line.
+    """
+
+    number: int
+    what: str
+    where: str
 
 
 class Companions(Protocol):
@@ -58,17 +72,20 @@ class Companions(Protocol):
             CollectiveError: a process is about to run something else, has ended, or does not come in time.
         """
 
-    def check(self, where: str, is_late: bool) -> None:
+    def check(self, run: Run, is_late: bool) -> None:
         """Check what the others do while this process waits for a program of all of them.
 
         Args:
-            where: the user's line of the program.
+            run: of the program.
             is_late: whether a process that is at something else by now will not come.
 
         Raises:
             PeerEndedError: a process has ended.
-            CollectiveError: a process waits for this one to do something else.
+            CollectiveError: a process waits for this one to do something else, or in another program.
         """
+
+    def end_wait(self) -> None:
+        """The program for which this process has waited is done."""
 
     def keep_connected(self, disconnect: Callable[[], object]) -> None:
         """Have this process disconnect at its end, and rank 0, which the others are connected to, end after them."""

@@ -28,7 +28,7 @@ from ltc_core.errors import (
     RankError,
     first_line,
 )
-from ltc_core.executors.companions import LANES, NotTogether
+from ltc_core.executors.companions import LANES, NotTogether, Run
 from ltc_core.settings import settings
 from ltc_core.timeline import slices
 from ltc_core.timeline.marks import Awaited
@@ -48,6 +48,7 @@ __all__ = ["JobCompanions", "find", "outlive_others"]
 
 # A process that uses its device alone for longer, before it waits for others, makes the others go on without it.
 _PATIENCE_S = 20.0
+_MESH = "mesh"  # the programs of all devices, as a line
 _NOTICE_S = 3.0
 _PAUSE_S = 0.02
 _YES = "yes"
@@ -102,6 +103,7 @@ class JobCompanions:
         self._is_one_host = is_one_host
         self._of_thread = threading.local()  # its connection to the store
         self._num_agreed: Counter[str] = Counter()
+        self._has_told = False  # in which program it waits
 
     def meet(self, refusal: str) -> str:
         address = _free_address(self._is_one_host) if self.rank == 0 and not refusal else ""
@@ -150,7 +152,7 @@ class JobCompanions:
             self._of_thread.store = connected()
         return self._of_thread.store
 
-    def check(self, where: str, is_late: bool) -> None:
+    def check(self, run: Run, is_late: bool) -> None:
         global is_stuck
         store = self._own_store()
         others = [rank for rank in range(self.count) if rank != self.rank]
@@ -159,7 +161,7 @@ class JobCompanions:
             is_stuck = True
             raise PeerEndedError(
                 f"rank {gone[0]} has ended while rank {self.rank} waits for it",
-                got=f"rank {self.rank} runs a program on the mesh of all devices, recorded at {where}",
+                got=f"rank {self.rank} runs a program on the mesh of all devices, recorded at {run.where}",
                 next="let all processes take the same number of steps",
             )
         if not is_late:
@@ -169,7 +171,20 @@ class JobCompanions:
             told = protocol.ALIKE.heard(store, lane=lane, number=number, rank=rank).decode()
             if told:
                 is_stuck = True
-                raise self._differs(rank, "a program that it has run before", where, told)
+                raise self._differs(rank, run.what, run.where, told)
+        protocol.AT.tell(store, "\n".join(map(str, run)), line=_MESH, position=self.rank)
+        self._has_told = True
+        for rank in others:
+            told = protocol.AT.heard(store, line=_MESH, position=rank).decode()
+            told_number, _, program = told.partition("\n")
+            if told_number == str(run.number) and program.partition("\n")[0] != run.what:
+                is_stuck = True
+                raise self._differs(rank, run.what, run.where, program)
+
+    def end_wait(self) -> None:
+        if self._has_told:
+            self._has_told = False
+            protocol.AT.take_back(self._own_store(), line=_MESH, position=self.rank)
 
     def _differs(self, rank: int, what: str, where: str, told: str) -> CollectiveError:
         other, _, line = told.partition("\n")

@@ -96,7 +96,7 @@ mesh = spmd.Mesh(range(count), (count,), ("data",))
 torch.manual_seed(rank if how == "seeds" else 0)
 model = nn.Linear(8, 8).to(device)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for k in range(4):
+for k in range(20):
     if how == "ends" and rank == 1 and k == 2:
         break
     torch.manual_seed(k + 10 * rank if how == "batches" else k)
@@ -104,11 +104,17 @@ for k in range(4):
     spmd.mark_sharding(x, mesh, ("data", None))
     if how == "steps" and rank == 1 and k == 2:
         x = x * 2
+    if how == "order" and (k == 1 or k == 2 - rank):  # both programs are known at the end
+        x = x * 2
+    if how == "reads" and rank == 0 and k == 3:
+        x.cpu()
     loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     loss.item()
+    if how == "reads" and k == 0:
+        x.cpu()
 """
 
 
@@ -145,9 +151,11 @@ def test_losses_are_those_of_eager(processes: int, batches: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("seeds", ("on undivided data of checksum", "train.py:23")),
+        ("seeds", ("on undivided data of checksum", "train.py:27")),
         ("batches", ("dividing float32[8, 8] of checksum", "train.py:20")),
-        ("steps", ("rank 0: a program that it has run before", "rank 1: a program of")),
+        ("steps", ("rank 0: a program of 17 ops", "rank 1: a program of 18 ops")),
+        ("order", ("do not do the same on the mesh of all devices", "a program of 17 ops")),
+        ("reads", ("rank 0: moving float32[8, 8]", "rank 1: a program of 17 ops")),
         ("ends", ("rank 1 has ended while rank 0 waits for it",)),
     ],
 )

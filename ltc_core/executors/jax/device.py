@@ -14,14 +14,13 @@ import jax
 import torch
 from jax import numpy as jnp
 
-from ltc_core import source
 from ltc_core.errors import DeviceError, listed
 from ltc_core.executors.device_program import DeviceRuntime, Launch
 from ltc_core.executors.jax.arrays import as_array, as_tensor
 from ltc_core.executors.jax.cache import ProgramsOnDisk
 from ltc_core.executors.jax.collectives import Collectives, has_collectives
 from ltc_core.executors.jax.launch import JaxLaunch
-from ltc_core.executors.jax.library import devices, wait_together, wide_types
+from ltc_core.executors.jax.library import devices, wide_types
 from ltc_core.executors.jax.lowering import LOWERING
 from ltc_core.executors.jax.mesh import DeviceMesh, chosen_devices, is_divided, named, offsets_of
 from ltc_core.executors.jax.precision import precision
@@ -106,7 +105,7 @@ class JaxDevice(DeviceRuntime):
         there = [d for d in data if not self.is_on_host(d)]
         if self.mesh.is_of_job:
             divided = [d for d in there if is_divided(d)]
-            wait_together(divided, source.user_line())
+            self.mesh.wait_for(divided)
         jax.block_until_ready(there)
         return [d if self.is_on_host(d) else self._fetched(d) for d in data]
 

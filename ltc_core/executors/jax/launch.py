@@ -21,12 +21,12 @@ from ltc_core.errors import CollectiveError, first_line
 from ltc_core.executors.device_program import Apart, Cost, IndexOutOfRange, Interrupted, Launch
 from ltc_core.executors.jax.cache import ProgramsOnDisk
 from ltc_core.executors.jax.collectives import Collectives, Joint
-from ltc_core.executors.jax.library import agree, wide_types, without_greeting
+from ltc_core.executors.jax.library import wide_types, without_greeting
 from ltc_core.executors.jax.lowering import function_of
 from ltc_core.executors.jax.mesh import DeviceMesh, checksum, is_divided
 from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import dtype_of
-from ltc_core.graph.ir import Graph, TensorMeta
+from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.sharding import SHARD
 from ltc_core.program.index_checks import find_bounds, in_bounds
 from ltc_core.program.plan import plan
@@ -93,7 +93,7 @@ class JaxLaunch(Launch):
         self._mesh = None
         self._collectives = collectives
         self._program: Any = None
-        self._agreement: _Agreement | None = None
+        self._is_agreed = True  # whether all processes have it
         self._lower: Callable[[], Any]
         self.divided = tuple(divided)
         if collectives is not None:
@@ -116,11 +116,12 @@ class JaxLaunch(Launch):
         placed = ""
         if self._mesh is not None:
             placed = mesh.text_of(lies, [len(metas[k].size) for k in self._order])
-        key = on_disk.key(f"{subgraph.text()} {checked} {placed} {precision()}")
+        about = f"{subgraph.text()} {checked} {placed} {precision()}"
+        key = on_disk.key(about)
         is_of_job = self._mesh is not None and mesh.is_of_job
         self._where = next((node.line for node in graph.nodes if node.line), "")
-        lying = f"{[str(at) for at in lies]} {precision()}"
-        self._agreement = _Agreement(graph, lying, self._where) if is_of_job else None
+        self._what = f"a program of {len(graph.nodes)} ops, {zlib.crc32(about.encode()):08x}"
+        self._is_agreed = not is_of_job
         how = {} if self._mesh is None else {"out_shardings": lie}
         traced = jax.jit(ordered, donate_argnums=donated, keep_unused=True, **how)
         self._lower = partial(traced.lower, *given)
@@ -213,9 +214,13 @@ class JaxLaunch(Launch):
             assert self._shown is not None
             if not in_bounds(self._bounds, _Shown(inputs, self._shown)):
                 raise IndexOutOfRange
-        agreement, self._agreement = self._agreement, None
-        if agreement is not None:
-            agreement.reach(inputs)
+        is_first, self._is_agreed = not self._is_agreed, True
+        if self._mesh is not None and self._mesh.is_of_job:
+            what = self._what
+            if is_first:
+                own = checksum(data for data in inputs if not is_divided(data))
+                what = f"{what}, on undivided data of checksum {own:08x}"
+            self._mesh.agree(what, self._where, is_first)
         if self._mesh is not None:
             with wide_types():
                 inputs = [self._mesh.spread(data) for data in inputs]
@@ -224,10 +229,10 @@ class JaxLaunch(Launch):
         elif self._mesh is not None and self._mesh.is_of_job:
             self._mesh.wait()
             # gloo greets where the program connects devices for the first time.
-            with without_greeting() if agreement is not None else contextlib.nullcontext():
+            with without_greeting() if is_first else contextlib.nullcontext():
                 found = self._program(*(inputs[k] for k in self._order))
-                self._mesh.launched(found, self._where)
-                if agreement is not None:
+                self._mesh.launched(found, self._what, self._where)
+                if is_first:
                     self._mesh.wait()
         else:
             found = self._program(*(inputs[k] for k in self._order))
@@ -239,28 +244,6 @@ class JaxLaunch(Launch):
         for place, k in enumerate(self._results):
             results[k] = found[place]
         return results
-
-
-class _Agreement:
-    """That all processes run a program of all devices, on equal data where these are not divided."""
-
-    def __init__(self, graph: Graph, lying: str, where: str) -> None:
-        text = f"{graph.text(lines=False)} {lying}"
-        self._plan = f"a program of {len(graph.nodes)} ops, {zlib.crc32(text.encode()):08x}"
-        self._where = where
-
-    def reach(self, inputs: Sequence[Any]) -> None:
-        """Wait for the other processes.
-
-        Raises:
-            CollectiveError: one of them runs another program, or has other data.
-        """
-        own = checksum(data for data in inputs if not is_divided(data))
-        agree(
-            "programs",
-            f"{self._plan}, on undivided data of checksum {own:08x}",
-            self._where,
-        )
 
 
 class _Shown(Sequence[torch.Tensor]):

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from ltc_core.errors import DeviceError, first_line
 from ltc_core.executors import companions
-from ltc_core.executors.companions import Companions, NotTogether
+from ltc_core.executors.companions import Companions, NotTogether, Run
 from ltc_core.executors.hardware import hardware_kind
 from ltc_core.settings import settings
 
@@ -133,8 +133,8 @@ def agree(lane: str, what: str, where: str) -> None:
     _job.agree(lane, what, where)
 
 
-def wait_together(arrays: Sequence[Any], where: str) -> None:
-    """Wait for results of a program of all processes, which was recorded at the line `where`.
+def wait_together(arrays: Sequence[Any], run: Run) -> None:
+    """Wait for results of a run of a program of all processes.
 
     Raises:
         PeerEndedError: a process has ended, for which the program may wait for ever.
@@ -148,8 +148,9 @@ def wait_together(arrays: Sequence[Any], where: str) -> None:
         pause_s = min(2 * pause_s or 2e-5, _LONGEST_PAUSE_S)
         now = time.monotonic()
         if now - looked >= _LOOK_S:
-            _job.check(where, now - begun >= _LATE_S)
+            _job.check(run, now - begun >= _LATE_S)
             looked = now
+    _job.end_wait()
 
 
 def _is_done(array: Any) -> bool:

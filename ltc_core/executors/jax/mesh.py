@@ -20,6 +20,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ltc_core import source
+from ltc_core.executors.companions import Run
 from ltc_core.executors.jax.arrays import as_array
 from ltc_core.executors.jax.library import agree, devices_of_mesh, wait_together
 from ltc_core.graph.sharding import Sharding
@@ -35,6 +36,8 @@ __all__ = [
 
 # So often the processes compare tensors of one kind that they divide; each time asks the store of the job.
 _NUM_COMPARED = 3
+# Runs of programs between two comparisons of the processes' histories.
+_COMPARED_EVERY = 16
 
 
 def is_divided(data: Any) -> bool:
@@ -107,8 +110,8 @@ class DeviceMesh:
         self.before_programs_of_job: Callable[[], object] = lambda: None
         self._num_divided: Counter[Any] = Counter()
         self._under_way: Sequence[Any] = ()
-        self._where = ""
-        self._moves: set[Any] = set()
+        self._run = Run(0, "", "")
+        self._history = 0  # checksum of all runs
         count = len(self.devices)
         self.whole = named(Sharding(tuple(range(count)), (count,), ()))
 
@@ -157,9 +160,18 @@ class DeviceMesh:
                 source.user_line(),
             )
 
-    def launched(self, results: Sequence[Any], where: str) -> None:
-        """Note a program of all processes that runs now, recorded at the line `where`; the one before it is done."""
-        self._under_way, self._where = results, where
+    def agree(self, what: str, where: str, is_first: bool) -> None:
+        """Compare the programs that the processes run: at the first run of one, and now and then.
+
+        Programs that differ may exchange data that only look alike. So the history of runs is compared, too.
+        """
+        if is_first or self._run.number % _COMPARED_EVERY == 0:
+            agree("programs", f"{what}, after the runs {self._history:08x}", where)
+
+    def launched(self, results: Sequence[Any], what: str, where: str) -> None:
+        """Note a program of all processes that runs now; the one before it is done."""
+        self._under_way, self._run = results, Run(self._run.number + 1, what, where)
+        self._history = zlib.crc32(what.encode(), self._history)
 
     def wait(self) -> None:
         """Wait for the program of all processes that was launched last.
@@ -168,20 +180,22 @@ class DeviceMesh:
             CollectiveError: a process has ended, or is at something else.
         """
         if self._under_way:
-            wait_together(self._under_way, self._where)
+            self.wait_for(self._under_way)
             self._under_way = ()
+
+    def wait_for(self, arrays: Sequence[Any]) -> None:
+        """Wait for results of programs of all processes, as `wait`."""
+        wait_together(arrays, self._run)
 
     def _moved(self, data: Any, sharding: Any) -> Any:
         """Divided data in another way, by a program of all processes."""
         self.before_programs_of_job()
         where = source.user_line()
-        kind = (data.shape, data.dtype, data.sharding, sharding)
-        if kind not in self._moves:
-            self._moves.add(kind)
-            sizes = f"{data.dtype}{list(data.shape)}"
-            agree("moves", f"moving {sizes} to {_text(sharding, data.ndim)}", where)
+        what = f"moving {data.dtype}{list(data.shape)} to {_text(sharding, data.ndim)}"
+        agree("moves", what, where)
         found = jax.jit(lambda x: x, out_shardings=sharding)(data)
-        wait_together([found], where)
+        self.launched([found], what, where)
+        self.wait()
         return found
 
     def joined(self, part: torch.Tensor, sharding: NamedSharding) -> Any:
