@@ -176,7 +176,7 @@ with torch.accelerator.device_index(2):
 assert torch.ones(1, device=name).device == a == torch.device(name, torch.accelerator.current_device_index())
 assert ltc.get_lazy_supported_devices() == [f"{name}:{i}" for i in range(3)]
 kind, text = raised(lambda: ltc.lazy_device(3))
-assert kind == "DeviceError" and f"this process has 3: {name}:0, {name}:1, {name}:2" in text
+assert kind == "DeviceIndexError" and f"this process has 3: {name}:0, {name}:1, {name}:2" in text
 """,
     "what fails on one device is told with its name": """
 lost = fail(torch.ones(2, device=b))
