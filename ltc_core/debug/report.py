@@ -113,16 +113,14 @@ def say(title: str, lines: Iterable[str]) -> None:
 
 def _report(device: torch.device, reason: str, compiled: CompiledGraph, elapsed_ns: int) -> None:
     is_new = compiled.runs == 1
-    cause = _cause(reason)
+    cause, facts = _cause(reason), _facts(compiled, reason)
     if is_new:
         why = [f"  {compiled.cause.sentence}"] if compiled.cause is not None else []
-        facts = _facts(compiled, reason)
         say("Compilation Analysis", ["Compilation Cause", f"  {cause}", *why, *facts])
         say("Post Compilation Analysis", _sizes(compiled))
     if settings.debug >= 2:
         took = f"  Handed over in {elapsed_ns / 1e6:.2f} ms to {device}, run {compiled.runs} of this graph"
-        facts = [*_facts(compiled, reason), took]
-        say("Execution Analysis", ["Execution Cause", f"  {cause}", *facts])
+        say("Execution Analysis", ["Execution Cause", f"  {cause}", *facts, took])
     if settings.debug >= 3:
         say("Graph", compiled.graph.text(lines=True).splitlines())
 

@@ -39,12 +39,6 @@ def add_body(module: GraphModule) -> str:
     return name
 
 
-def _results(body: str) -> list[Tensor]:
-    """The results of an iteration, as fake tensors."""
-    (output,) = BODIES[body].graph.find_nodes(op="output")
-    return [node.meta["val"] for node in output.args[0]]
-
-
 def _shapes(
     carry: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -53,10 +47,10 @@ def _shapes(
     length: int,
     reverse: bool,
 ) -> list[Tensor]:
-    found = _results(body)
+    (output,) = BODIES[body].graph.find_nodes(op="output")
     return [
         torch.empty(t.shape if k < len(carry) else (length, *t.shape), dtype=t.dtype, device="meta")
-        for k, t in enumerate(found)
+        for k, t in enumerate(node.meta["val"] for node in output.args[0])
     ]
 
 

@@ -58,8 +58,7 @@ def _cat(given: Arguments) -> str | None:
         if t.dim() != first.dim() or rest[0] != rest[1]:
             return (
                 f"cat(): cannot concatenate tensors of shape {shape_text(t)} with {shape_text(first)} at dimension "
-                f"{dim}. "
-                "Expected shapes to be equal (except at dimension "
+                f"{dim}. Expected shapes to be equal (except at dimension "
                 f"{dim}) or that either of them was a 1D empty tensor of size (0,)."
             )
     return None
@@ -83,8 +82,7 @@ def _flip(given: Arguments) -> str | None:
     found = ", ".join(f"{dim} ({n} times)" for dim, n in sorted(counts.items()) if n > 1)
     return (
         f"flip(): expected each dimension to appear at most once. Found dimensions: {found}. Consider changing dims "
-        f"from "
-        f"{list(dims)} to {sorted(counts)}."
+        f"from {list(dims)} to {sorted(counts)}."
     )
 
 
@@ -108,8 +106,7 @@ def _gather(given: Arguments) -> str | None:
         return None
     return (
         f"gather(): expected sizes of index {list(index.shape)} to be smaller or equal those of input {list(x.shape)} "
-        f"on "
-        f"all dimensions, except on dimension {dim}. However, that's not true on dimensions {wrong}."
+        f"on all dimensions, except on dimension {dim}. However, that's not true on dimensions {wrong}."
     )
 
 
@@ -126,8 +123,7 @@ def _random(given: Arguments) -> str | None:
             than = "smaller" if value < limits.min else "greater"
             return (
                 f"random_(): expected `{name}` to be within the range [{int(limits.min)}, {int(limits.max)}]. However "
-                f"got "
-                f"value {value}, which is {than} than the {side} bound."
+                f"got value {value}, which is {than} than the {side} bound."
             )
     return None
 
@@ -146,8 +142,7 @@ def _mm(given: Arguments) -> str | None:
         return None
     return (
         f"mm(): cannot matrix-multiply tensors {shape_text(a)} and {shape_text(b)}. Expected the size of dimension 1 "
-        f"of "
-        f"the first input tensor ({a.shape[1]}) to be equal the size of dimension 0 of the second input tensor "
+        f"of the first input tensor ({a.shape[1]}) to be equal the size of dimension 0 of the second input tensor "
         f"({b.shape[0]})."
     )
 
@@ -170,8 +165,7 @@ def _of_batches(
             if t.dim() != 3:
                 return (
                     f"{op}(): expected `{name}` {shape_text(t)} (a {t.dim()}D tensor), the {place} input tensor, to "
-                    f"be a "
-                    "3D tensor."
+                    f"be a 3D tensor."
                 )
         first, second = (f"`{name}` {shape_text(t)}" for t, name in zip(pair, shown, strict=True))
         if a.shape[0] != b.shape[0]:
@@ -187,8 +181,7 @@ def _of_batches(
             f"{op}(): cannot apply batch matrix-multiplication to {first}, the {places[0]} input tensor, and to "
             f"{second}, "
             f"the {places[1]} input tensor. Expected the size of dimension 2 of `{shown[0]}` ({a.shape[2]}) to be "
-            f"equal "
-            f"the size of dimension 1 of `{shown[1]}` ({b.shape[1]})."
+            f"equal the size of dimension 1 of `{shown[1]}` ({b.shape[1]})."
         )
 
     return rule
@@ -243,8 +236,7 @@ def _expand(given: Arguments) -> str | None:
     if x.dim() > len(sizes):
         return (
             f"expand(): expected the `input` tensor {shape_text(x)} (rank: {x.dim()}) to have a rank smaller or equal "
-            f"to "
-            f"the given `sizes` {sizes} (rank: {len(sizes)})."
+            f"to the given `sizes` {sizes} (rank: {len(sizes)})."
         )
     first = len(sizes) - x.dim()
     for dim, n in enumerate(x.shape):
@@ -252,8 +244,7 @@ def _expand(given: Arguments) -> str | None:
         if n != 1 and wanted not in (-1, n):
             return (
                 f"expand(): expected dimension {first + dim} of the given `sizes` {sizes} ({wanted}) to be -1, or "
-                f"equal to "
-                f"the size of the `input` tensor {shape_text(x)} at dimension {dim} ({n})."
+                f"equal to the size of the `input` tensor {shape_text(x)} at dimension {dim} ({n})."
             )
     return None
 

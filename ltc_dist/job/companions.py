@@ -126,11 +126,7 @@ class JobCompanions:
             gone = ended(missing, store)
             here = f"rank {self.rank} is at {what}, recorded at {where}"
             if gone:
-                raise PeerEndedError(
-                    f"rank {gone[0]} has ended while rank {self.rank} waits for it",
-                    got=here,
-                    next="let all processes take the same number of steps",
-                )
+                raise self._has_ended(gone[0], here)
             if time_is_up and missing:
                 raise CollectiveTimeoutError(
                     f"rank {missing[0]} did not come within {settings.collective_timeout_s:g} s",
@@ -159,11 +155,8 @@ class JobCompanions:
         gone = ended(others, store)
         if gone:
             is_stuck = True
-            raise PeerEndedError(
-                f"rank {gone[0]} has ended while rank {self.rank} waits for it",
-                got=f"rank {self.rank} runs a program on the mesh of all devices, recorded at {run.where}",
-                next="let all processes take the same number of steps",
-            )
+            here = f"rank {self.rank} runs {run.what}, recorded at {run.where}"
+            raise self._has_ended(gone[0], here)
         if not is_late:
             return
         for lane, rank in itertools.product(LANES, others):
@@ -185,6 +178,13 @@ class JobCompanions:
         if self._has_told:
             self._has_told = False
             protocol.AT.take_back(self._own_store(), line=_MESH, position=self.rank)
+
+    def _has_ended(self, rank: int, here: str) -> PeerEndedError:
+        return PeerEndedError(
+            f"rank {rank} has ended while rank {self.rank} waits for it",
+            got=here,
+            next="let all processes take the same number of steps",
+        )
 
     def _differs(self, rank: int, what: str, where: str, told: str) -> CollectiveError:
         other, _, line = told.partition("\n")
