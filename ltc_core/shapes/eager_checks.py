@@ -82,8 +82,12 @@ def _meta(t: Any) -> torch.Tensor:
 
 
 def _random_range(x: Any, low: int = 0, high: int | None = None, *rest: Any) -> bool:
-    if high is None or x.dtype is torch.bool:
-        return high is not None and low >= high
+    if high is None:
+        return False
+    if x.is_complex():
+        return True
+    if x.dtype is torch.bool:
+        return not 0 <= low < high <= 2
     limits = torch.finfo(x.dtype) if x.dtype.is_floating_point else torch.iinfo(x.dtype)
     return not limits.min <= low < high <= limits.max + 1
 

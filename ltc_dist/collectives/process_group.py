@@ -26,9 +26,11 @@ from ltc_core.graph import collective
 from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.settings import settings
 from ltc_core.timeline import slices
+from ltc_core.timeline.marks import Awaited
 from ltc_dist.collectives.transport import KINDS, LINES, Line, is_on_gpus, keep
 from ltc_dist.job import clock, companions, host_collectives, protocol
-from ltc_dist.job.host_collectives import connected, job_store
+from ltc_dist.job.host_collectives import connected, job_store, wait_checking
+from ltc_dist.job.peers import look_for_ended, too_late
 from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import gloo_devices
 
@@ -189,6 +191,7 @@ def _connected(group: Group) -> Line:
     # A waiting thread occupies its connection, so each thread beside the main one has its own.
     is_main = threading.current_thread() is threading.main_thread()
     own_store = job_store() if is_main else connected()
+    _await_members(group, own_store)
     store = dist.PrefixStore(protocol.GROUP.key(line=group.name), own_store)
     connect = _nccl() if is_on_gpus() else _gloo
     try:
@@ -206,6 +209,31 @@ def _connected(group: Group) -> Line:
     if is_main:
         _compare_clocks(group, own_store)
     return Line(group.name, group.members, group.position, own_store, backend)
+
+
+def _await_members(group: Group, store: Any) -> None:
+    """Wait until all members are about to connect: what PyTorch's backends wait for no signal interrupts.
+
+    Raises:
+        PeerEndedError: a member has ended.
+        CollectiveTimeoutError: a member did not come in time.
+    """
+    protocol.MEMBER.tell(store, line=group.name, position=group.position)
+    keys = {
+        rank: protocol.MEMBER.key(line=group.name, position=position)
+        for position, rank in enumerate(group.members)
+    }
+    rank = group.members[group.position]
+    place = f"connects the ranks {listed(group.members)}"
+
+    def check(time_is_up: bool) -> None:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        look_for_ended(missing, rank, place, store)
+        if time_is_up and missing:
+            raise too_late(f"rank {missing[0]}", rank, place)
+
+    with slices.watched("wait for other processes", "", Awaited(group.name, 0, group.members)):
+        wait_checking(list(keys.values()), check, store)
 
 
 def _compare_clocks(group: Group, store: Any) -> None:

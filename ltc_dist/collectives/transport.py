@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 
 from ltc_core.device.register import hold_gloo_threads
-from ltc_core.errors import CollectiveError, CollectiveTimeoutError, PeerEndedError
+from ltc_core.errors import CollectiveError
 from ltc_core.graph.buckets import deal
 from ltc_core.graph.collective import (
     COMBINE,
@@ -42,7 +42,8 @@ from ltc_core.timeline.marks import Awaited
 from ltc_core.timeline.slices import Slice
 from ltc_dist.collectives.identity import identity, is_agreed, trailer
 from ltc_dist.job import protocol
-from ltc_dist.job.host_collectives import LOOK_S, Patience, ended, wait_checking
+from ltc_dist.job.host_collectives import LOOK_S, Patience, wait_checking
+from ltc_dist.job.peers import look_for_ended, too_late
 
 __all__ = ["KINDS", "LINES", "Line", "ProcessTransport", "is_on_gpus", "keep"]
 
@@ -127,6 +128,7 @@ class Line:
         self.members = tuple(members)
         self.position = position
         self.backend = backend
+        self._rank = self.members[position]
         self.is_pair = len(members) == 2 and not is_on_gpus()
         # address of a vector -> its reduction, its collective, and what is to be done at its end
         self.under_way: dict[int, tuple[Any, _Call, Callable[[], Any]]] = {}
@@ -171,11 +173,7 @@ class Line:
                 self._check_others(call)
                 self._look_for_ended(call)
                 if time_is_up:
-                    raise CollectiveTimeoutError(
-                        f"rank {self.members[position]} did not come within {settings.collective_timeout_s:g} s",
-                        got=f"rank {self.members[self.position]} is at {call}",
-                        next="let all processes of the group run the same collectives",
-                    )
+                    raise too_late(f"rank {self.members[position]}", self._rank, f"is at {call}")
 
             key = protocol.NEW_PLAN.key(**self._place(call.number, position))
             with slices.watched("wait for other processes", "", self._meeting(call)):
@@ -215,10 +213,9 @@ class Line:
             if mine is not None and mine.is_other_than(other):
                 hold_gloo_threads(math.inf)  # the error ends this process, or the script decides
                 raise CollectiveError(
-                    f"rank {self.members[self.position]} and rank {self.members[position]} are at different "
+                    f"rank {self._rank} and rank {self.members[position]} are at different "
                     "collectives",
-                    got=f"rank {self.members[self.position]}: {mine}\n"
-                    f"       rank {self.members[position]}: {other}",
+                    got=f"rank {self._rank}: {mine}\n       rank {self.members[position]}: {other}",
                     next="let all processes of a group run the same collectives, on the same devices and on tensors "
                     "of the same sizes",
                 )
@@ -284,11 +281,7 @@ class Line:
             if looks_for_ended:
                 self._look_for_ended(call)
             if patience.is_over():
-                raise CollectiveTimeoutError(
-                    f"the others did not all come within {settings.collective_timeout_s:g} s",
-                    got=f"rank {self.members[self.position]} is at {call}",
-                    next="let all processes of the group run the same collectives",
-                )
+                raise too_late("one of the others", self._rank, f"is at {call}")
         if tells:
             protocol.AT.take_back(self._store, line=self._name, position=self.position)
 
@@ -297,21 +290,14 @@ class Line:
         if agreed:
             return
         error = CollectiveError(
-            f"rank {self.members[self.position]} is at another collective than others of its group",
-            got=f"rank {self.members[self.position]}: {call}; the others did not tell theirs",
+            f"rank {self._rank} is at another collective than others of its group",
+            got=f"rank {self._rank}: {call}; the others did not tell theirs",
             next="let all processes of a group run the same collectives, in the same order",
         )
         self._disagree(call, error, _TELL_S)
 
     def _look_for_ended(self, call: _Call) -> None:
-        gone = ended(self.members, self._store)
-        if gone:
-            here = self.members[self.position]
-            raise PeerEndedError(
-                f"rank {gone[0]} has ended while rank {here} waits for it",
-                got=f"rank {here} is at {call}",
-                next="let all processes take the same number of steps: a DistributedSampler with drop_last=True",
-            )
+        look_for_ended(self.members, self._rank, f"is at {call}", self._store)
 
 
 class ProcessTransport:

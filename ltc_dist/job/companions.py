@@ -23,7 +23,6 @@ from typing import Any
 
 from ltc_core.errors import (
     CollectiveError,
-    CollectiveTimeoutError,
     PeerEndedError,
     RankError,
     first_line,
@@ -41,6 +40,7 @@ from ltc_dist.job.host_collectives import (
     job_store,
     wait_checking,
 )
+from ltc_dist.job.peers import look_for_ended, too_late
 from ltc_dist.job.ranks import read_ranks
 from ltc_dist.job.store import LOOPBACK, address_towards
 
@@ -123,16 +123,10 @@ class JobCompanions:
 
         def check(time_is_up: bool) -> None:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            gone = ended(missing, store)
-            here = f"rank {self.rank} is at {what}, recorded at {where}"
-            if gone:
-                raise self._has_ended(gone[0], here)
+            here = f"is at {what}, recorded at {where}"
+            look_for_ended(missing, self.rank, here, store)
             if time_is_up and missing:
-                raise CollectiveTimeoutError(
-                    f"rank {missing[0]} did not come within {settings.collective_timeout_s:g} s",
-                    got=here,
-                    next="let all processes run the same steps on the mesh of all devices",
-                )
+                raise too_late(f"rank {missing[0]}", self.rank, here)
 
         with slices.watched("wait for other processes", "", Awaited(lane, number, everyone)):
             wait_checking(keys, check, store)
@@ -152,11 +146,12 @@ class JobCompanions:
         global is_stuck
         store = self._own_store()
         others = [rank for rank in range(self.count) if rank != self.rank]
-        gone = ended(others, store)
-        if gone:
+        try:
+            here = f"runs {run.what}, recorded at {run.where}"
+            look_for_ended(others, self.rank, here, store)
+        except PeerEndedError:
             is_stuck = True
-            here = f"rank {self.rank} runs {run.what}, recorded at {run.where}"
-            raise self._has_ended(gone[0], here)
+            raise
         if not is_late:
             return
         for lane, rank in itertools.product(LANES, others):
@@ -178,13 +173,6 @@ class JobCompanions:
         if self._has_told:
             self._has_told = False
             protocol.AT.take_back(self._own_store(), line=_MESH, position=self.rank)
-
-    def _has_ended(self, rank: int, here: str) -> PeerEndedError:
-        return PeerEndedError(
-            f"rank {rank} has ended while rank {self.rank} waits for it",
-            got=here,
-            next="let all processes take the same number of steps",
-        )
 
     def _differs(self, rank: int, what: str, where: str, told: str) -> CollectiveError:
         other, _, line = told.partition("\n")

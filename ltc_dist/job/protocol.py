@@ -22,6 +22,7 @@ __all__ = [
     "HOST_ENDED",
     "LEASE",
     "MEETING",
+    "MEMBER",
     "NEW_PLAN",
     "OUTCOME",
     "REPORT",
@@ -90,6 +91,12 @@ MEETING = Fact(
     "the payload of a rendezvous",
     "each member",
     "at the member's next rendezvous of this tag: removed",
+)
+MEMBER = Fact(
+    "member/{line}/{position}",
+    "1: a member of a line is about to be connected",
+    "each member",
+    "with the attempt",
 )
 GROUP = Fact("group/{line}", "addresses of gloo or NCCL", "PyTorch's backends", "with the attempt")
 NEW_PLAN = Fact(
@@ -187,6 +194,6 @@ BEGUN = Fact(
 )
 
 FACTS = (
-    ENDED, BUSY, MEETING, GROUP, NEW_PLAN, AT, DEVICES, TOGETHER, ALIKE, REPORT, OUTCOME, SAVED, ASKED, TIME, RUN,
-    LEASE, HOST_ENDED, CAME, BEGUN,
+    ENDED, BUSY, MEETING, MEMBER, GROUP, NEW_PLAN, AT, DEVICES, TOGETHER, ALIKE, REPORT, OUTCOME, SAVED, ASKED, TIME,
+    RUN, LEASE, HOST_ENDED, CAME, BEGUN,
 )  # fmt: skip

@@ -185,6 +185,38 @@ def test_row_8_ctrl_c(how: str, to: str, tmp_path: Path) -> None:
         assert err == "ltc-launch: stopped by SIGINT\n"
 
 
+FIRST_COLLECTIVE = """
+import os, time
+import torch, ltc_dist as ltd
+
+print("fault at 0", flush=True)
+if os.environ["RANK"] == "1":
+    {other}
+else:
+    x = ltd.all_reduce("sum", torch.ones(2, device=ltd.lazy_device()))
+    print(x.tolist())
+"""
+
+
+def test_row_8_ctrl_c_while_the_processes_connect(tmp_path: Path) -> None:
+    code = FIRST_COLLECTIVE.format(other="time.sleep(1000)")
+    (tmp_path / "train.py").write_text(code)
+    job = Job([*TWO, str(tmp_path / "train.py")], tmp_path)
+    job.wait_for("fault at 0", times=2)
+    time.sleep(2)  # until rank 0 waits for rank 1
+    job.process.send_signal(signal.SIGINT)
+    assert job.end()[::2] == (130, "ltc-launch: stopped by SIGINT\n")
+
+
+def test_row_6_a_process_ends_before_its_first_collective(tmp_path: Path) -> None:
+    code = FIRST_COLLECTIVE.format(other="pass")
+    (tmp_path / "train.py").write_text(code)
+    code, _, err = Job([*TWO, str(tmp_path / "train.py")], tmp_path).end()
+    assert code == 1
+    assert "PeerEndedError: rank 1 has ended while rank 0 waits for it" in err, err
+    assert "got: rank 0 connects the ranks 0, 1" in err, err
+
+
 def test_row_8_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     """The processes do not react to the first one: their Python is blocked."""
     job = Job(
