@@ -290,7 +290,7 @@ SETTINGS: tuple[Setting, ...] = (
             "Whether graphs that differ in sizes only become one, from the third size on: it is not compiled.",
             choices=("auto", "never")),
     Setting("streaming", "LTC_STREAMING", (), str, "auto",
-            "Whether a step that is waited for may run in parts while it is recorded, where that is quicker.",
+            "Whether a step that is waited for may begin to run while it is recorded, where that is quicker.",
             choices=("auto", "never")),
     Setting("trim_graph_size", "LTC_TRIM_GRAPH_SIZE", ("XLA_TRIM_GRAPH_SIZE",), int, 20000,
             "Ops recorded without a cut, after which the loop is cut at its head.", at_least=1),

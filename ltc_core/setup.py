@@ -33,7 +33,7 @@ from ltc_core.ops import (
 )
 from ltc_core.record import fast_path
 from ltc_core.report import recording
-from ltc_core.runtime import collective_tokens, device_hooks, devices, found_steps, streaming
+from ltc_core.runtime import collective_tokens, device_hooks, devices, found_steps, switch_interval
 from ltc_core.settings import warn_unknown
 from ltc_core.tensor import lazy_tensor
 from ltc_core.timeline import slices
@@ -100,7 +100,7 @@ def _register_fork_handlers() -> None:
         service.after_fork_in_child,
         closures.after_fork_in_child,
         openmp.after_fork_in_child,
-        streaming.after_fork_in_child,
+        switch_interval.after_fork_in_child,
     ):
         os.register_at_fork(after_in_child=renew)
     # Runs after `devices.before_fork`: no graph runs any more, so the OpenMP team can be released.

@@ -1,14 +1,15 @@
-"""The processor of this machine, for the keys of programs that are compiled for it."""
+"""The processor of this machine: for the keys of programs that are compiled for it, and how many threads it runs."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from pathlib import Path
 
 import torch
 
-__all__ = ["processor"]
+__all__ = ["num_cores", "processor"]
 
 
 @functools.cache
@@ -21,3 +22,10 @@ def processor() -> str:
     wanted = ("model name", "flags", "Features")
     about = sorted({row for row in rows if row.startswith(wanted)})
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+
+
+def num_cores() -> int:
+    """Number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

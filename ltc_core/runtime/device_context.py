@@ -25,6 +25,7 @@ from ltc_core.program.program import Tier
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import fork_gate
+from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
 from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork, note_run
 from ltc_core.runtime.placement import Placement
@@ -72,12 +73,12 @@ class DeviceContext:
         self.trace = Trace(self.device, self.memory)
         self._note_shapes()
         self.steps = FoundSteps(self.trace, self.cut)
-        self.streaming = self._new_streaming()
-        self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
-        self.trace.on_limit = self._on_limit
         self.worker = Worker(
             f"ltc-worker-{index}", settings.max_pending_steps, self.executor.begin_thread
         )
+        self._follow_steps()
+        self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
+        self.trace.on_limit = self._on_limit
         self.executor.wait_for_programs = self.worker.drain
         self.failures: deque[Failure] = deque()
         self._worker_has_team = False
@@ -94,16 +95,20 @@ class DeviceContext:
         """Steps that have ended: cuts at `mark_step`, after an optimizer's step and before an upload."""
         return self._num_steps
 
-    def _new_streaming(self) -> Streaming:
+    def _follow_steps(self) -> None:
         is_interpreted = isinstance(self.executor, ReferenceExecutor)
-        return Streaming(self.trace, is_interpreted and self.executor.hardware.type == "cpu")
+        may_overlap = is_interpreted and self.executor.hardware.type == "cpu"
+        self.streaming = Streaming(self.trace, may_overlap)
+        self.early = EarlyRuns(self.trace, self.worker, may_overlap)
 
     # -- cutting -------------------------------------------------------------------------------
 
     def _on_limit(self) -> None:
         if self.steps.end_if_due():
             return
-        if self.streaming.is_part_due:
+        if self.early.is_due:
+            self.early.run_more()
+        elif self.streaming.is_part_due:
             epoch = self.trace.epoch
             self.cut("Streaming")
             self.steps.move(epoch)
@@ -123,13 +128,14 @@ class DeviceContext:
         """
         if not self.trace or self.worker.is_this_thread or self._cut_known(reason, is_awaited):
             return None
-        if reason != "Streaming":
+        if reason != "Streaming" and not self.early.has_begun:
             self._await_worker(is_awaited)
         fork_gate.pass_through()
         with self.trace.lock:
             if not self.trace:
                 return None
             self.streaming.before_cut()
+            self.early.before_cut()
             fast_path.install()
             self._note_shapes()
             started = time.perf_counter_ns()
@@ -169,6 +175,7 @@ class DeviceContext:
             if native is None or not compiled.placement.is_quicker_here(is_awaited):
                 return False
             self.streaming.before_cut()
+            self.early.before_cut()
             started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
             made = compiled.known_cut.make(step, self.trace, self.memory, native)
             if made is None:
@@ -179,6 +186,7 @@ class DeviceContext:
             )
             self.compiler.note_found(compiled)
             self.streaming.after_cut(compiled, False)
+            self.early.after_cut(compiled)
         self._note_cut(reason, compiled, time.perf_counter_ns() - started_ns)
         return True
 
@@ -186,7 +194,8 @@ class DeviceContext:
     def _is_undisturbed(self) -> bool:
         """Whether nothing is to happen at a cut but a run in this thread."""
         is_seen = slices.on is not None
-        return self.worker.is_idle and self.streaming.is_whole and not is_seen and self._is_alone
+        is_whole = self.streaming.is_whole and not self.early.has_begun
+        return self.worker.is_idle and is_whole and not is_seen and self._is_alone
 
     @property
     def _is_alone(self) -> bool:
@@ -252,7 +261,8 @@ class DeviceContext:
         if seen is not None:
             seen.note(compiled.described(), step=self._num_steps, reason=reason)
         goes_on = reason == "Streaming"
-        job = self._launch(compiled, cut, is_awaited, seen, is_handed=goes_on)
+        has_begun = self.early.after_cut(compiled)
+        job = self._launch(compiled, cut, is_awaited, seen, is_handed=goes_on or has_begun)
         self.streaming.after_cut(compiled, goes_on)
         if self.trace.steps > _TRIE_STEPS:
             self.trace.forget()
@@ -493,8 +503,8 @@ class DeviceContext:
         self.memory.after_fork()
         self.trace.after_fork()
         self.trace.limit = self.trace.first_limit
-        self.streaming = self._new_streaming()
         self.worker.after_fork()
+        self._follow_steps()
         if not is_whole:
             for _, value in self.trace.cut().alive:
                 value.buffer = Buffer.failed(self.memory, lost_at_a_fork(self.device))
@@ -534,7 +544,7 @@ class DeviceContext:
             self.worker.drain()
             self.executor.synchronize()
         self._mark()
-        self.streaming.after_read()
+        self._after_read()
         self.raise_failure()
 
     def value_data(self, cell: Cell, reason: str) -> Any:
@@ -554,11 +564,15 @@ class DeviceContext:
             self._check_thread()
             with slices.watched("fetch") as seen:
                 self._await_value(value, reason, seen)
-        self.streaming.after_read()
+        self._after_read()
         assert value.buffer is not None
         if self.failures and value.buffer.error is None:
             self.raise_failure(all_of_them=False)
         return value.buffer.take()
+
+    def _after_read(self) -> None:
+        self.streaming.after_read()
+        self.early.after_read()
 
     def _await_value(self, value: Value, reason: str, seen: Slice | None) -> None:
         """Cut if the value is only recorded, and wait for it."""

@@ -247,7 +247,8 @@ def note_run(compiled: CompiledGraph, cost_ns: int, elapsed_ns: int, is_eager: b
     Args:
         is_eager: whether the graph was cut in eager mode, which may be over when the run is.
     """
-    compiled.placement.note_run(cost_ns, elapsed_ns)
+    begun_ns, compiled.begun_ns = compiled.begun_ns, 0
+    compiled.placement.note_run(cost_ns + begun_ns, elapsed_ns)
     metrics.observe("EagerOpExecuteTime" if is_eager else "ExecuteTime", elapsed_ns)
 
 

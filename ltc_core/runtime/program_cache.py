@@ -25,6 +25,7 @@ from ltc_core.program.program import Program
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Step, Trace
 from ltc_core.report import recording
+from ltc_core.runtime.habit import Habit
 from ltc_core.runtime.placement import PlacementPolicy
 from ltc_core.settings import settings
 from ltc_core.thread_state import in_own_state
@@ -42,11 +43,14 @@ class CompiledGraph:
     """
 
     __slots__ = (
+        "__weakref__",
         "_largest",
         "_peak_bytes",
+        "begun_ns",
         "cause",
         "facts",
         "graph",
+        "habit",
         "lines",
         "input_slots",
         "key",
@@ -84,6 +88,8 @@ class CompiledGraph:
         self.runs = 0
         self.facts = ""
         self.num_parts = 0  # in which steps are quicker (`streaming`); 0: whole, or not measured
+        self.habit = Habit()
+        self.begun_ns = 0  # CPU time of what has run early, until the run ends
         self.whole_for = 0  # steps until parts are tried again
         self._largest, self._peak_bytes = 0, program.peak_bytes
 

@@ -1,30 +1,27 @@
-"""Streaming: a step that the script waits for is handed over in parts, so that it runs while it is recorded.
+"""Streaming: a step of compiled code that the script waits for is handed over in parts, so that it runs early.
 
 Where each step is waited for, as by `loss.item()`, recording and running take turns. A part is cut like a step: what is
 alive becomes inputs of the next part; it is compiled like one. Parts cost more cuts, and each plans its memory by
-itself; which way is quicker is measured in steps of the script. Only a step that repeats is cut into parts.
-
-Python gives the interpreter to another thread after 5 ms, and the worker needs it at both ends of a part. So it is
-given after 0.1 ms while parts are recorded. A ViT with one thread on two cores: 30 ms a step whole, 18 ms in three
-parts; with a load of three, 29 ms in parts without the shorter interval and 27 ms with it.
+itself; which way is quicker is measured in steps of the script. Only a step that repeats is cut into parts. A step
+whose ops C++ calls one by one needs no parts (`early_run`).
 
 Told of cuts and reads by `device_context`, which asks it whether a part is due.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 import threading
 import time
 
+from ltc_core.executors.processor import num_cores
 from ltc_core.program.program import Tier
 from ltc_core.record.trace import Trace
 from ltc_core.runtime.program_cache import CompiledGraph
+from ltc_core.runtime.switch_interval import shorten
 from ltc_core.settings import settings
 
-__all__ = ["Streaming", "after_fork_in_child"]
+__all__ = ["Streaming"]
 
 _REPEATED = 3  # times in a row that a step must have come
 _MEASURED = 9  # steps in each way
@@ -38,7 +35,7 @@ _GAIN = 0.93  # factor by which another way must be quicker
 _LEAST_NS = 1_500_000  # of recording, and of running
 _PART_NS = 2_000_000  # of recording
 _MOST_PARTS = 4
-_SWITCH_S = 0.0001
+_TIERS = frozenset({Tier.COMPILED})  # what C++ replays runs early (`early_run`)
 
 
 class Streaming:
@@ -117,7 +114,7 @@ class Streaming:
             self._parts += 1
             if not self._is_hurried:
                 self._is_hurried = True
-                _hurry(1)
+                shorten(1)
             self._limit_part()
             return
         self._end_parts()
@@ -126,7 +123,7 @@ class Streaming:
         self._parts = 0
         if self._is_hurried:
             self._is_hurried = False
-            _hurry(-1)
+            shorten(-1)
 
     def _limit_part(self) -> None:
         if self._has_more:
@@ -177,8 +174,7 @@ class Streaming:
 
     def _may_gain(self, step: CompiledGraph) -> bool:
         is_long = min(self._recorded_ns, step.placement.cost_ns) >= _LEAST_NS
-        is_free = step.program.tier is not Tier.OP_BY_OP  # of the interpreter while it runs
-        return is_long and is_free and self._may_stream(step)
+        return is_long and step.program.tier in _TIERS and self._may_stream(step)
 
     def _begin_parts(self, count: int) -> None:
         self._num_parts = count
@@ -234,36 +230,4 @@ class Streaming:
         is_wanted = self._is_possible and settings.streaming == "auto"
         # Who waits for the compiler does not want more graphs.
         is_wanted = is_wanted and settings.compile != "sync"
-        return is_wanted and not step.lines and _num_cores() > 1
-
-
-_num_hurried = 0  # devices whose steps are in parts now
-_usual_s = 0.0
-_lock = threading.RLock()  # a signal handler may read a value, too
-
-
-def _hurry(more: int) -> None:
-    """Have Python switch threads sooner as long as a device asks for it."""
-    global _num_hurried, _usual_s
-    with _lock:
-        if not _num_hurried:
-            _usual_s = sys.getswitchinterval()
-            sys.setswitchinterval(_SWITCH_S)
-        _num_hurried += more
-        if not _num_hurried:
-            sys.setswitchinterval(_usual_s)
-
-
-def after_fork_in_child() -> None:
-    """Set Python's interval again: steps that were in parts at the fork do not go on here."""
-    global _num_hurried, _lock
-    _lock = threading.RLock()
-    if _num_hurried:
-        _num_hurried = 0
-        sys.setswitchinterval(_usual_s)
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return is_wanted and not step.lines and num_cores() > 1

@@ -123,6 +123,7 @@ def build(
         generator,
     )
     hardware = generator.device
+    given = frozenset(inputs)
     is_native = []
     for node, in_place, frees in zip(nodes, memory.in_place, memory.frees, strict=True):
         call = _call(program, node, hardware)
@@ -130,7 +131,7 @@ def build(
         writes = [
             part
             for k, (old, reuse) in enumerate(zip(node.writes, in_place, strict=True))
-            for part in (old, node.first_write + k, int(reuse))
+            for part in (old, node.first_write + k, _place(reuse, memory.roots[old] in given))
         ]
         makes = [node.first + k for k, meta in enumerate(node.outs) if meta is not None]
         program.add(
@@ -222,6 +223,11 @@ def _step_row(item: Any) -> Row:
     if type(item) is tuple and any(type(i) is Scalar for i in item):
         return ("list", [_step_row(i) for i in item])
     return ("constant", item)
+
+
+def _place(is_in_place: bool, is_input: bool) -> int:
+    """Where a write writes: the order of `Place` in C++."""
+    return (2 if is_input else 1) if is_in_place else 0
 
 
 def _results(node: Node) -> list[int]:

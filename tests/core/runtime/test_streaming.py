@@ -18,7 +18,7 @@ from ltc_core.debug import explain
 from ltc_core.debug.explain import cause_counter
 from ltc_core.executors.reference import replay
 from ltc_core.program.program import Tier
-from ltc_core.runtime import streaming
+from ltc_core.runtime import early_run, streaming, switch_interval
 from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
 
@@ -34,7 +34,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(streaming, "_UNSETTLED", 3)
     monkeypatch.setattr(streaming, "_MEASURED", 5)
     monkeypatch.setattr(streaming, "_GAIN", 1e9)
-    monkeypatch.setattr(streaming, "_num_cores", lambda: 2)
+    monkeypatch.setattr(streaming, "num_cores", lambda: 2)
+    monkeypatch.setattr(streaming, "_TIERS", {Tier.COMPILED, Tier.REPLAY})  # as if compiled
+    monkeypatch.setattr(early_run, "_LEAST_NS", 1 << 62)
     device = context(0)
     device.wait()
     device.streaming = streaming.Streaming(device.trace, True)
@@ -246,17 +248,17 @@ class TestCompiledParts:
 def test_two_devices_hurry_python_together() -> None:
     usual = sys.getswitchinterval()
     for more, is_short in ((1, True), (1, True), (-1, True), (-1, False)):
-        streaming._hurry(more)
+        switch_interval.shorten(more)
         assert (sys.getswitchinterval() < usual) == is_short
 
 
 def test_a_forked_child_has_pythons_usual_interval() -> None:
     usual = sys.getswitchinterval()
-    streaming._hurry(1)
+    switch_interval.shorten(1)
     try:
         pid = os.fork()
         if pid == 0:
             os._exit(0 if sys.getswitchinterval() == usual else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     finally:
-        streaming._hurry(-1)
+        switch_interval.shorten(-1)

@@ -81,7 +81,7 @@ PyObject* py_add(PyObject* self, PyObject* args) {
   if (!ints_of(writes, flat))
     return nullptr;
   for (size_t i = 0; i + 2 < flat.size(); i += 3)
-    instruction.writes.push_back({flat[i], flat[i + 1], flat[i + 2] != 0});
+    instruction.writes.push_back({flat[i], flat[i + 1], static_cast<Place>(flat[i + 2])});
   flat.clear();
   if (!ints_of(results, flat))
     return nullptr;
@@ -144,6 +144,86 @@ PyObject* failure(const Run& run, int32_t position) {
   return found;
 }
 
+bool is_same(const c10::Scalar& a, const c10::Scalar& b) {
+  if (a.type() != b.type())
+    return false;
+  if (a.isFloatingPoint())
+    return a.toDouble() == b.toDouble();
+  return a.isComplex() ? a.toComplexDouble() == b.toComplexDouble() : a.toLong() == b.toLong();
+}
+
+// Takes the run that was begun with these inputs and scalars; null if there is none.
+std::unique_ptr<Begun> take_begun(Program& program, PyObject* inputs, const std::vector<c10::Scalar>& scalars) {
+  auto begun = std::move(program.begun);
+  if (begun && begun->is_running) { // in a thread that a fork has left behind
+    begun.release();
+    return nullptr;
+  }
+  if (!begun || begun->is_lost || begun->scalars.size() > scalars.size() ||
+      !std::equal(begun->scalars.begin(), begun->scalars.end(), scalars.begin(), is_same))
+    return nullptr;
+  for (size_t i = 0; i < begun->inputs.size(); ++i) {
+    PyObject* item = PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i));
+    if (begun->inputs[i].defined() && !(is_tensor(item) && begun->inputs[i].is_same(THPVariable_Unpack(item))))
+      return nullptr;
+  }
+  return begun;
+}
+
+PyObject* py_begin(PyObject* self, PyObject* args) {
+  int is_first, end;
+  PyObject *positions, *inputs, *numbers;
+  if (!PyArg_ParseTuple(
+          args, "pOO!O!i:begin", &is_first, &positions, &PyList_Type, &inputs, &PyList_Type, &numbers, &end))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto& program = program_of(self);
+    std::vector<int32_t> given;
+    if (!ints_of(positions, given))
+      return nullptr;
+    if (is_first) {
+      program.begun = std::make_unique<Begun>();
+      program.begun->values.resize(program.size);
+      program.begun->inputs.resize(program.inputs.size());
+    }
+    if (!program.begun || program.begun->is_blocked)
+      Py_RETURN_FALSE;
+    Begun& begun = *program.begun;
+    for (size_t i = 0; i < given.size(); ++i) {
+      PyObject* item = PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i));
+      if (!is_tensor(item))
+        return PyErr_Format(PyExc_TypeError, "input %d is no tensor but a %s", given[i], Py_TYPE(item)->tp_name);
+      auto& input = begun.inputs.at(given[i]) = THPVariable_Unpack(item);
+      begun.values[program.inputs[given[i]]] = program.donated[given[i]] ? Run::unshared(input) : input;
+    }
+    for (auto i = static_cast<Py_ssize_t>(begun.scalars.size()); i < PyList_GET_SIZE(numbers); ++i) {
+      const auto number = number_of(PyList_GET_ITEM(numbers, i));
+      if (!number) {
+        begun.is_blocked = true;
+        Py_RETURN_FALSE;
+      }
+      begun.scalars.push_back(*number);
+    }
+    const StateOfANewThread state;
+    Run run{program, begun.scalars, nullptr};
+    run.stack.reserve(32);
+    run.values.swap(begun.values);
+    begun.is_running = true;
+    run.begin(begun, std::min(end, static_cast<int32_t>(program.code.size())));
+    begun.is_running = false;
+    run.values.swap(begun.values);
+    return PyBool_FromLong(!begun.is_blocked);
+  });
+}
+
+PyObject* py_drop(PyObject* self, PyObject*) {
+  auto& begun = program_of(self).begun;
+  if (begun && begun->is_running)
+    begun.release();
+  begun.reset();
+  Py_RETURN_NONE;
+}
+
 PyObject* py_run(PyObject* self, PyObject* args) {
   PyObject *inputs, *numbers;
   if (!PyArg_ParseTuple(args, "O!O!:run", &PyList_Type, &inputs, &PyList_Type, &numbers))
@@ -159,9 +239,13 @@ PyObject* py_run(PyObject* self, PyObject* args) {
         Py_RETURN_NONE; // not of this kind: the caller runs it in Python
       scalars.push_back(*number);
     }
+    const auto begun = take_begun(program, inputs, scalars);
     const StateOfANewThread state;
     Run run{program, scalars, numbers};
-    run.values.resize(program.size);
+    if (begun)
+      run.values.swap(begun->values);
+    else
+      run.values.resize(program.size);
     run.stack.reserve(32);
     std::vector<at::Tensor> held; // with the GIL: the last reference beside a Python object goes with it, too
     held.reserve(program.inputs.size());
@@ -169,7 +253,10 @@ PyObject* py_run(PyObject* self, PyObject* args) {
       PyObject* item = PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i));
       if (!is_tensor(item))
         return PyErr_Format(PyExc_TypeError, "input %zu is no tensor but a %s", i, Py_TYPE(item)->tp_name);
-      if (program.donated[i]) {
+      if (begun && begun->inputs[i].defined()) {
+        if (program.donated[i])
+          begun->inputs[i].reset();
+      } else if (program.donated[i]) {
         run.values[program.inputs[i]] = Run::unshared(THPVariable_Unpack(item));
       } else {
         held.push_back(THPVariable_Unpack(item));
@@ -182,7 +269,7 @@ PyObject* py_run(PyObject* self, PyObject* args) {
         PyList_SetItem(inputs, static_cast<Py_ssize_t>(i), Py_None);
       }
     std::vector<at::Tensor> outputs;
-    const int32_t position = run.all(outputs);
+    const int32_t position = run.all(outputs, begun ? begun->next : 0);
     if (position >= 0)
       return failure(run, position);
     return wrap(outputs);
@@ -205,6 +292,10 @@ PyMethodDef program_methods[] = {
      "add(call, writes, results, frees, needs, makes, draws, default_dtype, dtype): append an instruction."},
     {"group", py_group, METH_VARARGS,
      "group(first, last, ends, frees): run instructions of the code together, chunk by chunk of their lists."},
+    {"begin", py_begin, METH_VARARGS,
+     "begin(is_first, positions, inputs, scalars, end): run instructions before `end`, as far as that changes no input; "
+     "`run` does the rest. False if the next one has to wait for it. The scalars are all those known so far."},
+    {"drop", py_drop, METH_NOARGS, "drop(): forget what was begun."},
     {"run", py_run, METH_VARARGS,
      "run(inputs, scalars): outputs; (position, exception, values) if an op failed; None for scalars of other types."},
     {nullptr, nullptr, 0, nullptr},

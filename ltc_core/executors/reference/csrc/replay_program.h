@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -39,9 +40,11 @@ struct Call {
   bool with_grad = false;           // the kernel asks for the grad mode
 };
 
+enum class Place : uint8_t { copy, in_place, input }; // `input`: in place, in the memory of an input
+
 struct Write {
   int32_t before, after;
-  bool in_place;
+  Place place;
 };
 
 struct Result {
@@ -71,6 +74,17 @@ struct Output {
   c10::ScalarType dtype;
 };
 
+// A run that was begun before the inputs and scalars of its last instructions were known.
+struct Begun {
+  std::vector<IValue> values;
+  std::vector<at::Tensor> inputs;   // those given so far, by their positions
+  std::vector<c10::Scalar> scalars; // the first ones
+  int32_t next = 0;                 // instruction
+  bool is_blocked = false;          // the next instruction has to wait for the whole run
+  bool is_lost = false;             // an instruction has failed: the run begins anew
+  bool is_running = false;
+};
+
 struct Program {
   std::vector<Call> calls;
   std::vector<Instruction> code;
@@ -79,6 +93,7 @@ struct Program {
   std::vector<bool> donated;
   std::vector<Output> outputs;
   size_t size = 0;
+  std::unique_ptr<Begun> begun;
   at::Generator generator;          // draws for the nodes, each from a state of its own
   PyObject* in_python = nullptr;    // (position, {slot: tensor}, scalars): runs one instruction on that dict
 };

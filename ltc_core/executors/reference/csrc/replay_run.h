@@ -29,6 +29,10 @@ namespace ltc {
 using Stack = std::vector<IValue>;
 using Values = std::vector<IValue>;
 
+// An input's memory that is as small is copied where a run that was begun would overwrite it: statistics of batches,
+// states of random generators. Memory that is larger, such as a parameter's, is overwritten when all is recorded.
+constexpr size_t kSmallBytes = 65536;
+
 struct InPython {}; // thrown where an instruction cannot be a boxed call this time
 
 // The state of PyTorch's that a new thread has, with grad mode off: a run does not depend on the modes of its caller.
@@ -46,6 +50,7 @@ struct Run {
   c10::impl::LocalDispatchKeySet outside = c10::impl::tls_local_dispatch_key_set();
   Values values;
   Stack stack;
+  bool keeps_inputs = false;        // nothing overwrites their memory
 
   // An argument; of a list only the items from `begin` to `end`, the latter not included.
   IValue fill(const Argument& argument, size_t begin = 0, size_t end = SIZE_MAX) {
@@ -208,7 +213,14 @@ struct Run {
   }
 
   void write(const Write& each) {
-    values[each.after] = each.in_place ? values[each.before] : IValue(values[each.before].toTensor().clone());
+    const bool is_copied = each.place == Place::copy || (keeps_inputs && each.place == Place::input);
+    values[each.after] = is_copied ? IValue(values[each.before].toTensor().clone()) : values[each.before];
+  }
+
+  bool overwrites_large_input(const Instruction& instruction) const {
+    return std::any_of(instruction.writes.begin(), instruction.writes.end(), [&](const Write& each) {
+      return each.place == Place::input && values[each.before].toTensor().nbytes() > kSmallBytes;
+    });
   }
 
   static c10::ScalarType default_dtype() {
@@ -256,10 +268,36 @@ struct Run {
     return done;
   }
 
-  // Runs all; the position of the instruction that failed, or -1. Begins and ends with the GIL held.
-  int32_t all(std::vector<at::Tensor>& outputs) {
+  // Runs instructions before `end` that leave the inputs as they are, and need no Python. Begins and ends with the GIL.
+  void begin(Begun& begun, int32_t end) {
+    keeps_inputs = true;
+    state = PyEval_SaveThread();
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      for (; begun.next < end; ++begun.next) {
+        const auto& instruction = program.code[begun.next];
+        begun.is_blocked = program.groups.count(begun.next) || overwrites_large_input(instruction);
+        if (begun.is_blocked)
+          break;
+        try {
+          native(instruction);
+        } catch (const InPython&) {
+          begun.is_blocked = true;
+          break;
+        } catch (...) { // it will fail again where the error can be raised
+          begun.is_blocked = begun.is_lost = true;
+          break;
+        }
+        for (const int32_t slot : instruction.frees)
+          values[slot] = IValue();
+      }
+    }
+    PyEval_RestoreThread(state);
+  }
+
+  // Runs all from `at` on; the position of the instruction that failed, or -1. Begins and ends with the GIL held.
+  int32_t all(std::vector<at::Tensor>& outputs, int32_t at = 0) {
     std::exception_ptr problem;
-    int32_t at = 0;
     state = PyEval_SaveThread();
     {
       const at::AutoDispatchBelowADInplaceOrView below;

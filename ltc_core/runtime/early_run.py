@@ -1,0 +1,216 @@
+"""Early runs: a step that the script waits for begins to run while it is still recorded.
+
+Where each step is waited for, as by `loss.item()`, recording and running would take turns. A script repeats itself:
+after one program it usually cuts the same next one, as the two of a GAN that take turns. So that program is expected
+from the first op on, as long as the recording keeps to its path. Each time some more of it is recorded, the worker
+runs the instructions of these ops. The cut runs the rest.
+
+No value depends on whether the step ends as expected. What runs early changes no input: a write to an input's memory is
+made to a copy, if it is small, and else waits for the cut, as an optimizer's do. If another program is cut, or the
+recording leaves the path, the values are dropped, and the cut's program runs from its first instruction on.
+
+A part that is run early costs 50 us or so. Whether steps are quicker with it is measured in steps of the script. Told
+of cuts and reads by `device_context`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from ltc_core import metrics
+from ltc_core.executors.openmp import use_threads
+from ltc_core.executors.processor import num_cores
+from ltc_core.record.trace import Trace
+from ltc_core.runtime.habit import Choice
+from ltc_core.runtime.program_cache import CompiledGraph
+from ltc_core.runtime.switch_interval import shorten
+from ltc_core.runtime.worker import Job, Worker
+from ltc_core.settings import settings
+from ltc_core.timeline import slices
+
+__all__ = ["EarlyRuns"]
+
+_LEAST_NS = 700_000  # of recording, and of running
+_PART_NS = 1_000_000  # of recording
+_MOST_PARTS = 8
+_MISSES = (
+    5  # times in a row that a program ran early and another one was cut: it runs whole for a while
+)
+
+
+class EarlyRuns:
+    """The steps of one device, between two reads of the script.
+
+    Args:
+        trace: that of the device.
+        worker: runs them.
+        is_possible: whether its programs are those of the reference executor, on the CPU.
+    """
+
+    def __init__(self, trace: Trace, worker: Worker, is_possible: bool) -> None:
+        self._trace = trace
+        self._worker = worker
+        self._is_possible = is_possible
+        self._reader = 0  # the thread that reads the values of steps
+        self._resumed_ns = 0  # when it went on after a read
+        self._cuts: list[CompiledGraph] = []  # since then, two at most
+        self._recorded_ns = self._num_values = 0  # of the step that was cut last
+        self._last: CompiledGraph | None = None  # the program of the step before, if it had one
+        self._expected: CompiledGraph | None = None
+        self._due = self._size = 0  # count of values at which more is run; 0: at none
+        self._native: Any = (
+            None  # the program in C++, if the step that is recorded has begun to run
+        )
+        self._epoch = self._num_inputs = 0  # of the trace then; inputs that the program was given
+
+    # -- while a step is recorded --------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether more of the step is to be run before the next op is recorded."""
+        return 0 < self._due <= self._trace.count
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the step that is recorded has begun to run."""
+        return self._native is not None
+
+    def run_more(self) -> None:
+        """Have the worker run what is recorded of the step. Cost: 20 us."""
+        self._due = 0
+        self._trace.limit = self._trace.first_limit
+        compiled, first = self._expected, self._native is None
+        if compiled is None or not self._is_on_path(compiled):
+            return self._drop()
+        native = compiled.program.native if first else self._native
+        if native is None or (first and not (self._worker.is_idle and self._worker.start())):
+            return None
+        slots, rows = compiled.input_slots, self._trace.inputs
+        until = bisect.bisect_left(slots, len(rows))
+        positions = list(range(self._num_inputs, until))
+        data = [rows[slots[k]][2].data for k in positions]
+        if any(each is None for each in data):  # computed by a program that has not run
+            return self._drop()
+        if first:
+            self._native, self._epoch = native, self._trace.epoch
+            shorten(1)
+        self._num_inputs = until
+        count = self._trace.count
+        end = bisect.bisect_right(compiled.habit.ends, count)
+        given = (first, positions, data, list(self._trace.scalars), end)
+        self._worker.submit(Job(partial(_run, native, given, compiled, torch.get_num_threads())))
+        if count + self._size < compiled.habit.num_values:
+            self._run_at(count + self._size)
+        return None
+
+    def _is_on_path(self, compiled: CompiledGraph) -> bool:
+        """Whether what is recorded may become this program, and what has begun to run is the beginning of it."""
+        is_same = self._native is None or self._epoch == self._trace.epoch
+        return is_same and self._trace.cursor in compiled.habit.path and not self._trace.sized
+
+    def _run_at(self, count: int) -> None:
+        self._due = count
+        self._trace.limit = min(self._trace.limit, count)
+
+    def _drop(self) -> None:
+        """Forget what has run of the step. The worker does it, after what it runs now."""
+        native, self._native = self._native, None
+        self._num_inputs = 0
+        if native is not None:
+            shorten(-1)
+            self._worker.submit(Job(native.drop))
+
+    # -- cuts and reads ------------------------------------------------------------------------
+
+    def before_cut(self) -> None:
+        self._recorded_ns = time.perf_counter_ns() - self._resumed_ns
+        self._num_values = self._trace.count
+        self._due = 0
+
+    def after_cut(self, compiled: CompiledGraph) -> bool:
+        """A program is about to be launched. Whether it has begun to run: then the worker has to go on with it."""
+        if len(self._cuts) < 2:
+            self._cuts.append(compiled)
+        if self._native is None:
+            return False
+        if compiled is not self._expected or compiled.program.native is not self._native:
+            self._drop()
+            return False
+        self._native, self._num_inputs = None, 0
+        shorten(-1)
+        metrics.count("EarlyRun")
+        return True
+
+    def after_read(self) -> None:
+        """The script goes on with a value that it has read. Cost: 1 us."""
+        thread = threading.get_ident()
+        if thread != self._reader:
+            if not self._cuts:
+                return
+            self._reader, self._last, self._expected = thread, None, None
+        now = time.perf_counter_ns()
+        took_ns, self._resumed_ns = now - self._resumed_ns, now
+        cuts, self._cuts = self._cuts, []
+        if not cuts:
+            return
+        step = cuts[0] if len(cuts) == 1 else None
+        if self._expected is not None:
+            self._judge(self._expected, step, took_ns)
+        if self._last is not None and step is not None:
+            self._last.habit.note_next(step)
+        self._last, self._expected = step, None
+        if step is not None:
+            step.habit.recorded_ns, step.habit.num_values = self._recorded_ns, self._num_values
+            following = step.habit.next()
+            if following is not None and self._may_gain(following):
+                self._expect(following)
+
+    def _judge(self, expected: CompiledGraph, step: CompiledGraph | None, took_ns: int) -> None:
+        """Note how the step ended that was expected to end in a program."""
+        habit = expected.habit
+        assert habit.choice is not None
+        if step is expected:
+            habit.misses = 0
+            habit.choice.note(took_ns)
+        elif habit.choice.is_early:
+            habit.misses += 1
+            if habit.misses == _MISSES:
+                habit.misses = 0
+                habit.choice.rest()
+
+    def _may_gain(self, step: CompiledGraph) -> bool:
+        is_long = min(step.habit.recorded_ns, step.placement.cost_ns) >= _LEAST_NS
+        is_wanted = is_long and self._is_possible and settings.streaming == "auto"
+        if not is_wanted or step.lines or step.graph.dynamic or step.path is None:
+            return False
+        return step.program.native is not None and num_cores() > 1
+
+    def _expect(self, step: CompiledGraph) -> None:
+        habit = step.habit
+        if habit.choice is None:
+            habit.choice = Choice()
+            assert step.path is not None
+            habit.know_path(self._trace.path(step.path), step.graph.nodes)
+        self._expected = step
+        if habit.choice.is_early:
+            num_parts = max(2, min(_MOST_PARTS, habit.recorded_ns // _PART_NS))
+            self._size = -(-habit.num_values // num_parts)
+            self._run_at(self._size)
+
+
+def _run(native: Any, given: tuple[Any, ...], compiled: CompiledGraph, num_threads: int) -> None:
+    """Run a part of a program, in the worker."""
+    started_ns = time.thread_time_ns()
+    if num_threads != torch.get_num_threads():
+        use_threads(num_threads)
+    with slices.watched("run early") as seen:
+        if seen is not None:
+            seen.note(compiled.described())
+        native.begin(*given)
+    compiled.begun_ns += time.thread_time_ns() - started_ns

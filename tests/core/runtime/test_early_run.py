@@ -1,0 +1,329 @@
+"""A step that is waited for begins to run while it is recorded: with eager's numbers, whatever comes of it."""
+
+import itertools
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import ltc_core as ltc
+from ltc_core import errors, metrics
+from ltc_core.executors.reference import replay
+from ltc_core.runtime import early_run, habit
+from ltc_core.runtime.devices import context
+from ltc_core.settings import settings
+
+pytestmark = pytest.mark.skipif(replay.extension.load() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small steps are long enough, and steps that run early are quicker."""
+    monkeypatch.setattr(early_run, "_LEAST_NS", 1)
+    monkeypatch.setattr(early_run, "_PART_NS", 1)
+    monkeypatch.setattr(habit, "_GAIN", 1e9)
+    monkeypatch.setattr(early_run, "num_cores", lambda: 2)
+    device = context(0)
+    device.wait()
+    device._follow_steps()
+    with settings.override(
+        streaming="auto", replay="always", steps="marked", dynamic_shapes="never"
+    ):
+        yield
+    device.wait()
+    device.trace.limit = device.trace.first_limit
+    device._follow_steps()
+
+
+def early() -> int:
+    return metrics.counter_value("EarlyRun") or 0
+
+
+widths = itertools.count(16)  # what was measured of a step is known: each test has its own
+
+
+def trained(
+    device: str,
+    steps: int,
+    width: int,
+    before: Callable[[int], object] = lambda k: None,
+    between: Callable[[int, torch.Tensor], torch.Tensor] = lambda k, x: x,
+) -> list[float]:
+    """Losses of the steps, then sums of what the model has at their end.
+
+    Args:
+        between: may change the activations in the middle of a step.
+    """
+    torch.manual_seed(0)
+    first = nn.Sequential(
+        nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.2)
+    ).to(device)
+    second = nn.Linear(width, 1).to(device)
+    parameters = [*first.parameters(), *second.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    torch.manual_seed(1)  # of the device's numbers
+    losses = []
+    for k in range(steps):
+        before(k)
+        x, y = torch.full((32, 8), 0.1 * k).to(device), torch.ones(32, 1).to(device)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(second(between(k, first(x))), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    ends = [*parameters, first[1].running_var, first[1].num_batches_tracked]
+    return losses + [t.detach().cpu().double().sum().item() for t in ends]  # type: ignore[union-attr]
+
+
+def close(values: list[float]) -> object:
+    return pytest.approx(values, rel=1e-4, abs=1e-6)
+
+
+def test_numbers_are_those_of_eager() -> None:
+    before, width = early(), next(widths)
+    assert trained("ltc", 40, width) == close(trained("cpu", 40, width))
+    assert early() - before > 15
+
+
+def test_numbers_are_those_of_whole_steps_to_the_bit() -> None:
+    width = next(widths)
+    with settings.override(streaming="never"):
+        whole = trained("ltc", 40, width)
+    before = early()
+    assert trained("ltc", 40, width) == whole
+    assert early() > before
+
+
+def test_a_branch_leaves_the_path() -> None:
+    def between(k: int, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).tanh() if k % 7 == 6 else x
+
+    before, width = early(), next(widths)
+    found = trained("ltc", 60, width, between=between)
+    assert found == close(trained("cpu", 60, width, between=between))
+    assert early() - before > 20
+
+
+def test_a_value_that_is_kept_now_and_then() -> None:
+    """It is an output of another program: what has run early has freed it."""
+    kept: dict[str, list[torch.Tensor]] = {"ltc": [], "cpu": []}
+    width = next(widths)
+    before = early()
+    for device, values in kept.items():
+
+        def between(k: int, x: torch.Tensor, values: list[torch.Tensor] = values) -> torch.Tensor:
+            y = x.detach() * 3
+            if k % 5 == 4:
+                values.append(y)
+            return x + y
+
+        trained(device, 60, width, between=between)
+    assert early() - before > 10
+    for ours, eager in zip(kept["ltc"], kept["cpu"], strict=True):
+        torch.testing.assert_close(ours.cpu(), eager)
+
+
+@pytest.mark.parametrize("size", [4, 40_000])
+def test_what_the_step_writes_is_read_before_and_after(size: int) -> None:
+    """A small tensor is copied by what runs early, a large one waits for the cut."""
+    found = {}
+    before = early()
+    for device in ("ltc", "cpu"):
+        state = torch.zeros(size).to(device)
+        other = torch.ones(size).to(device)
+        sums = []
+        for _ in range(30):
+            first = (state * 2 + other).sum()
+            state.add_(other).mul_(0.9)
+            view = state[1:]
+            view.sub_(0.01)
+            sums.append((first + (state * other).tanh().sum() + view.sum()).item())
+        found[device] = [*sums, state.cpu().double().sum().item()]
+    assert found["ltc"] == pytest.approx(found["cpu"], rel=1e-4)
+    assert early() > before
+
+
+def test_a_step_is_given_up_in_its_middle() -> None:
+    """An exception of the script: what was recorded is run by the next read, or never."""
+    x = torch.ones(4, next(widths)).to("ltc")
+    found = []
+    for k in range(60):
+        y = (x * 2).tanh().exp()
+        z = y.sum() + y.mean()
+        if k % 9 == 8:
+            continue  # the loss is not made
+        w = (y * z).sum().sqrt()
+        found.append(w.item())
+    assert len(set(found)) == 1 and early() > 0
+
+
+def test_a_failed_op_in_an_early_part_is_raised_once() -> None:
+    torch.manual_seed(0)
+    table = torch.randn(7, 4).to("ltc")
+    weight = torch.ones(4).to("ltc").requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    found: list[object] = []
+    before = early()
+    for k in range(40):
+        index = torch.tensor([1, 2 if k != 35 else 60]).to("ltc")
+        kept = weight.detach().cpu()
+        try:
+            optimizer.zero_grad()
+            loss = (table.index_select(0, index) * weight).sigmoid().square().sum()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        except errors.LtcError as error:
+            found.append(str(error).splitlines()[0])
+            assert torch.equal(weight.detach().cpu(), kept)
+    assert early() > before
+    assert "index out of range" in str(found[35]) and "test_early_run.py" in str(found[35])
+    assert [type(loss) for loss in found[36:]] == [float] * 4
+
+
+def test_another_thread_reads_in_the_middle_of_a_step() -> None:
+    kept = torch.ones(3).to("ltc")
+    other_kept = torch.ones(3).to("ltc")
+    before, width = early(), next(widths)
+    with ThreadPoolExecutor(1) as other:
+
+        def between(k: int, x: torch.Tensor) -> torch.Tensor:
+            assert other.submit(kept.cpu).result()[0] == 1.0
+            if k % 11 == 10:  # it cuts what is recorded
+                assert other.submit((other_kept * k).cpu).result()[0] == k
+            return x
+
+        found = trained("ltc", 60, width, between=between)
+    assert found == close(trained("cpu", 60, width))
+    assert early() > before
+
+
+def test_a_fork_in_the_middle_of_a_step() -> None:
+    def between(k: int, x: torch.Tensor) -> torch.Tensor:
+        if k != 35 or x.device.type == "cpu":
+            return x
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                y = torch.ones(3).to("ltc")
+                code = 0 if (y * 2).sum().item() == 6 else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        return x
+
+    width = next(widths)
+    assert trained("ltc", 40, width, between=between) == close(trained("cpu", 40, width))
+
+
+def test_steps_that_are_quicker_whole_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(habit, "_GAIN", 0.0)
+    counts: list[int] = []
+    before = early()
+    trained("ltc", 60, next(widths), lambda k: counts.append(early() - before))
+    assert 0 < counts[30] == counts[-1]
+
+
+def test_programs_that_take_turns() -> None:
+    """As the two steps of a GAN."""
+    x = torch.ones(4, next(widths)).to("ltc")
+    found = []
+    before = early()
+    for k in range(60):
+        y = (x * 2).tanh().exp() if k % 2 else (x * 3).exp().tanh()
+        found.append((y * y).sum().sqrt().item())
+    assert len(set(found)) == 2 and early() - before > 20
+
+
+def test_a_script_that_always_ends_otherwise_is_left_alone() -> None:
+    """The same beginning, and an end that numbers choose: what runs early is of no use."""
+    x = torch.ones(4, next(widths)).to("ltc")
+    ends = [torch.Tensor.sqrt, torch.Tensor.exp, torch.Tensor.abs]
+    choose = random.Random(0)
+    begun = 0
+    for _ in range(400):
+        y = (x * 2).tanh().exp().sum().mul(2).add(1)
+        begun += context(0).early.has_begun
+        assert choose.choice(ends)(y).item() > 0
+    assert begun < 100
+
+
+def test_never() -> None:
+    before = early()
+    with settings.override(streaming="never"):
+        trained("ltc", 30, next(widths))
+    assert early() == before
+
+
+def test_a_step_that_is_not_read_is_whole() -> None:
+    x = torch.ones(4, 4).to("ltc")
+    before = early()
+    for _ in range(30):
+        x = (x @ x).tanh()
+        ltc.mark_step()
+    assert early() == before
+
+
+def test_the_interval_of_python_is_as_before() -> None:
+    before = sys.getswitchinterval()
+    seen = []
+    trained("ltc", 30, next(widths), lambda k: seen.append(sys.getswitchinterval()))
+    assert set(seen) == {before} and sys.getswitchinterval() == before
+
+
+def test_what_has_run_early_is_freed() -> None:
+    width = next(widths)
+    trained("ltc", 30, width)
+    context(0).wait()
+    native = context(0).early._native
+    assert native is None
+
+
+class TestTheBeginningOfARun:
+    """`begin` of the C++ part, and `run` after it."""
+
+    @staticmethod
+    def program() -> tuple[object, list[torch.Tensor]]:
+        x = torch.ones(3, next(widths)).to("ltc")
+        found: list[object] = []
+        for _ in range(4):
+            found.append(((x * 2).exp().sum() * 3).item())
+        step = context(0).early._last
+        assert step is not None
+        assert step.program.native is not None
+        return step.program.native, [x.cpu()]
+
+    def test_the_values_are_used_for_the_same_inputs_only(self) -> None:
+        native, (x,) = self.program()
+        expected = native.run([x], [2, 3])[0]  # type: ignore[attr-defined]
+        other = torch.zeros_like(x)
+        for given, same in ((x, True), (other, False)):
+            assert native.begin(True, [0], [x], [2], 2)  # type: ignore[attr-defined]
+            x_before = x.clone()
+            x.zero_()  # shows whether it is read again
+            result = native.run([given], [2, 3])[0]  # type: ignore[attr-defined]
+            x.copy_(x_before)
+            if same:
+                torch.testing.assert_close(result, expected)
+            else:
+                assert result.item() == pytest.approx(3.0 * x.numel())
+
+    def test_other_scalars_begin_anew(self) -> None:
+        native, (x,) = self.program()
+        assert native.begin(True, [0], [x], [2], 2)  # type: ignore[attr-defined]
+        result = native.run([x], [0, 3])[0]  # type: ignore[attr-defined]
+        assert result.item() == pytest.approx(3.0 * x.numel())
+
+    def test_dropped(self) -> None:
+        native, (x,) = self.program()
+        assert native.begin(True, [0], [x], [2], 2)  # type: ignore[attr-defined]
+        native.drop()  # type: ignore[attr-defined]
+        assert not native.begin(False, [], [], [2], 2)  # type: ignore[attr-defined]
