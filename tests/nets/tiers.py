@@ -1,6 +1,7 @@
 """`with tier("lowered"):` a block in which the devices run their graphs in one tier.
 
 - `ops`: op by op, on the reference executor.
+- `early`: as `ops`, and whatever came before is expected again, and begins to run while it is recorded.
 - `lowered`: partitioned, written down as for the compiler's process, read back and traced to FX graphs,
   which run as ATen: all that a compile does except PyTorch's compiler and g++, in milliseconds a graph.
 - `compiled`: as shared libraries, each compiled before its first run.
@@ -12,6 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -28,14 +30,14 @@ from ltc_core.graph.ir import Graph
 from ltc_core.program.lowering.retrace import Refused
 from ltc_core.program.program import Program
 from ltc_core.program.subgraph import Subgraph
-from ltc_core.runtime import devices
+from ltc_core.runtime import devices, early_run, habit
 from ltc_core.runtime.program_cache import ProgramCache
 from ltc_core.settings import settings
 from tests.core.stand_ins import Interpreted
 
 __all__ = ["TIERS", "tier"]
 
-TIERS = ("ops", "lowered", "compiled")
+TIERS = ("ops", "early", "lowered", "compiled")
 
 
 # FX traces in one thread at a time; the workers of several devices lower at once.
@@ -93,6 +95,7 @@ class _LoweredExecutor(InductorExecutor):
 
 _EXECUTORS: dict[str, tuple[str, Callable[[], Executor]]] = {
     "ops": ("off", InductorExecutor),
+    "early": ("off", InductorExecutor),
     "lowered": ("sync", _LoweredExecutor),
     "compiled": ("sync", InductorExecutor),
 }
@@ -105,10 +108,25 @@ def tier(name: str, num_devices: int = 1) -> Iterator[None]:
     before = [(context, context.executor) for context in contexts]
     try:
         _use([(context, make()) for context in contexts])
-        with settings.override(compile=mode):
+        with (
+            settings.override(compile=mode),
+            _early() if name == "early" else contextlib.nullcontext(),
+        ):
             yield
     finally:
         _use(before)
+
+
+@contextlib.contextmanager
+def _early() -> Iterator[None]:
+    with (
+        mock.patch.object(early_run, "_LEAST_NS", 0),
+        mock.patch.object(early_run, "_PART_NS", 1),
+        mock.patch.object(early_run, "num_cores", lambda: 2),
+        mock.patch.object(habit, "_SURE", 0),
+        settings.override(streaming="auto", replay="always", dynamic_shapes="never"),
+    ):
+        yield
 
 
 def _use(executors: Sequence[tuple[devices.DeviceContext, Executor]]) -> None:
