@@ -21,6 +21,8 @@ namespace {
 
 // ---- kernels at the dispatcher's key for Python --------------------------------------------------------------------
 
+constexpr Py_ssize_t kMostWays = 16;
+
 thread_local bool is_for_python = false; // `Follower` leaves the last call to Python because of `is_of_other_mode`
 
 // The kernel of one op: records a call that repeats the next step, else calls Python.
@@ -98,7 +100,7 @@ class Follower final : public c10::OperatorKernel {
       if (!locked.is_taken)
         throw_python_error();
       std::optional<NextStep> call;
-      bool is_next = call.emplace(op, trace, args).is_next();
+      bool is_next = call.emplace(op, trace, args).is_next() || (!PyErr_Occurred() && is_other(trace, args, call));
       if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).begin_memory() && !PyErr_Occurred())
         is_next = call.emplace(op, trace, args).is_next();
       if (PyErr_Occurred())
@@ -119,6 +121,31 @@ class Follower final : public c10::OperatorKernel {
     torch::jit::drop(stack, op.codes.size());
     deliver(stack, std::move(*result));
     return true;
+  }
+
+  // Whether the call is that of another known step, where the script has gone on in several ways: those after a cut, or
+  // the branches of an `if`. That step is tried first from now on. Calls of any size (`dynamic`) are left to Python.
+  bool is_other(PyObject* trace, c10::ArrayRef<IValue> args, std::optional<NextStep>& call) const {
+    const Object cursor(Py_NewRef(trace_of.cursor.of(trace)));
+    PyObject* children = step_of.children.of(cursor.get());
+    if (!children || children == Py_None || PyDict_GET_SIZE(children) > kMostWays || !step_of.dynamic.is_none(cursor.get()))
+      return false;
+    std::vector<std::pair<Object, Object>> ways; // a comparison may run Python, which changes the dict
+    PyObject *key, *step;
+    for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &step);)
+      if (step_of.dynamic.is_none(step) && !step_of.expected.is_none(step) &&
+          reinterpret_cast<Expected*>(step_of.expected.of(step))->op == &op)
+        ways.emplace_back(Object(Py_NewRef(key)), Object(Py_NewRef(step)));
+    for (const auto& way : ways) {
+      if (call.emplace(op, trace, args).is_at(way.second.get())) {
+        const Object done(
+            PyObject_CallMethodObjArgs(cursor.get(), name_prefer, way.first.get(), way.second.get(), nullptr));
+        return done && trace_of.cursor.of(trace) == cursor.get();
+      }
+      if (PyErr_Occurred())
+        return false;
+    }
+    return false;
   }
 
   void deliver(torch::jit::Stack& stack, IValue result) const {
@@ -197,7 +224,7 @@ PyObject* setup(PyObject*, PyObject* given) {
                    {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.sized, "sized"}, {&trace_of.device, "device"},
                    {&trace_of.root, "root"}, {&trace_of.first_limit, "first_limit"}}) &&
       find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
-                  {&step_of.next_key, "next_key"}, {&step_of.node, "node"},
+                  {&step_of.next_key, "next_key"}, {&step_of.children, "children"}, {&step_of.node, "node"},
                   {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},
                   {&step_of.expected, "expected"}, {&step_of.dynamic, "dynamic"}}) &&
       find(dynamic, {{&dynamic_of.known, "known"}, {&dynamic_of.infer, "infer"}, {&dynamic_of.places, "places"},
@@ -300,6 +327,7 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_release = PyUnicode_InternFromString("release");
   name_handle = PyUnicode_InternFromString("_h");
   name_rewind = PyUnicode_InternFromString("rewind");
+  name_prefer = PyUnicode_InternFromString("prefer");
   name_run = PyUnicode_InternFromString("run");
   name_set = PyUnicode_InternFromString("set");
   name_add = PyUnicode_InternFromString("add");

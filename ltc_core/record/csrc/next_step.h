@@ -10,8 +10,13 @@ class NextStep : Operands {
   NextStep(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args) : Operands(op, trace, args) {}
 
   bool is_next() {
+    return is_at(step_of.next.of(trace_of.cursor.of(trace)));
+  }
+
+  // Whether the call is that of a step after the cursor.
+  bool is_at(PyObject* given) {
     PyObject* cursor = trace_of.cursor.of(trace);
-    step = step_of.next.of(cursor);
+    step = given;
     if (!step || step == Py_None || step_of.expected.is_none(step) || count >= trace_of.limit.number(trace))
       return false;
     const auto* expected = reinterpret_cast<Expected*>(step_of.expected.of(step));

@@ -154,6 +154,30 @@ def test_a_number_that_changes_is_followed() -> None:
     assert found[2:] == [1] * 4
 
 
+def test_ways_that_are_taken_in_turn_are_followed() -> None:
+    """After a cut, and within a graph."""
+
+    def program(device: torch.device) -> Any:
+        x, found = data(device, 2, 3), []
+        for k in range(9):
+            y = (x + 1, x * 2, x.exp())[k % 3]
+            y = y.sum(0) if k % 2 else y.t()
+            found.append(y.tolist())
+        return found
+
+    follows(program)
+
+
+def test_of_many_ways_each_is_right() -> None:
+    """More than C++ compares: Python finds the rest."""
+    x = data(ltc.lazy_device(), 3)
+    for _ in range(3):
+        for k in range(40):
+            assert (x.roll(k % 3) if k < 3 else x.view(3, *[1] * k)).flatten()[0].item() == (
+                x.cpu().roll(k)[0].item() if k < 3 else 0.0
+            )
+
+
 def test_a_number_of_another_type_is_another_step() -> None:
     x = torch.arange(3).to(ltc.lazy_device())
     for _ in range(3):
