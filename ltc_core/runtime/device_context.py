@@ -262,7 +262,11 @@ class DeviceContext:
             seen.note(compiled.described(), step=self._num_steps, reason=reason)
         goes_on = reason == "Streaming"
         has_begun = self.early.after_cut(compiled)
-        job = self._launch(compiled, cut, is_awaited, seen, is_handed=goes_on or has_begun)
+        is_measured = self.early.is_measured(compiled)
+        if has_begun and not is_measured:
+            self._note_begun(compiled)
+        is_handed = goes_on or has_begun or is_measured
+        job = self._launch(compiled, cut, is_awaited, seen, is_handed)
         self.streaming.after_cut(compiled, goes_on)
         if self.trace.steps > _TRIE_STEPS:
             self.trace.forget()
@@ -476,14 +480,26 @@ class DeviceContext:
         may_spare = is_async and tier is Tier.COMPILED
         may_compete = is_async and compiled.program.may_compete
         placement = policy.choose(time.perf_counter_ns(), num_threads, tier, may_spare, may_compete)
+        self._choose_tier(compiled)
+        spin_briefly(placement is Placement.YIELDING)
+        is_here = placement is Placement.HERE
+        return Placement.WORKER if is_here and not may_be_here else placement
+
+    def _note_begun(self, compiled: CompiledGraph) -> None:
+        """Note the launch of a run that has begun: its steps are compared with those of compiled code."""
+        program = compiled.program
+        may_compete = settings.compile == "async" and program.may_compete
+        compiled.placement.note_begun(time.perf_counter_ns(), program.tier, may_compete)
+        self._choose_tier(compiled)
+
+    @staticmethod
+    def _choose_tier(compiled: CompiledGraph) -> None:
+        policy = compiled.placement
         if policy.wanted is not None:
             compiled.program.prefer(policy.wanted)
         if policy.times is not None:
             compiled.program.note_steps(policy.times)
             policy.times = None
-        spin_briefly(placement is Placement.YIELDING)
-        is_here = placement is Placement.HERE
-        return Placement.WORKER if is_here and not may_be_here else placement
 
     def _release_team_of_worker(self) -> None:
         """Free the OpenMP threads of the worker, which is idle."""

@@ -81,6 +81,11 @@ class EarlyRuns:
         """Whether the step that is recorded has begun to run."""
         return self._native is not None
 
+    def is_measured(self, compiled: CompiledGraph) -> bool:
+        """Whether a program's way is being chosen, by this step among others: each is to run in the worker."""
+        choice = compiled.habit.choice
+        return compiled is self._expected and choice is not None and not choice.is_known
+
     def run_more(self) -> None:
         """Have the worker run what is recorded of the step. Cost: 20 us."""
         self._due = 0

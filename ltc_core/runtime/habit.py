@@ -28,19 +28,20 @@ class Choice:
 
     Attributes:
         is_early: whether the next one is to run early.
+        is_known: whether it has been measured.
     """
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        self.is_early = True
+        self.is_early, self.is_known = True, False
         self._count = 0
         self._samples: dict[bool, list[int]] = {True: [], False: []}
 
     def rest(self) -> None:
         """Steps are whole for a while: what runs early is of no use."""
-        self.is_early = False
+        self.is_early, self.is_known = False, True
         self._count = _BLOCK * _NUM_BLOCKS
 
     def note(self, took_ns: int) -> None:
@@ -57,7 +58,7 @@ class Choice:
             self.is_early = not self.is_early
         if self._count == measured:
             early, whole = (statistics.median(self._samples[way]) for way in (True, False))
-            self.is_early = early < _GAIN * whole
+            self.is_early, self.is_known = early < _GAIN * whole, True
 
 
 class Habit:

@@ -136,10 +136,7 @@ class PlacementPolicy:
             may_spare: whether the program may round as with fewer threads.
             may_compete: whether replay may be measured beside compiled code.
         """
-        if tier is not self._tier:
-            self._tier = tier
-            self.wanted = None
-            self._begin()
+        self._note_tier(tier)
         if not self._count and not self._medians:
             self._place = self._next(num_threads, may_spare)
         count, last = self._count, self._last_ns
@@ -162,6 +159,28 @@ class PlacementPolicy:
             if self._settled:
                 self._compare(tier, may_compete)
         return self._place
+
+    def note_begun(self, now_ns: int, tier: Tier, may_compete: bool) -> None:
+        """A launch of a run that has begun while its step was recorded: it goes on in the worker (`early_run`)."""
+        self._note_tier(tier)
+        last, self._last_ns = self._last_ns, now_ns
+        if self._settled:
+            return
+        self._place = Placement.WORKER
+        if last:
+            self._samples.append(now_ns - last)
+        if len(self._samples) == _MEASURED:
+            self._best_ns = statistics.median(self._samples)
+            self._medians = {Placement.HERE: self._best_ns, Placement.WORKER: self._best_ns}
+            self._forget()
+            self._settled = True
+            self._compare(tier, may_compete)
+
+    def _note_tier(self, tier: Tier) -> None:
+        if tier is not self._tier:
+            self._tier = tier
+            self.wanted = None
+            self._begin()
 
     def _compare(self, tier: Tier, may_compete: bool) -> None:
         """Want the other tier if its steps are quicker, or may be.

@@ -65,6 +65,7 @@ class Loop:
         self.placement = PlacementPolicy(10)
         self.tier = Tier.REPLAY
         self.may_compete = True
+        self.is_early = False  # whether what is replayed has begun before it is launched
         self.lengths = {HERE: here_ns, WORKER: there_ns, SPARING: sparing_ns, YIELDING: there_ns}
         self.run_ns = run_ns or here_ns
         self.elapsed_ns = elapsed_ns
@@ -73,9 +74,15 @@ class Loop:
     def steps(self, n: int, num_threads: int = 2) -> list[Placement]:
         places = []
         for _ in range(n):
-            places.append(
-                self.placement.choose(self.now_ns, num_threads, self.tier, True, self.may_compete)
-            )
+            if self.is_early and self.tier is Tier.REPLAY:
+                self.placement.note_begun(self.now_ns, self.tier, self.may_compete)
+                places.append(WORKER)
+            else:
+                places.append(
+                    self.placement.choose(
+                        self.now_ns, num_threads, self.tier, True, self.may_compete
+                    )
+                )
             self.now_ns += self.lengths[places[-1]]
             if self.placement.wanted is not None:
                 self.tier = self.placement.wanted
@@ -106,11 +113,12 @@ class TestReplayBesideCompiledCode:
         compiled_ns: int,
         beside_compiler_ns: int = 0,
         may_compete: bool = True,
+        is_early: bool = False,
     ) -> list[Tier]:
         """The tiers of steps from the first compiled one on. `told` are the durations that were compared."""
         self.told = []
         loop = Loop(0, 0)
-        loop.may_compete = may_compete
+        loop.may_compete, loop.is_early = may_compete, is_early
 
         def last(ns: int) -> None:
             loop.lengths = dict.fromkeys(Placement, ns)
@@ -129,10 +137,11 @@ class TestReplayBesideCompiledCode:
                 loop.placement.times = None
         return tiers
 
-    def test_the_quicker_one_stays(self) -> None:
+    @pytest.mark.parametrize("is_early", [False, True])
+    def test_the_quicker_one_stays(self, is_early: bool) -> None:
         for replay_ns, compiled_ns, stays in ((90, 100, Tier.REPLAY), (100, 90, Tier.COMPILED)):
             for beside_compiler_ns in (0, 100):
-                tiers = self.contest(replay_ns, compiled_ns, beside_compiler_ns)
+                tiers = self.contest(replay_ns, compiled_ns, beside_compiler_ns, is_early=is_early)
                 assert Tier.REPLAY in tiers and set(tiers[100:]) == {stays}
 
     def test_what_was_much_slower_is_not_tried_again(self) -> None:
