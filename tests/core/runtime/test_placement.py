@@ -145,10 +145,10 @@ class TestReplayBesideCompiledCode:
                 assert Tier.REPLAY in tiers and set(tiers[100:]) == {stays}
 
     def test_what_was_much_slower_is_not_tried_again(self) -> None:
-        assert set(self.contest(200, 100, beside_compiler_ns=200)) == {Tier.COMPILED}
+        assert set(self.contest(300, 100, beside_compiler_ns=300)) == {Tier.COMPILED}
 
     def test_both_durations_are_told_when_they_are_known(self) -> None:
-        for replay_ns, beside_compiler_ns in ((90, 0), (110, 100), (200, 200)):
+        for replay_ns, beside_compiler_ns in ((90, 0), (110, 100), (300, 300)):
             self.contest(replay_ns, 100, beside_compiler_ns)
             assert self.told == [StepTimes(replay_ns, 100)]
 
