@@ -39,9 +39,7 @@ __all__ = ["EarlyRuns"]
 _LEAST_NS = 700_000  # of recording, and of running
 _PART_NS = 1_000_000  # of recording
 _MOST_PARTS = 8
-_MISSES = (
-    5  # times in a row that a program ran early and another one was cut: it runs whole for a while
-)
+_MISSES = 5  # times in a row that another program was cut: then it runs whole for a while
 
 
 class EarlyRuns:
@@ -64,9 +62,7 @@ class EarlyRuns:
         self._last: CompiledGraph | None = None  # the program of the step before, if it had one
         self._expected: CompiledGraph | None = None
         self._due = self._size = 0  # count of values at which more is run; 0: at none
-        self._native: Any = (
-            None  # the program in C++, if the step that is recorded has begun to run
-        )
+        self._native: Any = None  # the program in C++, if the step has begun to run
         self._epoch = self._num_inputs = 0  # of the trace then; inputs that the program was given
 
     # -- while a step is recorded --------------------------------------------------------------

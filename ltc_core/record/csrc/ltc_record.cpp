@@ -1,10 +1,10 @@
-// The fast path of recording: record a call that repeats the next step of its trace, without running Python.
+// The fast path of recording: record a call that repeats a known step of its trace, without running Python.
 //
 // record/recorder.py and record/view_recorder.py define what recording is (docs/recording.md). In a training loop
-// nearly every call repeats the step that followed here last time. This file registers a kernel (`Follower`) for each
-// op at the dispatcher's key for Python. When Python records a call, the kernel keeps with the step what to expect of a
-// repetition (`Expected`, expected.h). A call that meets it moves the cursor, and its results are made in C++
-// (`NextStep`, next_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
+// nearly every call repeats the step that followed here last time, or one that did before. This file registers a kernel
+// (`Follower`) for each op at the dispatcher's key for Python. When Python records a call, the kernel keeps with the
+// step what to expect of a repetition (`Expected`, expected.h). A call that meets it moves the cursor, and its results
+// are made in C++ (`NextStep`, next_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
 #include "known_cut.h"
 #include "locked.h"
 #include "next_step.h"
@@ -25,7 +25,7 @@ constexpr Py_ssize_t kMostWays = 16;
 
 thread_local bool is_for_python = false; // `Follower` leaves the last call to Python because of `is_of_other_mode`
 
-// The kernel of one op: records a call that repeats the next step, else calls Python.
+// The kernel of one op: records a call that repeats a known step, else calls Python.
 class Follower final : public c10::OperatorKernel {
  public:
   explicit Follower(Op given)
@@ -82,7 +82,7 @@ class Follower final : public c10::OperatorKernel {
     return false;
   }
 
-  // Records the call and returns true if it is the next step of its trace. Else notes what to expect of it.
+  // Records the call and returns true if it is a known step of its trace. Else notes what to expect of it.
   bool follow(torch::jit::Stack& stack, Noted& noted) {
     const auto args = torch::jit::last(stack, op.codes.size());
     const Object handle(first_handle(args));
