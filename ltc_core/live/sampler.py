@@ -40,6 +40,7 @@ _WORDS = {
     ("cut", ""): "cutting",
     ("mark_step", ""): "ending a step",
     ("run", ""): "running a program",
+    ("run early", ""): "running a program",
     ("run on the CPU", ""): "running an op on the CPU",
     ("fetch", ""): _WAITS_FOR_DEVICE,
     ("wait for the device", ""): _WAITS_FOR_DEVICE,

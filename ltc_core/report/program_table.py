@@ -56,21 +56,29 @@ def program_table(rank: Rank) -> list[dict[str, Any]]:
 
 
 def _runs(rank: Rank) -> dict[str, list[tuple[str, float]]]:
-    """Id of a program -> tier and microseconds of each run, without what it waited for other processes."""
+    """Id of a program -> tier and microseconds of each run, without what it waited for other processes.
+
+    What has run early of a run (`runtime.early_run`) is part of it.
+    """
     found: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
     for lane in rank.threads.values():
-        runs = [one for one in lane if one.name == "run" and "graph" in one.args]
+        runs = [one for one in lane if one.name in ("run", "run early") and "graph" in one.args]
         if not runs:
             continue
         waits = [one for one in flat(lane) if one.name.startswith("wait for ")]
         at = 0
+        begun: defaultdict[str, float] = defaultdict(float)
         for one in runs:
-            waited = 0.0
+            graph, waited = one.args["graph"], 0.0
             while at < len(waits) and waits[at].start < one.end:
                 if waits[at].start >= one.start:
                     waited += waits[at].end - waits[at].start
                 at += 1
-            found[one.args["graph"]].append((one.args.get("tier", ""), one.took - waited))
+            if one.name == "run early":
+                begun[graph] += one.took
+            else:
+                took = one.took - waited + begun.pop(graph, 0.0)
+                found[graph].append((one.args.get("tier", ""), took))
     return found
 
 

@@ -27,6 +27,7 @@ _FOUND = ("OptimizerStep", "Upload")  # reasons for the cut that ends a step whi
 # Slice -> what the thread does meanwhile.
 _PART_OF = {
     "run": COMPUTING,
+    "run early": COMPUTING,
     "cut": HANDING_OVER,
     "wait for a batch": DATA,
     "read a batch": DATA,

@@ -247,9 +247,10 @@ def note_run(compiled: CompiledGraph, cost_ns: int, elapsed_ns: int, is_eager: b
     Args:
         is_eager: whether the graph was cut in eager mode, which may be over when the run is.
     """
-    begun_ns, compiled.begun_ns = compiled.begun_ns, 0
-    compiled.placement.note_run(cost_ns + begun_ns, elapsed_ns)
-    metrics.observe("EagerOpExecuteTime" if is_eager else "ExecuteTime", elapsed_ns)
+    (begun_cost_ns, begun_ns), compiled.begun_ns = compiled.begun_ns, (0, 0)
+    compiled.placement.note_run(cost_ns + begun_cost_ns, elapsed_ns)
+    name = "EagerOpExecuteTime" if is_eager else "ExecuteTime"
+    metrics.observe(name, elapsed_ns + begun_ns)
 
 
 def lost_at_a_fork(device: torch.device) -> errors.LtcError:

@@ -16,6 +16,7 @@ from torch import nn
 import ltc_core as ltc
 from ltc_core import profiler
 from ltc_core.errors import ProfilerError
+from ltc_core.executors.processor import num_cores
 from ltc_core.record import modules
 from ltc_core.report import recording
 from ltc_core.report.build import data_of, read_ranks
@@ -74,6 +75,34 @@ def of_a_net(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain, _ = child.run(TRAIN, LTC_COMPILE="off")
     assert out == plain  # the loss is what it is without a report
     return run
+
+
+LONG_STEPS = """
+import torch
+from torch import nn
+model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(40)]).to("ltc")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x = torch.ones(64, 128).to("ltc")
+for _ in range(30):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    loss.item()
+"""
+
+
+@pytest.mark.skipif(num_cores() < 2, reason="nothing runs early on one core")
+def test_what_runs_early_is_part_of_its_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    child.run(LONG_STEPS, LTC_REPORT=str(run), LTC_COMPILE="off", LTC_STREAMING="auto")
+    (rank,) = read_ranks(run)
+    early = [one for lane in rank.threads.values() for one in lane if one.name == "run early"]
+    assert early
+    programs = data(run)["ranks"][0]["programs"]
+    assert sum(p["runs"] for p in programs) == 30
+    last = programs[-1]
+    assert last["total_ms"] * 1000 > sum(one.took for one in early)
 
 
 def data(run: Path) -> dict[str, Any]:
