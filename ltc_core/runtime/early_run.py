@@ -33,6 +33,7 @@ from ltc_core.runtime.switch_interval import shorten
 from ltc_core.runtime.worker import Job, Worker
 from ltc_core.settings import settings
 from ltc_core.timeline import slices
+from ltc_core.uninterrupted import uninterrupted
 
 __all__ = ["EarlyRuns"]
 
@@ -84,6 +85,11 @@ class EarlyRuns:
 
     def run_more(self) -> None:
         """Have the worker run what is recorded of the step. Cost: 20 us."""
+        with self._trace.lock:
+            self._run_more()
+
+    @uninterrupted  # a signal handler may read a value, which cuts
+    def _run_more(self) -> None:
         self._due = 0
         self._trace.limit = self._trace.first_limit
         compiled, first = self._expected, self._native is None

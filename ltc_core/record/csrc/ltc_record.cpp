@@ -124,24 +124,26 @@ class Follower final : public c10::OperatorKernel {
   }
 
   // Whether the call is that of another known step, where the script has gone on in several ways: those after a cut, or
-  // the branches of an `if`. That step is tried first from now on. Calls of any size (`dynamic`) are left to Python.
+  // the branches of an `if`. The trie stays as it is: to change it runs Python, and so signal handlers, which may record
+  // ops. Calls of any size (`dynamic`) are left to Python.
   bool is_other(PyObject* trace, c10::ArrayRef<IValue> args, std::optional<NextStep>& call) const {
     const Object cursor(Py_NewRef(trace_of.cursor.of(trace)));
     PyObject* children = step_of.children.of(cursor.get());
-    if (!children || children == Py_None || PyDict_GET_SIZE(children) > kMostWays || !step_of.dynamic.is_none(cursor.get()))
+    if (!children || children == Py_None || PyDict_GET_SIZE(children) > kMostWays)
       return false;
-    std::vector<std::pair<Object, Object>> ways; // a comparison may run Python, which changes the dict
+    if (!step_of.dynamic.is_none(cursor.get()))
+      return false;
+    std::vector<Object> ways; // a comparison may run Python, which changes the dict
     PyObject *key, *step;
     for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &step);)
       if (step_of.dynamic.is_none(step) && !step_of.expected.is_none(step) &&
           reinterpret_cast<Expected*>(step_of.expected.of(step))->op == &op)
-        ways.emplace_back(Object(Py_NewRef(key)), Object(Py_NewRef(step)));
+        ways.emplace_back(Py_NewRef(step));
     for (const auto& way : ways) {
-      if (call.emplace(op, trace, args).is_at(way.second.get())) {
-        const Object done(
-            PyObject_CallMethodObjArgs(cursor.get(), name_prefer, way.first.get(), way.second.get(), nullptr));
-        return done && trace_of.cursor.of(trace) == cursor.get();
-      }
+      if (trace_of.cursor.of(trace) != cursor.get())
+        return false;
+      if (call.emplace(op, trace, args).is_at(way.get()))
+        return true;
       if (PyErr_Occurred())
         return false;
     }
@@ -327,7 +329,6 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_release = PyUnicode_InternFromString("release");
   name_handle = PyUnicode_InternFromString("_h");
   name_rewind = PyUnicode_InternFromString("rewind");
-  name_prefer = PyUnicode_InternFromString("prefer");
   name_run = PyUnicode_InternFromString("run");
   name_set = PyUnicode_InternFromString("set");
   name_add = PyUnicode_InternFromString("add");

@@ -118,7 +118,7 @@ inline struct {
 inline Slot buffer_error, buffer_data;
 
 inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type, *buffer_type; // set by `setup`, never released
-inline PyObject *name_acquire, *name_release, *name_handle, *name_prefer, *name_rewind;
+inline PyObject *name_acquire, *name_release, *name_handle, *name_rewind;
 inline PyObject *name_run, *name_set, *name_add, *name_note_peak, *name_mark_donated;
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL

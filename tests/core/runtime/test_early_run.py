@@ -17,6 +17,7 @@ from ltc_core.executors.reference import replay
 from ltc_core.runtime import early_run, habit
 from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
+from tests.core import child
 
 pytestmark = pytest.mark.skipif(replay.extension.load() is None, reason="no C++ compiler")
 
@@ -285,6 +286,48 @@ def test_what_has_run_early_is_freed() -> None:
     context(0).wait()
     native = context(0).early._native
     assert native is None
+
+
+HANDLER = """
+import random, signal
+from ltc_core import metrics
+from ltc_core.runtime import early_run, habit
+
+early_run._LEAST_NS = early_run._PART_NS = 1
+early_run.num_cores = lambda: 2
+habit._GAIN = 1e9
+weight, calls = torch.eye(4).to(device) + 0, []
+
+def handler(number, frame):
+    calls.append((weight * 2).sum().item())
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.002, 0.03))
+
+def steps(x, weight):
+    found, state = [], x * 0
+    for step in range(60):
+        state = state.detach() * 0.5
+        for k in range(20):
+            x = torch.tanh(x @ weight) + k
+            part = x.view(-1)[1:5]
+            part.mul_(0.5)
+            state.add_(x)
+        found.append((x.sum() + part.sum() + state.sum()).item())
+    return torch.tensor(found)
+
+wanted = steps(torch.ones(4, 4), torch.eye(4))
+steps(torch.ones(4, 4, device=device), weight)
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.003)
+equal = [torch.allclose(steps(torch.ones(4, 4, device=device), weight), wanted) for _ in range(4)]
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(equal, set(calls), len(calls) > 20, metrics.counter_value("EarlyRun") > 40)
+"""
+
+
+def test_a_signal_handler_reads_values() -> None:
+    settings_of_child = {"LTC_COMPILE": "off", "LTC_STREAMING": "auto", "LTC_REPLAY": "always"}
+    out, err = child.run(HANDLER, timeout_s=100, **settings_of_child)
+    assert (out.strip(), err) == ("[True, True, True, True] {8.0} True True", "")
 
 
 class TestTheBeginningOfARun:
