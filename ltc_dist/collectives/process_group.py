@@ -29,8 +29,8 @@ from ltc_core.timeline import slices
 from ltc_core.timeline.marks import Awaited
 from ltc_dist.collectives.transport import KINDS, LINES, Line, is_on_gpus, keep
 from ltc_dist.job import clock, companions, host_collectives, protocol
-from ltc_dist.job.host_collectives import connected, job_store, wait_checking
-from ltc_dist.job.peers import look_for_ended, too_late
+from ltc_dist.job.host_collectives import connected, job_store
+from ltc_dist.job.peers import await_peers
 from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import gloo_devices
 
@@ -223,17 +223,9 @@ def _await_members(group: Group, store: Any) -> None:
         rank: protocol.MEMBER.key(line=group.name, position=position)
         for position, rank in enumerate(group.members)
     }
-    rank = group.members[group.position]
     place = f"connects the ranks {listed(group.members)}"
-
-    def check(time_is_up: bool) -> None:
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
-        look_for_ended(missing, rank, place, store)
-        if time_is_up and missing:
-            raise too_late(f"rank {missing[0]}", rank, place)
-
-    with slices.watched("wait for other processes", "", Awaited(group.name, 0, group.members)):
-        wait_checking(list(keys.values()), check, store)
+    meeting = Awaited(group.name, 0, group.members)
+    await_peers(keys, group.members[group.position], place, meeting, store)
 
 
 def _compare_clocks(group: Group, store: Any) -> None:

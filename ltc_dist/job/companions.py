@@ -38,9 +38,8 @@ from ltc_dist.job.host_collectives import (
     connected,
     ended,
     job_store,
-    wait_checking,
 )
-from ltc_dist.job.peers import look_for_ended, too_late
+from ltc_dist.job.peers import await_peers, look_for_ended
 from ltc_dist.job.ranks import read_ranks
 from ltc_dist.job.store import LOOPBACK, address_towards
 
@@ -119,17 +118,9 @@ class JobCompanions:
         at = {"lane": lane, "number": number}
         protocol.ALIKE.tell(store, f"{what}\n{where}", **at, rank=self.rank)
         everyone = tuple(range(self.count))
-        keys = [protocol.ALIKE.key(**at, rank=rank) for rank in everyone]
-
-        def check(time_is_up: bool) -> None:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            here = f"is at {what}, recorded at {where}"
-            look_for_ended(missing, self.rank, here, store)
-            if time_is_up and missing:
-                raise too_late(f"rank {missing[0]}", self.rank, here)
-
-        with slices.watched("wait for other processes", "", Awaited(lane, number, everyone)):
-            wait_checking(keys, check, store)
+        keys = {rank: protocol.ALIKE.key(**at, rank=rank) for rank in everyone}
+        here = f"is at {what}, recorded at {where}"
+        await_peers(keys, self.rank, here, Awaited(lane, number, everyone), store)
         for rank in everyone:
             told = protocol.ALIKE.heard(store, **at, rank=rank).decode()
             if told.partition("\n")[0] != what:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+from ltc_core.executors.processor import num_cores
 from ltc_dist.job.ranks import Ranks
 from ltc_dist.job.store import LOOPBACK
 from ltc_dist.processes.whole_lines import write_whole_lines
@@ -42,11 +43,7 @@ _POLL_S = 0.5
 
 def _num_threads(local_world_size: int) -> int:
     """Return the threads of one process: the cores this one may use, divided among the processes of the host."""
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
-    else:
-        num_cores = os.cpu_count() or 1
-    return max(1, num_cores // local_world_size)
+    return max(1, num_cores() // local_world_size)
 
 
 def variables(
