@@ -55,13 +55,11 @@ class Program(abc.ABC):
         peak_bytes: peak memory of its intermediate values.
         reuses: output -> donated input whose memory it overwrites.
         tier: how the next run will be made.
-        may_compete: whether it is not known yet which tier is quicker.
     """
 
     peak_bytes: int = 0
     reuses: dict[int, int]
     tier: Tier = Tier.OP_BY_OP
-    may_compete: bool = True
 
     @property
     def runs_as(self) -> str:
@@ -113,8 +111,16 @@ class Program(abc.ABC):
         """Run in this tier from now on, if there is a choice: it is measured, or has been the quicker one."""
         return
 
-    def note_steps(self, times: StepTimes) -> None:
-        """Steps of the script were measured in both tiers."""
+    def step_times(self, is_waited: bool) -> StepTimes | None:
+        """What is kept of an earlier run of the script; None if steps of this rhythm were not measured in both tiers.
+
+        Args:
+            is_waited: whether the script waits for each step.
+        """
+        return None
+
+    def note_steps(self, is_waited: bool, times: StepTimes) -> None:
+        """Steps of a rhythm were measured in both tiers."""
         return
 
     def salvage(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> Salvaged:

@@ -27,6 +27,7 @@ from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import fork_gate
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
+from ltc_core.runtime.habit import Rhythm
 from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork, note_run
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
@@ -100,6 +101,7 @@ class DeviceContext:
         may_overlap = is_interpreted and self.executor.hardware.type == "cpu"
         self.streaming = Streaming(self.trace, may_overlap)
         self.early = EarlyRuns(self.trace, self.worker, may_overlap)
+        self._rhythm = Rhythm()
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -151,6 +153,8 @@ class DeviceContext:
     def _note_cut(self, reason: str, compiled: CompiledGraph, elapsed_ns: int) -> None:
         if reason in _STEP_ENDS:
             self._num_steps += 1
+        if reason != "Streaming":
+            self._rhythm.note_cut()
         self._uploads.end()
         metrics.count("ExecuteComputation")
         metrics.count(f"Sync.{reason}")
@@ -172,7 +176,7 @@ class DeviceContext:
             if compiled is None or not self._is_undisturbed:
                 return False
             native = compiled.program.native
-            if native is None or not compiled.placement.is_quicker_here(is_awaited):
+            if native is None or not compiled.policy.cost.is_quicker_here(is_awaited):
                 return False
             self.streaming.before_cut()
             self.early.before_cut()
@@ -180,6 +184,8 @@ class DeviceContext:
             made = compiled.known_cut.make(step, self.trace, self.memory, native)
             if made is None:
                 return False
+            if compiled.policy.is_measuring(self._rhythm.is_waited):
+                self._choose(compiled, torch.get_num_threads(), Placement.HERE)
             found, data, scalars, outputs = made
             self._finish_in_cpp(
                 compiled, found, data, scalars, outputs, {}, started_ns, started_cpu_ns
@@ -232,7 +238,7 @@ class DeviceContext:
         """
         programs = self.trace.cursor.programs or {}
         return any(
-            compiled.placement.is_here or (is_awaited and compiled.placement.is_quicker_here(True))
+            compiled.policy.is_here or (is_awaited and compiled.policy.cost.is_quicker_here(True))
             for compiled in programs.copy().values()
         )
 
@@ -264,7 +270,7 @@ class DeviceContext:
         has_begun = self.early.after_cut(compiled)
         is_measured = self.early.is_measured(compiled)
         if has_begun and not is_measured:
-            self._note_begun(compiled)
+            self._choose(compiled, torch.get_num_threads(), Placement.WORKER)
         is_handed = goes_on or has_begun or is_measured
         job = self._launch(compiled, cut, is_awaited, seen, is_handed)
         self.streaming.after_cut(compiled, goes_on)
@@ -467,39 +473,34 @@ class DeviceContext:
         return found
 
     def _placement(self, compiled: CompiledGraph, num_threads: int, is_awaited: bool) -> Placement:
-        policy, tier = compiled.placement, compiled.program.tier
+        cost, tier = compiled.policy.cost, compiled.program.tier
         # Else it waits for other processes before anything runs.
         may_be_here = tier is Tier.COMPILED or not compiled.lines
         if tier is Tier.OP_BY_OP:
-            is_here = may_be_here and policy.is_small and self.worker.is_idle
+            is_here = may_be_here and cost.is_small and self.worker.is_idle
             return Placement.HERE if is_here else Placement.WORKER
-        if tier is Tier.REPLAY and may_be_here and policy.is_quicker_here(is_awaited):
-            return Placement.HERE
-        # With fewer threads sums round differently, and this run must be reproducible: use all threads.
-        is_async = settings.compile == "async"
-        may_spare = is_async and tier is Tier.COMPILED
-        may_compete = is_async and compiled.program.may_compete
-        placement = policy.choose(time.perf_counter_ns(), num_threads, tier, may_spare, may_compete)
-        self._choose_tier(compiled)
+        is_short = tier is Tier.REPLAY and may_be_here and cost.is_quicker_here(is_awaited)
+        placement = self._choose(compiled, num_threads, Placement.HERE if is_short else None)
         spin_briefly(placement is Placement.YIELDING)
         is_here = placement is Placement.HERE
         return Placement.WORKER if is_here and not may_be_here else placement
 
-    def _note_begun(self, compiled: CompiledGraph) -> None:
-        """Note the launch of a run that has begun: its steps are compared with those of compiled code."""
-        program = compiled.program
-        may_compete = settings.compile == "async" and program.may_compete
-        compiled.placement.note_begun(time.perf_counter_ns(), program.tier, may_compete)
-        self._choose_tier(compiled)
+    def _choose(
+        self, compiled: CompiledGraph, num_threads: int, given: Placement | None
+    ) -> Placement:
+        """The placement of a launch, after which the program may be in another tier.
 
-    @staticmethod
-    def _choose_tier(compiled: CompiledGraph) -> None:
-        policy = compiled.placement
-        if policy.wanted is not None:
-            compiled.program.prefer(policy.wanted)
-        if policy.times is not None:
-            compiled.program.note_steps(policy.times)
-            policy.times = None
+        Where each run of the script is to round alike, neither threads nor tiers are chosen by time.
+        """
+        is_async = settings.compile == "async"
+        return compiled.policy.choose(
+            compiled.program,
+            time.perf_counter_ns(),
+            num_threads,
+            self._rhythm.is_waited,
+            is_async,
+            given,
+        )
 
     def _release_team_of_worker(self) -> None:
         """Free the OpenMP threads of the worker, which is idle."""
@@ -587,6 +588,7 @@ class DeviceContext:
         return value.buffer.take()
 
     def _after_read(self) -> None:
+        self._rhythm.was_read = True
         self.streaming.after_read()
         self.early.after_read()
 

@@ -192,7 +192,7 @@ class EarlyRuns:
                 habit.choice.rest()
 
     def _may_gain(self, step: CompiledGraph) -> bool:
-        is_long = min(step.habit.recorded_ns, step.placement.cost_ns) >= _LEAST_NS
+        is_long = min(step.habit.recorded_ns, step.policy.cost.cost_ns) >= _LEAST_NS
         is_wanted = is_long and self._is_possible and settings.streaming == "auto"
         if not is_wanted or step.lines or step.graph.dynamic or step.path is None:
             return False

@@ -248,7 +248,7 @@ def note_run(compiled: CompiledGraph, cost_ns: int, elapsed_ns: int, is_eager: b
         is_eager: whether the graph was cut in eager mode, which may be over when the run is.
     """
     (begun_cost_ns, begun_ns), compiled.begun_ns = compiled.begun_ns, (0, 0)
-    compiled.placement.note_run(cost_ns + begun_cost_ns, elapsed_ns)
+    compiled.policy.note_run(cost_ns + begun_cost_ns, elapsed_ns)
     name = "EagerOpExecuteTime" if is_eager else "ExecuteTime"
     metrics.observe(name, elapsed_ns + begun_ns)
 

@@ -1,13 +1,12 @@
-"""Where and how a program runs: in the worker or in the thread that cuts; compiled, or its ops replayed.
+"""Where a program runs: in the worker or in the thread that cuts, with all threads or with one less.
 
 Program and recording share the cores. A program with a thread on each core can lose more time to recording than the
 overlap gains: each parallel loop waits for the core that records (ResNet-18 on two cores: 55 ms a
 step in the worker, 47 in the thread that cuts, 41 alone). Where recording takes as long as the program, it may be
 best to leave one core to it (MLP: 4.9 ms in the thread that cuts, 3.9 with one thread in the
 worker). Where other processes use the cores, threads that wait must give them up (see `openmp`). On other machines it
-is the other way round, so `PlacementPolicy` measures, and measures again when steps become slow. Compiled code is not
-always quicker than the kernels of PyTorch, so both are measured in steps of the script, too.
-One for each program, made by `program_cache`, asked by `device_context`.
+is the other way round, so `Places` measures, and measures again when steps become slow.
+One for each program, tier and rhythm of steps, made by `run_policy`.
 """
 
 from __future__ import annotations
@@ -17,29 +16,18 @@ import resource
 import statistics
 
 from ltc_core.executors.openmp import can_spin_briefly
-from ltc_core.program.program import StepTimes, Tier
 
-__all__ = ["PlacementPolicy", "Placement"]
+__all__ = ["Placement", "Places"]
 
 _UNSETTLED = 2  # launches after a change that are not measured, since the queue empties or fills
 _MEASURED = 7
 _LASTS = 2000  # launches until it is measured again
 _SLOWER = 2.0  # factor by which steps must have become slower to measure again before
 _SLOW_FOR = 3  # times seven steps
-_HOPELESS = (
-    3.0  # factor by which steps must be slower than with another placement to end measuring early
-)
+_HOPELESS = 3.0  # factor by which steps must be slower than other ones to end measuring early
 _BUSY = 1  # times that a step must have lost a core to another thread, where cores are busy
-_GAIN = 0.97  # factor by which another placement must be faster than the worker, where a step costs the caller nothing
-
-# A program that holds the GIL runs where it is cut if its ops are so short that the GIL bounds it: in the worker
-# each of them would wait for the recording thread.
-_SMALL_OP_NS = 20_000
-_SMALL_RUN_NS = 5_000_000
-_HANDOVER_NS = 100_000
-_AWAITED_NS = 1_000_000  # runs that the caller waits for, and that are not worth a measurement
-
-_NEAR = 2.5  # factor by which replay may have been slower, beside a compiler, to be tried again beside compiled code
+# Factor by which another placement must be faster than the worker, where a step costs the caller nothing.
+_GAIN = 0.97
 
 
 class Placement(enum.Enum):
@@ -58,147 +46,102 @@ class Placement(enum.Enum):
     HERE = enum.auto()
 
 
-class PlacementPolicy:
-    """Measures the placements of one program and chooses the fastest.
-
-    Args:
-        size: its ops.
+class Places:
+    """Measures the placements of one program, in one tier and one rhythm of steps, and chooses the fastest.
 
     Attributes:
-        wanted: the tier that is to run next; None while it does not matter.
-        times: durations of a step in both tiers, when they have just been compared; whoever takes them resets it.
+        chosen: where the next launch runs.
+        best_ns: duration of a step with the placement that was chosen; 0 while they are measured.
+        sample_ns: from the launch before to the last one; 0 if it does not count.
     """
 
     __slots__ = (
-        "_best_ns", "_cost_ns", "_count", "_is_busy", "_last_ns", "_lost_cores", "_medians", "_place", "_runs",
-        "_samples", "_settled", "_size", "_slow", "_steps", "_tier", "_trials", "times", "wanted",
+        "_count", "_is_busy", "_last_ns", "_lost_cores", "_medians", "_runs", "_samples", "_slow", "best_ns",
+        "chosen", "sample_ns",
     )  # fmt: skip
 
-    def __init__(self, size: int) -> None:
-        self._size = max(size, 1)
-        self._cost_ns = 0.0
-        self._tier: Tier | None = None
-        self.wanted: Tier | None = None
-        self.times: StepTimes | None = None
-        self._steps: dict[Tier, float] = {}  # a step's duration, with the best placement
-        self._trials = 0  # of replay beside compiled code
-        self._begin()
-
-    def _begin(self) -> None:
-        self._place = Placement.WORKER
-        self._settled = False
-        self._best_ns = 0.0  # a step's duration with the placement that was chosen
-        self._slow = 0  # how often in a row it was much slower since
-        self._count = 0
+    def __init__(self) -> None:
         self._last_ns = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Measure anew."""
+        self.chosen = Placement.WORKER
+        self.best_ns = 0.0
+        self.sample_ns = 0
+        self._slow = 0  # how often in a row a step was much slower than the best
+        self._count = 0  # launches with this placement
         self._samples: list[int] = []  # from launch to launch
         self._runs: list[int] = []
         self._lost_cores = 0  # by this process, at the first sample
         self._is_busy = False
         self._medians: dict[Placement, float] = {}
 
-    def note_run(self, cost_ns: int, elapsed_ns: int) -> None:
-        """Note the CPU time and the duration of a run."""
-        known = self._cost_ns
-        self._cost_ns = 0.75 * known + 0.25 * cost_ns if known else cost_ns
-        if not self._settled:
+    @property
+    def is_settled(self) -> bool:
+        """Whether a placement has been chosen."""
+        return self.best_ns > 0
+
+    def pause(self) -> None:
+        """The program is launched otherwise for a while: the next launches do not count."""
+        self._last_ns = 0
+        if not self.is_settled:
+            self._forget()
+
+    def note_run(self, elapsed_ns: int) -> None:
+        """Note the duration of a run in the worker."""
+        if not self.is_settled:
             self._runs.append(elapsed_ns)
 
-    @property
-    def cost_ns(self) -> float:
-        """CPU time of a run; 0 before the first one."""
-        return self._cost_ns
-
-    @property
-    def is_small(self) -> bool:
-        """Whether a program that holds the GIL is faster where it is cut."""
-        cost = self._cost_ns
-        return 0 < cost < _SMALL_RUN_NS and cost < _SMALL_OP_NS * self._size
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the last launch that `choose` placed was to run in the thread that cuts."""
-        return self._place is Placement.HERE
-
-    def is_quicker_here(self, is_awaited: bool) -> bool:
-        """Whether a run takes no longer than to hand it over; the caller can do nothing else if it waits for it."""
-        return 0 < self._cost_ns < (_AWAITED_NS if is_awaited else _HANDOVER_NS)
-
     def choose(
-        self, now_ns: int, num_threads: int, tier: Tier, may_spare: bool, may_compete: bool = False
+        self,
+        now_ns: int,
+        num_threads: int,
+        cost_ns: float,
+        may_spare: bool,
+        limit_ns: float,
+        given: Placement | None = None,
     ) -> Placement:
-        """Placement for the next launch of a program that does not hold the GIL.
+        """Placement for the next launch.
 
         Args:
             now_ns: the time.
             num_threads: available ones.
-            tier: of the program; what was measured in one tier does not count in another.
+            cost_ns: CPU time of a run.
             may_spare: whether the program may round as with fewer threads.
-            may_compete: whether replay may be measured beside compiled code.
+            limit_ns: the duration of a step in another tier: what is much slower is not measured to the end.
+            given: where the launch runs anyway; it is measured all the same.
         """
-        self._note_tier(tier)
-        if not self._count and not self._medians:
-            self._place = self._next(num_threads, may_spare)
+        if given is not None:
+            self.chosen = given
+        elif not self._count and not self._medians:
+            self.chosen = self._next(num_threads, cost_ns, may_spare)
         count, last = self._count, self._last_ns
         self._count, self._last_ns = count + 1, now_ns
-        if count == _UNSETTLED and not self._settled:
+        is_first = count <= _UNSETTLED and given is None and not self.is_settled
+        self.sample_ns = 0 if is_first or not last else now_ns - last
+        if count == _UNSETTLED and not self.is_settled:
             self._lost_cores = _lost_cores()
-        if count > _UNSETTLED:
-            self._samples.append(now_ns - last)
-        if self._settled:
-            if count == _LASTS or self._has_slowed():
-                self._begin()
-            return self._place
-        if len(self._samples) == _MEASURED or self._is_hopeless():
-            if self._place is Placement.HERE:
-                lost = _lost_cores() - self._lost_cores
-                self._is_busy = lost > _BUSY * len(self._samples)
-            self._medians[self._place] = self._step_ns()
-            self._forget()
-            self._place = self._next(num_threads, may_spare)
-            if self._settled:
-                self._compare(tier, may_compete)
-        return self._place
-
-    def note_begun(self, now_ns: int, tier: Tier, may_compete: bool) -> None:
-        """A launch of a run that has begun while its step was recorded: it goes on in the worker (`early_run`)."""
-        self._note_tier(tier)
-        last, self._last_ns = self._last_ns, now_ns
-        if self._settled:
-            return
-        self._place = Placement.WORKER
-        if last:
-            self._samples.append(now_ns - last)
-        if len(self._samples) == _MEASURED:
-            self._best_ns = statistics.median(self._samples)
-            self._medians = {Placement.HERE: self._best_ns, Placement.WORKER: self._best_ns}
-            self._forget()
-            self._settled = True
-            self._compare(tier, may_compete)
-
-    def _note_tier(self, tier: Tier) -> None:
-        if tier is not self._tier:
-            self._tier = tier
-            self.wanted = None
-            self._begin()
-
-    def _compare(self, tier: Tier, may_compete: bool) -> None:
-        """Want the other tier if its steps are quicker, or may be.
-
-        Replay was measured beside the compiler, if at all. So it is tried once more when compiled code has settled.
-        """
-        mine = self._steps[tier] = self._best_ns
-        if tier is Tier.COMPILED and may_compete and not self._trials:
-            self._trials = 1
-            if self._steps.get(Tier.REPLAY, 0.0) < _NEAR * mine:
-                self.wanted = Tier.REPLAY
+        if self.sample_ns:
+            self._samples.append(self.sample_ns)
+        if self.is_settled:
+            if count >= _LASTS or self._has_slowed():
+                self.begin()
+        elif len(self._samples) == _MEASURED or self._is_hopeless(limit_ns):
+            if given is not None:
+                self.best_ns = self._step_ns()
+                self._forget()
             else:
-                self.times = StepTimes(self._steps[Tier.REPLAY], mine)
-        elif tier is Tier.REPLAY and self._trials == 1 and Tier.COMPILED in self._steps:
-            self._trials = 2
-            self.times = StepTimes(mine, self._steps[Tier.COMPILED])
-            if mine > _GAIN * self._steps[Tier.COMPILED]:
-                self.wanted = Tier.COMPILED
+                self._end_placement(num_threads, cost_ns, may_spare)
+        return self.chosen
+
+    def _end_placement(self, num_threads: int, cost_ns: float, may_spare: bool) -> None:
+        if self.chosen is Placement.HERE:
+            lost = _lost_cores() - self._lost_cores
+            self._is_busy = lost > _BUSY * len(self._samples)
+        self._medians[self.chosen] = self._step_ns()
+        self._forget()
+        self.chosen = self._next(num_threads, cost_ns, may_spare)
 
     def _forget(self) -> None:
         self._samples.clear()
@@ -209,16 +152,14 @@ class PlacementPolicy:
         """Whether the last steps were much slower than when the placement was chosen: others use the cores now."""
         if len(self._samples) < _MEASURED:
             return False
-        is_slow = statistics.median(self._samples) > _SLOWER * self._best_ns
+        is_slow = statistics.median(self._samples) > _SLOWER * self.best_ns
         self._slow = self._slow + 1 if is_slow else 0
         self._samples.clear()
         return self._slow == _SLOW_FOR
 
-    def _is_hopeless(self) -> bool:
+    def _is_hopeless(self, limit_ns: float) -> bool:
         """Whether three steps were so slow that the rest need not be waited for."""
-        limit = _HOPELESS * min(
-            [*self._medians.values(), *self._steps.values()], default=float("inf")
-        )
+        limit = _HOPELESS * min([limit_ns, *self._medians.values()])
         return sum(sample > limit for sample in self._samples) == 3
 
     def _step_ns(self) -> float:
@@ -227,11 +168,11 @@ class PlacementPolicy:
         In the worker it is at least that of a run: launches are faster only while the queue fills.
         """
         launches = statistics.median(self._samples)
-        if self._place is Placement.HERE or not self._runs:
+        if self.chosen is Placement.HERE or not self._runs:
             return launches
         return max(launches, statistics.median(self._runs))
 
-    def _next(self, num_threads: int, may_spare: bool) -> Placement:
+    def _next(self, num_threads: int, cost_ns: float, may_spare: bool) -> Placement:
         """The next placement to measure, or the best one after all are measured.
 
         The first one is as quick as eager, and shows whether others use the cores.
@@ -248,22 +189,21 @@ class PlacementPolicy:
             return Placement.YIELDING
         if Placement.WORKER not in found:
             return Placement.WORKER
-        if Placement.SPARING not in found and may_spare and self._can_spare(num_threads):
+        if Placement.SPARING not in found and may_spare and self._can_spare(num_threads, cost_ns):
             return Placement.SPARING
-        self._settled = True
         best = Placement.WORKER
         if found.get(Placement.YIELDING, float("inf")) < found[best]:
             best = Placement.YIELDING
         for place in (Placement.SPARING, Placement.HERE):
             if place in found and found[place] < _GAIN * found[best]:
                 best = place
-        self._best_ns = found[best]
+        self.best_ns = found[best]
         return best
 
-    def _can_spare(self, num_threads: int) -> bool:
+    def _can_spare(self, num_threads: int, cost_ns: float) -> bool:
         """Whether recording takes longer than the program would with a thread less."""
-        recording_ns = self._medians[Placement.HERE] - self._cost_ns
-        return num_threads > 1 and recording_ns > self._cost_ns / num_threads
+        recording_ns = self._medians[Placement.HERE] - cost_ns
+        return num_threads > 1 and recording_ns > cost_ns / num_threads
 
 
 def _lost_cores() -> int:

@@ -26,7 +26,7 @@ from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Step, Trace
 from ltc_core.report import recording
 from ltc_core.runtime.habit import Habit
-from ltc_core.runtime.placement import PlacementPolicy
+from ltc_core.runtime.run_policy import RunPolicy
 from ltc_core.settings import settings
 from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import slices
@@ -57,8 +57,8 @@ class CompiledGraph:
         "known_cut",
         "num_parts",
         "outputs",
-        "placement",
         "path",
+        "policy",
         "program",
         "recorded",
         "runs",
@@ -81,7 +81,7 @@ class CompiledGraph:
         self.outputs = outputs
         self.recorded = recorded
         self.known_cut = known_cut
-        self.placement = PlacementPolicy(len(graph.nodes))
+        self.policy = RunPolicy(len(graph.nodes))
         self.path: Step | None = None
         self.key: Any = None
         self.cause: Cause | None = None

@@ -173,7 +173,7 @@ class Streaming:
         return None
 
     def _may_gain(self, step: CompiledGraph) -> bool:
-        is_long = min(self._recorded_ns, step.placement.cost_ns) >= _LEAST_NS
+        is_long = min(self._recorded_ns, step.policy.cost.cost_ns) >= _LEAST_NS
         return is_long and step.program.tier in _TIERS and self._may_stream(step)
 
     def _begin_parts(self, count: int) -> None:

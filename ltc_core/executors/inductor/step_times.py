@@ -7,10 +7,11 @@ machine, number of threads and numeric flags, so the durations are those of this
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ltc_core.program.program import StepTimes
@@ -24,19 +25,29 @@ def file_of(root: Path, keys: Sequence[str]) -> Path:
     return root / keys[0] / f"steps-{name}.json"
 
 
-def read(path: Path) -> StepTimes | None:
-    """What is kept; None if there is nothing that can be read."""
+_NAMES = {
+    True: "waited",
+    False: "free",
+}  # whether the script waits for each step -> name in the file
+
+
+def read(path: Path) -> dict[bool, StepTimes]:
+    """What is kept, by whether the script waits for each step; empty if there is nothing that can be read."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-        times = StepTimes(float(found["replay_ns"]), float(found["compiled_ns"]))
+        kept = json.loads(path.read_text("utf-8"))
+        found = {
+            is_waited: StepTimes(float(kept[name]["replay_ns"]), float(kept[name]["compiled_ns"]))
+            for is_waited, name in _NAMES.items()
+            if name in kept
+        }
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return times if times.replay_ns > 0 and times.compiled_ns > 0 else None
+        return {}
+    return found if all(min(dataclasses.astuple(each)) > 0 for each in found.values()) else {}
 
 
-def write(path: Path, times: StepTimes) -> None:
+def write(path: Path, times: Mapping[bool, StepTimes]) -> None:
     """Keep durations. A directory that cannot be written to, or is gone, keeps none."""
-    text = json.dumps({"replay_ns": times.replay_ns, "compiled_ns": times.compiled_ns})
+    text = json.dumps({_NAMES[key]: dataclasses.asdict(each) for key, each in times.items()})
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         temporary.write_text(text, "utf-8")

@@ -100,26 +100,27 @@ class TieredProgram(Program, Reported):
         self._is_slower = False  # replay was quicker than compiled code
         self._first_run_s = 0.0
         self._times_file: Path | None = None
+        self._times: dict[bool, StepTimes] = {}  # whether steps are waited for -> what was measured
 
     @property
     def tier(self) -> Tier:  # type: ignore[override]
         return Tier.COMPILED if self._programs and not self._is_slower else self._reference.tier
 
     def prefer(self, tier: Tier) -> None:
-        was_slower, can = self._is_slower, self._reference.can_replay
-        self._is_slower = tier is Tier.REPLAY and can
-        if settings.explain and self._is_slower != was_slower:
-            how = "ops called one by one in C++" if self._is_slower else "its compiled code"
-            _say(f"{self.title}: steps with {how} are measured")
+        self._is_slower = tier is Tier.REPLAY and self._reference.can_replay
 
-    def note_steps(self, times: StepTimes) -> None:
-        self.may_compete = False
+    def step_times(self, is_waited: bool) -> StepTimes | None:
+        return self._times.get(is_waited)
+
+    def note_steps(self, is_waited: bool, times: StepTimes) -> None:
+        self._times[is_waited] = times
         if self._times_file is not None:
-            step_times.write(self._times_file, times)
+            step_times.write(self._times_file, self._times)
         if settings.explain:
+            rhythm = ", if each is waited for" if is_waited else ""
             _say(
                 f"{self.title}: {times.replay_ns / 1e6:.3g} ms a step with its ops called one by one, "
-                f"{times.compiled_ns / 1e6:.3g} ms compiled"
+                f"{times.compiled_ns / 1e6:.3g} ms compiled{rhythm}"
             )
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
@@ -261,10 +262,7 @@ class TieredProgram(Program, Reported):
         """
         self._build = None
         self._times_file = times_file
-        times = step_times.read(times_file)
-        if times is not None:
-            self.may_compete = False
-            self._is_slower = times.replay_ns < times.compiled_ns and self._reference.can_replay
+        self._times = step_times.read(times_file)
         self._fits_none = False
         self._runs = 0
         self._programs.add(compiled, flags)

@@ -103,17 +103,19 @@ def test_what_the_finalizers_of_one_collection_hold_is_alive_when_the_first_one_
 IN_THE_WORKER = """
 import threading, time, warnings
 from ltc_core.runtime.devices import context
-from ltc_core.runtime.placement import Placement, PlacementPolicy
+from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.run_cost import RunCost
+from ltc_core.runtime.run_policy import RunPolicy
 from ltc_core.runtime.worker import Job
 
 def here(self, *args):
     asked.append(self)
-    self._place = Placement.HERE
-    return self._place
+    return Placement.HERE
 
 asked = []
-PlacementPolicy.choose = here
-PlacementPolicy.is_quicker_here = lambda self, is_awaited: False
+RunPolicy.choose = here
+RunPolicy.is_here = True
+RunCost.is_quicker_here = lambda self, is_awaited: False
 t, results, waits = torch.ones(4, device=device), [], threading.Event()
 
 def job():  # as a program that runs, in which garbage is collected

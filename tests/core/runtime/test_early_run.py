@@ -318,16 +318,18 @@ wanted = steps(torch.ones(4, 4), torch.eye(4))
 steps(torch.ones(4, 4, device=device), weight)
 signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 0.003)
-equal = [torch.allclose(steps(torch.ones(4, 4, device=device), weight), wanted) for _ in range(4)]
+equal = []
+while len(calls) < 30 or len(equal) < 4:
+    equal.append(torch.allclose(steps(torch.ones(4, 4, device=device), weight), wanted))
 signal.setitimer(signal.ITIMER_REAL, 0)
-print(equal, set(calls), len(calls) > 20, metrics.counter_value("EarlyRun") > 40)
+print(all(equal), set(calls), metrics.counter_value("EarlyRun") > 40)
 """
 
 
 def test_a_signal_handler_reads_values() -> None:
     settings_of_child = {"LTC_COMPILE": "off", "LTC_STREAMING": "auto", "LTC_REPLAY": "always"}
     out, err = child.run(HANDLER, timeout_s=100, **settings_of_child)
-    assert (out.strip(), err) == ("[True, True, True, True] {8.0} True True", "")
+    assert (out.strip(), err) == ("True {8.0} True", "")
 
 
 class TestTheBeginningOfARun:

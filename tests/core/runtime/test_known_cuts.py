@@ -12,7 +12,7 @@ import torch
 
 import ltc_core as ltc
 from ltc_core.executors.reference import replay
-from ltc_core.runtime import placement
+from ltc_core.runtime import run_cost
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.placement import Placement
@@ -33,7 +33,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         return found[-1]
 
     monkeypatch.setattr(DeviceContext, "_cut_known", noted)
-    monkeypatch.setattr(placement, "_AWAITED_NS", 1 << 62)  # however busy the machine is
+    monkeypatch.setattr(run_cost, "_AWAITED_NS", 1 << 62)  # however busy the machine is
     with settings.override(replay="always", steps="marked"):
         context(0).wait()
         yield found

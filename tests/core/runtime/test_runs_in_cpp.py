@@ -8,7 +8,7 @@ import torch
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.executors.reference import replay
-from ltc_core.runtime import placement
+from ltc_core.runtime import run_cost
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
@@ -31,7 +31,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(DeviceContext, "_finish_in_cpp", counted)
     if request.param == "each cut in Python":
         monkeypatch.setattr(DeviceContext, "_cut_known", lambda *args: False)
-    monkeypatch.setattr(placement, "_AWAITED_NS", 1 << 62)  # however busy the machine is
+    monkeypatch.setattr(run_cost, "_AWAITED_NS", 1 << 62)  # however busy the machine is
     with settings.override(replay="always", steps="marked"):
         context(0).wait()
         yield found

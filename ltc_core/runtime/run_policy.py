@@ -1,0 +1,113 @@
+"""Where and how one program runs: in which place, and in which tier. Steps of the script are measured for both.
+
+A script that waits for each step, as by `loss.item()`, and one that goes on without have each their own rhythm
+(`habit.Rhythm`): what is quicker in one need not be in the other. So each rhythm has measurements of its own.
+One for each program, made by `program_cache`, asked by `device_context`.
+"""
+
+from __future__ import annotations
+
+from ltc_core.program.program import Program, Tier
+from ltc_core.runtime.placement import Placement, Places
+from ltc_core.runtime.run_cost import RunCost
+from ltc_core.runtime.tier_choice import TierChoice
+
+__all__ = ["RunPolicy"]
+
+
+class RunPolicy:
+    """Chooses for one program.
+
+    Args:
+        size: its ops.
+
+    Attributes:
+        cost: what its runs cost.
+    """
+
+    __slots__ = ("_choices", "_latest", "_places", "cost")
+
+    def __init__(self, size: int) -> None:
+        self.cost = RunCost(size)
+        self._places: dict[tuple[bool, Tier], Places] = {}
+        self._choices: dict[bool, TierChoice] = {}
+        self._latest: Places | None = None  # that of the last launch
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the last launch that was placed was to run in the thread that cuts."""
+        return self._latest is not None and self._latest.chosen is Placement.HERE
+
+    def is_measuring(self, is_waited: bool) -> bool:
+        """Whether each launch is to be placed: replay and compiled code are compared by it."""
+        choice = self._choices.get(is_waited)
+        return choice is not None and choice.is_measuring
+
+    def note_run(self, cost_ns: int, elapsed_ns: int) -> None:
+        """Note the CPU time and the duration of a run."""
+        self.cost.note(cost_ns)
+        if self._latest is not None:
+            self._latest.note_run(elapsed_ns)
+
+    def choose(
+        self,
+        program: Program,
+        now_ns: int,
+        num_threads: int,
+        is_waited: bool,
+        may_choose: bool,
+        given: Placement | None = None,
+    ) -> Placement:
+        """Placement for the next launch of a program that does not hold the GIL.
+
+        Args:
+            program: the program. If another tier is to run next, it is told.
+            now_ns: the time.
+            num_threads: available ones.
+            is_waited: the rhythm of steps.
+            may_choose: whether runs may round otherwise than before: as with fewer threads, and as in another tier.
+            given: where the launch runs anyway.
+        """
+        tier = program.tier
+        places = self._places_of(is_waited, tier)
+        if places is not self._latest:
+            if self._latest is not None:
+                self._latest.pause()
+            self._latest = places
+        choice = self._choices.get(is_waited)
+        if choice is None:
+            choice = self._choices[is_waited] = TierChoice()
+        may_spare = may_choose and tier is Tier.COMPILED
+        limit_ns = min(
+            (known.best_ns for known in self._places.values() if known.is_settled),
+            default=float("inf"),
+        )
+        placement = places.choose(
+            now_ns, num_threads, self.cost.cost_ns, may_spare, limit_ns, given
+        )
+        if may_choose:
+            self._choose_tier(program, choice, places, is_waited)
+        return placement
+
+    def _places_of(self, is_waited: bool, tier: Tier) -> Places:
+        key = is_waited, tier
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = Places()
+        return found
+
+    def _choose_tier(
+        self, program: Program, choice: TierChoice, places: Places, is_waited: bool
+    ) -> None:
+        tier = program.tier
+        if choice.is_open:
+            known = program.step_times(is_waited) if tier is Tier.COMPILED else None
+            if known is not None:
+                choice.decide(known)
+            else:
+                choice.note(tier, places, self._places_of(is_waited, Tier.REPLAY))
+            if choice.times is not None:
+                program.note_steps(is_waited, choice.times)
+                choice.times = None
+        if choice.wanted is not tier:
+            program.prefer(choice.wanted)

@@ -1,0 +1,337 @@
+"""Where and how a program runs: what is small, and what measuring places and tiers decides."""
+
+import itertools
+
+import pytest
+
+from ltc_core.program.program import StepTimes, Tier
+from ltc_core.runtime import placement
+from ltc_core.runtime.habit import Rhythm
+from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.run_cost import RunCost
+from ltc_core.runtime.run_policy import RunPolicy
+
+WORKER, YIELDING, SPARING, HERE = Placement
+
+
+def test_a_program_is_small_when_its_ops_are_short() -> None:
+    cost = RunCost(10)
+    assert not cost.is_small  # nothing is known of it yet
+    cost.note(10 * 5_000)
+    assert cost.is_small
+    cost.note(10 * 500_000)
+    assert not cost.is_small
+
+
+def test_a_long_program_is_not_small_however_short_its_ops() -> None:
+    cost = RunCost(400)
+    cost.note(6_000_000)
+    assert not cost.is_small
+
+
+def test_what_takes_less_than_handing_it_over_is_quicker_here() -> None:
+    cost = RunCost(10)
+    assert not cost.is_quicker_here(is_awaited=False)
+    cost.note(50_000)
+    assert cost.is_quicker_here(is_awaited=False)
+    cost.note(1_000_000)
+    assert not cost.is_quicker_here(is_awaited=False)
+
+
+def test_a_short_run_that_the_caller_waits_for_is_quicker_here() -> None:
+    cost = RunCost(10)
+    assert not cost.is_quicker_here(is_awaited=True)
+    cost.note(500_000)
+    assert cost.is_quicker_here(is_awaited=True)
+    assert not cost.is_quicker_here(is_awaited=False)
+    cost.note(50_000_000)
+    assert not cost.is_quicker_here(is_awaited=True)
+
+
+def test_one_slow_run_is_forgiven_in_time() -> None:
+    cost = RunCost(10)
+    for cost_ns in (10 * 100_000, *([10 * 1_000] * 12)):
+        cost.note(cost_ns)
+    assert cost.is_small
+
+
+def rhythms(reads: str) -> str:
+    """The rhythm after each cut of a script; `r`: a value was read since the one before."""
+    rhythm, found = Rhythm(), ""
+    for read in reads:
+        rhythm.was_read = read == "r"
+        rhythm.note_cut()
+        found += "r" if rhythm.is_waited else "."
+    return found
+
+
+def test_a_rhythm_changes_when_a_few_steps_in_a_row_are_of_the_other() -> None:
+    assert rhythms("rrrr....") == "..rrrr.."
+    assert rhythms(".........r" * 3) == "." * 30
+    assert rhythms("r." * 9) == "." * 18
+
+
+class FakeProgram:
+    """A program in two tiers. `told` are the durations that it was told, `kept` those of an earlier run."""
+
+    def __init__(self) -> None:
+        self.tier = Tier.REPLAY
+        self.is_built = False
+        self.can_replay = True
+        self.told: list[tuple[bool, StepTimes]] = []
+        self.kept: dict[bool, StepTimes] = {}
+
+    def build(self) -> None:
+        self.is_built, self.tier = True, Tier.COMPILED
+
+    def prefer(self, tier: Tier) -> None:
+        if self.is_built:
+            self.tier = tier if self.can_replay else Tier.COMPILED
+
+    def step_times(self, is_waited: bool) -> StepTimes | None:
+        return self.kept.get(is_waited)
+
+    def note_steps(self, is_waited: bool, times: StepTimes) -> None:
+        self.told.append((is_waited, times))
+
+
+class Loop:
+    """A loop whose steps take `here_ns` if they run where they are cut and `there_ns` in the worker.
+
+    With a thread less there, they take `sparing_ns`; the program alone takes `run_ns` of a processor. `elapsed_ns`
+    is what a run takes in the worker.
+    """
+
+    def __init__(
+        self, here_ns: int, there_ns: int, sparing_ns: int = 1, run_ns: int = 0, elapsed_ns: int = 1
+    ) -> None:
+        self.policy = RunPolicy(10)
+        self.program = FakeProgram()
+        self.may_choose = True
+        self.is_waited = False
+        self.is_early = False  # whether what is replayed has begun before it is launched
+        self.lengths = {HERE: here_ns, WORKER: there_ns, SPARING: sparing_ns, YIELDING: there_ns}
+        self.run_ns = run_ns or here_ns
+        self.elapsed_ns = elapsed_ns
+        self.now_ns = 1
+
+    def steps(self, n: int, num_threads: int = 2) -> list[Placement]:
+        places = []
+        for _ in range(n):
+            is_early = self.is_early and self.program.tier is Tier.REPLAY
+            place = self.policy.choose(
+                self.program,  # type: ignore[arg-type]
+                self.now_ns,
+                num_threads,
+                self.is_waited,
+                self.may_choose,
+                WORKER if is_early else None,
+            )
+            places.append(place)
+            self.now_ns += self.lengths[place]
+            self.policy.note_run(self.run_ns, self.elapsed_ns)
+        return places
+
+
+def test_both_places_are_tried_and_the_quicker_one_is_kept() -> None:
+    for here_ns, there_ns, wanted in ((8, 10, HERE), (10, 8, WORKER)):
+        places = Loop(here_ns, there_ns).steps(60)
+        assert places[0] is HERE and set(places[:30]) == {HERE, WORKER}
+        assert set(places[30:]) == {wanted}
+
+
+def test_another_tier_is_measured_anew() -> None:
+    loop = Loop(8, 10)
+    assert loop.steps(60)[-1] is HERE
+    loop.program.build()
+    loop.program.can_replay = False
+    loop.lengths = {HERE: 10, WORKER: 8, SPARING: 8}
+    assert loop.steps(60)[-1] is WORKER
+
+
+def test_another_rhythm_is_measured_anew_and_the_first_one_is_remembered() -> None:
+    loop = Loop(8, 10)
+    assert loop.steps(60)[-1] is HERE
+    loop.is_waited, loop.lengths = True, {HERE: 10, WORKER: 8, SPARING: 8}
+    assert loop.steps(60)[-1] is WORKER
+    loop.is_waited, loop.lengths = False, {HERE: 8, WORKER: 10, SPARING: 10}
+    assert set(loop.steps(60)) == {HERE}
+
+
+class Contest:
+    """Compiled code comes for a program whose steps take `beside_compiler_ns` before."""
+
+    def __init__(self, beside_compiler_ns: int = 0, is_early: bool = False) -> None:
+        self.loop = Loop(0, 0)
+        self.loop.is_early = is_early
+        if beside_compiler_ns:
+            self.steps(40, beside_compiler_ns, 0)
+        self.loop.program.build()
+
+    def steps(self, n: int, replay_ns: int, compiled_ns: int) -> list[Tier]:
+        """The tiers that are wanted after each of n steps that take so long."""
+        tiers = []
+        for _ in range(n):
+            ns = replay_ns if self.loop.program.tier is Tier.REPLAY else compiled_ns
+            self.loop.lengths = dict.fromkeys(Placement, ns)
+            self.loop.run_ns = self.loop.elapsed_ns = ns
+            self.loop.steps(1)
+            tiers.append(self.loop.program.tier)
+        return tiers
+
+
+class TestReplayBesideCompiledCode:
+    @pytest.mark.parametrize("is_early", [False, True])
+    @pytest.mark.parametrize("beside_compiler_ns", [0, 100])
+    @pytest.mark.parametrize("replay_ns, stays", [(90, Tier.REPLAY), (110, Tier.COMPILED)])
+    def test_the_quicker_one_stays(
+        self, replay_ns: int, stays: Tier, beside_compiler_ns: int, is_early: bool
+    ) -> None:
+        contest = Contest(beside_compiler_ns, is_early)
+        tiers = contest.steps(300, replay_ns, 100)
+        assert Tier.REPLAY in tiers and set(tiers[150:]) == {stays}
+        assert contest.loop.program.told == [(False, StepTimes(replay_ns, 100))]
+
+    def test_what_is_near_takes_turns_so_that_a_slow_while_does_not_decide(self) -> None:
+        contest = Contest()
+        while not contest.loop.policy.is_measuring(is_waited=False):
+            contest.steps(1, 90, 100)
+        tiers = contest.steps(25, 110, 120)  # others use the cores while replay finds its place
+        tiers += contest.steps(100, 90, 100)
+        assert sum(a is not b for a, b in itertools.pairwise(tiers)) >= 5
+        assert set(tiers[-20:]) == {Tier.REPLAY}
+
+    def test_what_was_much_slower_is_not_tried_again(self) -> None:
+        contest = Contest(beside_compiler_ns=300)
+        assert set(contest.steps(200, 300, 100)) == {Tier.COMPILED}
+        assert contest.loop.program.told == [(False, StepTimes(300, 100))]
+
+    def test_what_is_much_slower_takes_no_turns(self) -> None:
+        tiers = Contest(beside_compiler_ns=200).steps(200, 200, 100)
+        assert sum(a is not b for a, b in itertools.pairwise(tiers)) == 2
+
+    def test_each_rhythm_has_a_choice_of_its_own(self) -> None:
+        contest = Contest()
+        assert contest.steps(300, 90, 100)[-1] is Tier.REPLAY
+        contest.loop.is_waited = True
+        assert contest.steps(300, 110, 100)[-1] is Tier.COMPILED
+        contest.loop.is_waited = False
+        assert set(contest.steps(20, 90, 100)) == {Tier.REPLAY}
+        assert [is_waited for is_waited, _ in contest.loop.program.told] == [False, True]
+
+    def test_what_an_earlier_run_has_measured_is_not_measured_again(self) -> None:
+        for replay_ns, stays in ((90, Tier.REPLAY), (110, Tier.COMPILED)):
+            contest = Contest()
+            contest.loop.program.kept = {False: StepTimes(replay_ns, 100)}
+            assert set(contest.steps(100, 1, 1)) == {stays}
+            assert contest.loop.program.told == []
+
+    def test_what_cannot_be_replayed_stays_compiled(self) -> None:
+        contest = Contest()
+        contest.loop.program.can_replay = False
+        assert set(contest.steps(100, 90, 100)) == {Tier.COMPILED}
+        assert contest.loop.program.told == []
+        assert not contest.loop.policy.is_measuring(is_waited=False)
+
+    def test_tiers_are_not_chosen_where_each_run_is_to_round_alike(self) -> None:
+        contest = Contest()
+        contest.loop.may_choose = False
+        assert set(contest.steps(100, 90, 100)) == {Tier.COMPILED}
+        assert contest.loop.program.told == []
+
+
+def test_where_it_makes_no_difference_the_caller_is_not_kept_waiting() -> None:
+    assert set(Loop(99, 100).steps(60)[30:]) == {WORKER}
+
+
+def test_launches_that_come_quickly_while_the_queue_fills_do_not_count() -> None:
+    assert set(Loop(here_ns=8, there_ns=5, elapsed_ns=10).steps(60)[30:]) == {HERE}
+    assert set(Loop(here_ns=8, there_ns=5, elapsed_ns=7).steps(60)[30:]) == {WORKER}
+
+
+class TestAThreadLess:
+    def compiled(self, here_ns: int, there_ns: int, sparing_ns: int, run_ns: int) -> Loop:
+        loop = Loop(here_ns, there_ns, sparing_ns, run_ns)
+        loop.program.can_replay = False
+        loop.program.build()
+        return loop
+
+    def test_is_tried_where_recording_takes_longer_than_it_would_cost(self) -> None:
+        for sparing_ns, wanted in ((70, SPARING), (99, HERE)):
+            places = self.compiled(90, 110, sparing_ns, run_ns=50).steps(80)
+            assert SPARING in places and set(places[50:]) == {wanted}
+
+    def test_is_not_tried_where_the_program_needs_all(self) -> None:
+        assert SPARING not in self.compiled(90, 110, 1, run_ns=80).steps(80)
+
+    def test_is_not_tried_where_there_is_one(self) -> None:
+        assert SPARING not in self.compiled(90, 110, 1, run_ns=10).steps(80, num_threads=1)
+
+    def test_is_not_tried_where_ops_are_replayed(self) -> None:
+        assert SPARING not in Loop(90, 110, 1, run_ns=50).steps(80)
+
+
+def test_a_step_that_is_interrupted_now_and_then_does_not_decide() -> None:
+    loop = Loop(8, 10)
+    for _ in range(30):
+        loop.steps(1)
+        if loop.now_ns % 5 == 0:
+            loop.now_ns += 1  # an uneven clock
+    loop.now_ns += 10**9
+    assert set(loop.steps(30)) == {HERE}
+
+
+class TestBusyCores:
+    """Other processes use the cores: threads that give up theirs where they wait are much quicker."""
+
+    @pytest.fixture(autouse=True)
+    def cores_are_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(placement, "can_spin_briefly", lambda: True)
+        monkeypatch.setattr(placement, "_lost_cores", itertools.count(0, 1000).__next__)
+
+    def busy(self) -> Loop:
+        loop = Loop(1000, 1000)
+        loop.lengths[YIELDING] = 10
+        return loop
+
+    def test_threads_give_up_their_cores(self) -> None:
+        assert set(self.busy().steps(60)[40:]) == {YIELDING}
+
+    def test_what_is_much_slower_is_not_measured_to_the_end(self) -> None:
+        assert (
+            self.busy().steps(60).count(WORKER) == 6
+        )  # two that do not count, three, and the next choice
+
+    def test_not_where_no_core_is_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(placement, "_lost_cores", lambda: 0)
+        assert YIELDING not in self.busy().steps(60)
+
+    def test_not_where_there_is_one_thread(self) -> None:
+        assert YIELDING not in self.busy().steps(60, num_threads=1)
+
+    def test_not_where_the_user_has_said_how_threads_wait(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(placement, "can_spin_briefly", lambda: False)
+        assert YIELDING not in self.busy().steps(60)
+
+    def test_places_are_measured_again_when_steps_become_slow(self) -> None:
+        loop = Loop(10, 20)
+        assert set(loop.steps(60)[40:]) == {HERE}
+        loop.lengths |= {HERE: 1000, WORKER: 1000, SPARING: 1000}
+        assert set(loop.steps(100)[60:]) == {YIELDING}
+
+    def test_a_long_pause_does_not_count(self) -> None:
+        loop = Loop(10, 20)
+        loop.steps(60)
+        for _ in range(20):
+            assert set(loop.steps(10)) == {HERE}
+            loop.now_ns += 10**9
+
+
+def test_it_is_measured_again_when_the_program_has_run_for_long() -> None:
+    loop = Loop(8, 10)
+    assert set(loop.steps(1000)[30:]) == {HERE}
+    loop.lengths = {HERE: 10, WORKER: 8}
+    loop.run_ns = 10
+    assert set(loop.steps(4000)[-500:]) == {WORKER}
