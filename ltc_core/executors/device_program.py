@@ -58,7 +58,15 @@ _FIRST_RUNS = 3
 
 
 class IndexOutOfRange(Exception):
-    """An index among the inputs is out of range; nothing has run."""
+    """An index among the inputs is out of range; nothing has run.
+
+    Args:
+        error: for the user, where no op can be run on the host, because other processes have parts of its operands.
+    """
+
+    def __init__(self, error: IndexError | None = None) -> None:
+        super().__init__()
+        self.error = error
 
 
 class Apart(Exception):
@@ -445,7 +453,11 @@ class _Compiled(SubgraphRunner):
                 is_written = self._is_interrupted or (bool(self._launches) and not is_unlike)
                 failure.values.update(self._kept(given, is_written))
                 raise
-            except IndexOutOfRange:
+            except IndexOutOfRange as found:
+                if found.error is not None:
+                    raise SubgraphFailure(
+                        None, self._kept(given, is_written=False)
+                    ) from found.error
                 return _Host(subgraph, self._device, frozenset()).run(values, scalars)
             except Refused:  # the device has noted the op
                 divided = self._partitioned = self._divided(scalars, is_apart=False)

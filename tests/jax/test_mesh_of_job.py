@@ -117,9 +117,59 @@ for k in range(20):
         x.cpu()
 """
 
+# A step with an index that the table does not have: in all processes, in the part of one of them, or computed.
+INDICES = """
+import sys
+import torch
+from torch import nn
+import torch.nn.functional as F
+import ltc_dist as ltd
+from ltc_core import metrics
+from ltc_dist import spmd
+
+how, rank = sys.argv[1], ltd.get_ordinal()
+device = ltd.lazy_device()
+count = spmd.num_devices()
+mesh = spmd.Mesh(range(count), (count,), ("data",))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 5)).to(device)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x, y = torch.arange(8), torch.arange(8) % 5
+bad = x.clone()
+bad[1] = 10
+
+def step(x):
+    x, labels = x.to(device), y.to(device)
+    if how == "divided":
+        spmd.mark_sharding(x, mesh, ("data",))
+    spmd.mark_sharding(labels, mesh, ("data",))
+    loss = F.cross_entropy(model(x * 2 - x if how == "computed" else x), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+before = step(x)
+step(x)
+kept = [p.cpu() for p in model.parameters()]
+try:
+    step(bad)
+except IndexError as error:
+    print(f"rank {rank}:", str(error).splitlines()[0])
+if how == "whole":
+    assert all(torch.equal(p.cpu(), old) for p, old in zip(model.parameters(), kept))
+    assert step(x) < before
+hits, misses = (metrics.counter_value(f"PersistentCache{which}") or 0 for which in ("Hit", "Miss"))
+print(f"rank {rank}: {hits} programs found, {misses} compiled")
+"""
+
 
 def launch(
-    script: str, path: Path, *args: str, processes: int = 2
+    script: str,
+    path: Path,
+    *args: str,
+    processes: int = 2,
+    cache: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     file = path / "train.py"
     file.write_text(script)
@@ -129,6 +179,7 @@ def launch(
         "LTC_NUM_DEVICES": str(8 // processes),
         "LTC_COLLECTIVE_TIMEOUT_S": "30",
         "PYTHONPATH": str(ROOT),
+        **({"LTC_COMPILED_CACHE_DIR": str(cache)} if cache is not None else {}),
     }
     return subprocess.run(
         [sys.executable, "-m", "ltc_launch", "--nprocs", str(processes), str(file), *args],
@@ -164,6 +215,39 @@ def test_who_differs_is_named(how: str, words: tuple[str, ...], tmp_path: Path) 
     assert done.returncode == 1, (done.returncode, done.stderr[-3000:])
     assert all(word in done.stderr for word in words), done.stderr[-3000:]
     assert "Aborted" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("whole", "has an index that is not from 0 to 9 (its first op was recorded at "),
+        ("computed", "index out of range in aten.embedding.default"),
+    ],
+)
+def test_an_index_out_of_range_is_an_error_in_each_process(
+    how: str, words: str, tmp_path: Path
+) -> None:
+    done = launch(INDICES, tmp_path, how)
+    found = [line for line in done.stdout.splitlines() if words in line]
+    assert {line.split("rank ")[1][0] for line in found} == {"0", "1"}, done.stdout + done.stderr
+
+
+def test_of_divided_indices_the_process_that_has_the_part_raises(tmp_path: Path) -> None:
+    done = launch(INDICES, tmp_path, "divided")
+    assert "rank 0: a compiled program failed" in done.stdout, done.stdout + done.stderr
+    assert "rank 0 has ended while rank 1 waits for it" in done.stderr
+
+
+def test_a_later_job_of_the_same_form_finds_the_programs(tmp_path: Path) -> None:
+    def run(processes: int) -> list[str]:
+        done = launch(INDICES, tmp_path, "whole", processes=processes, cache=tmp_path / "cache")
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [line for line in done.stdout.splitlines() if "programs found" in line]
+
+    assert not any(" 0 compiled" in line for line in run(2))
+    again = run(2)
+    assert len(again) == 2 and all(" 0 compiled" in line for line in again)
+    assert not any(" 0 compiled" in line for line in run(4))  # the processes have other devices
 
 
 def test_it_needs_jax_and_comes_first(tmp_path: Path) -> None:

@@ -123,6 +123,13 @@ class JaxDevice(DeviceRuntime):
             return self._fetched(data)
         return torch.utils.dlpack.from_dlpack(data)
 
+    def _checked(self, data: Any) -> Tensor:
+        """Data of a CPU device whose elements are to be checked: of divided data the own parts, one after the other."""
+        if self.is_on_host(data) or not is_divided(data) or data.is_fully_addressable:
+            return self.shown(data)
+        parts = [torch.utils.dlpack.from_dlpack(shard.data) for shard in data.addressable_shards]
+        return torch.cat([part.flatten() for part in parts])
+
     def copy(self, data: Any) -> Any:
         if self.is_on_host(data):
             return data.clone()
@@ -130,7 +137,7 @@ class JaxDevice(DeviceRuntime):
             return jnp.copy(data)
 
     def compile(self, subgraph: Subgraph, inputs: Sequence[Any]) -> Launch:
-        shown = self.shown if self._is_cpu and not self.mesh.is_of_job else None
+        shown = self._checked if self._is_cpu else None
         divided = [x.sharding if is_divided(x) else None for x in inputs]
         joint = self._collectives if has_collectives(subgraph) else None
         return JaxLaunch(subgraph, self.device, self._on_disk, shown, self.mesh, divided, joint)

@@ -28,7 +28,7 @@ from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.sharding import SHARD
-from ltc_core.program.index_checks import find_bounds, in_bounds
+from ltc_core.program.index_checks import find_bounds, is_in_bounds
 from ltc_core.program.plan import plan
 from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.subgraph import Subgraph
@@ -46,8 +46,8 @@ class JaxLaunch(Launch):
         subgraph: the subgraph.
         device: JAX's device.
         on_disk: the programs of this device that earlier processes have compiled.
-        shown: shows data of the device as tensors, to check indices before a run; None if that costs a transfer. Then
-            indices are not checked, and moved into their range.
+        shown: shows data of the device as tensors, to check indices before a run, or the parts that this process has;
+            None if that costs a transfer. Then indices are not checked, and moved into their range.
         mesh: all devices. The program is one of all of them if an input is divided, or if a node divides its result.
         divided: for each input how it is divided; None for one that is not.
         collectives: makes it one program of all processes, because nodes are collectives. It is compiled at its first
@@ -109,10 +109,12 @@ class JaxLaunch(Launch):
             jax.ShapeDtypeStruct(tuple(metas[k].size), dtype_of(metas[k].dtype), sharding=at)
             for k, at in zip(self._order, lies, strict=True)
         ]
-        num_outputs = self._count + bool(checked)
+        has_flags = bool(checked)
+        num_outputs = self._count + has_flags
         # Memory is reused by an output that lies as it does. XLA chooses how the other outputs of a mesh lie.
         donated = [k for k in range(len(reused)) if self._mesh is None or divided[self._order[k]]]
-        lie: list[Any] = [lies[k] if k in set(donated) else None for k in range(num_outputs)]
+        lie: list[Any] = [lies[k] if k in set(donated) else None for k in range(self._count)]
+        lie += [alone] * has_flags  # each process reads them
         placed = ""
         if self._mesh is not None:
             placed = mesh.text_of(lies, [len(metas[k].size) for k in self._order])
@@ -126,12 +128,10 @@ class JaxLaunch(Launch):
         traced = jax.jit(ordered, donate_argnums=donated, keep_unused=True, **how)
         self._lower = partial(traced.lower, *given)
         with wide_types():
-            if not is_of_job:  # its devices have other numbers in each process
-                self._program = on_disk.load(key, len(given), num_outputs, self._mesh)
+            self._program = on_disk.load(key, len(given), num_outputs, self._mesh)
             if self._program is None:
                 self._program = self._lower().compile(OPTIONS.get(device.platform, {}))
-                if not is_of_job:
-                    on_disk.store(key, self._program)
+                on_disk.store(key, self._program)
 
     def hlo(self) -> str:
         with wide_types():
@@ -211,9 +211,7 @@ class JaxLaunch(Launch):
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         if self._bounds:
-            assert self._shown is not None
-            if not in_bounds(self._bounds, _Shown(inputs, self._shown)):
-                raise IndexOutOfRange
+            self._check(inputs)
         is_first, self._is_agreed = not self._is_agreed, True
         if self._mesh is not None and self._mesh.is_of_job:
             what = self._what
@@ -245,19 +243,24 @@ class JaxLaunch(Launch):
             results[k] = found[place]
         return results
 
+    def _check(self, inputs: Sequence[Any]) -> None:
+        """Check the indices among the inputs. A process checks its own parts of divided data.
 
-class _Shown(Sequence[torch.Tensor]):
-    """Inputs as tensors, each when it is asked for."""
-
-    def __init__(self, inputs: Sequence[Any], shown: Callable[[Any], torch.Tensor]) -> None:
-        self._inputs = inputs
-        self._show = shown
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def __getitem__(self, k: Any) -> Any:
-        return self._show(self._inputs[k])
+        Raises:
+            IndexOutOfRange: one is out of range.
+        """
+        assert self._shown is not None
+        for bound in self._bounds:
+            if is_in_bounds(bound, self._shown(inputs[bound.value])):
+                continue
+            if self._mesh is None or not self._mesh.is_of_job:
+                raise IndexOutOfRange
+            raise IndexOutOfRange(
+                IndexError(
+                    f"index out of range: an operand of {self._what} has an index that is not from {bound.low} to "
+                    f"{bound.high}{self._where and f' (its first op was recorded at {self._where})'}"
+                )
+            )
 
 
 def _order(subgraph: Subgraph, reused: dict[int, int]) -> list[int]:

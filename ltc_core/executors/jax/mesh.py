@@ -123,10 +123,12 @@ class DeviceMesh:
         return found if any(found) else None
 
     def text_of(self, shardings: Sequence[Any], num_dims: Sequence[int]) -> str:
-        """Text of how the inputs of a program lie, for the key of programs on disk."""
+        """Text of how the inputs of a program lie, for the key of programs on disk, and of who has the devices."""
         if not self.is_used:
             return ""
-        return " ".join(_text(at, count) for at, count in zip(shardings, num_dims, strict=True))
+        owners = " ".join(f"{device.id}@{device.process_index}" for device in self.devices)
+        lies = (_text(at, count) for at, count in zip(shardings, num_dims, strict=True))
+        return " ".join((owners, *lies))
 
     def spread(self, data: Any) -> Any:
         """Data on all devices: as they are divided, else a copy on each."""
