@@ -35,10 +35,10 @@ from ltc_core.source import user_line
 from ltc_dist.checkpoint import random_state
 from ltc_dist.checkpoint.agreement import Agreement
 from ltc_dist.checkpoint.layout import SHARED, abandoned_in, own_part, step_name, steps_in
+from ltc_dist.checkpoint.mesh_parts import Divider
 from ltc_dist.checkpoint.reading import Checkpoint, Contents
 from ltc_dist.checkpoint.reshard import is_sharded
 from ltc_dist.checkpoint.resplit import check_dealing, loader_state
-from ltc_dist.checkpoint.saving import brought_together
 from ltc_dist.checkpoint.stopping import Stopped, Stopping
 from ltc_dist.checkpoint.transaction import Transaction
 from ltc_dist.data.dealing import dealing_of
@@ -202,9 +202,14 @@ class Checkpointer:
                     got=f"steps {listed(steps_in(self.directory))}",
                     next="call restore() first, or give this run another directory.",
                 )
+            parts: list[dict[str, Any]] = []
             if self._here.rank == 0 or settings.spmd:
                 objects = {name: held.state_dict() for name, held in self._shared.items()}
-                tree = brought_together({"objects": objects, "values": values})
+                tree: dict[str, Any] = {"objects": objects, "values": values}
+                if settings.spmd:  # each process has a part of a tensor
+                    divider = Divider()
+                    tree = {**divider.rest_of(tree), "divided": divider.tensors}
+                    parts = divider.parts
                 if self._here.rank == 0:
                     plans[SHARED] = self._plan(tree)
             own = {
@@ -215,7 +220,7 @@ class Checkpointer:
                 }
                 for name, held in self._own.items()
             }
-            mine = {"objects": own, "random": random_state.get()}
+            mine = {"objects": own, "random": random_state.get(), "parts": parts}
             plans[own_part(self._here.rank)] = self._plan(mine)
         except Exception as error:
             failure = error

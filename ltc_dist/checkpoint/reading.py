@@ -35,6 +35,7 @@ from ltc_dist.checkpoint.layout import (
     step_name,
     steps_in,
 )
+from ltc_dist.checkpoint.mesh_parts import put_together
 
 __all__ = [
     "Checkpoint",
@@ -84,8 +85,9 @@ class Checkpoint:
         Raises:
             CheckpointError: it is damaged; names the file.
         """
-        with _part(self.path, Manifest.read(self.path), SHARED) as part:
-            found: dict[str, Any] = part.read("objects")
+        manifest = Manifest.read(self.path)
+        with _part(self.path, manifest, SHARED) as part:
+            found: dict[str, Any] = _shared(self.path, manifest, part, "objects")
         return found
 
 
@@ -138,7 +140,8 @@ def inspect(root: str, step: int) -> Checkpoint:
     for name in manifest.parts:
         _check_part(path, manifest, name)
     with _part(path, manifest, SHARED) as part:
-        return Checkpoint(step, path, manifest.world_size, part.read("values"))
+        values = _shared(path, manifest, part, "values")
+        return Checkpoint(step, path, manifest.world_size, values)
 
 
 def find(root: str, attempt: Callable[[int], _Found], step: int | None = None) -> _Found | None:
@@ -273,8 +276,9 @@ def read(
             if _needs_cutting(part, is_same, "objects", name):
                 shards[name] = [_outline(path, SHARED, part, "objects", name)]
             else:
-                objects[name] = part.read("objects", name)
-        checkpoint = Checkpoint(step, path, manifest.world_size, part.read("values"))
+                objects[name] = _shared(path, manifest, part, "objects", name)
+        values = _shared(path, manifest, part, "values")
+        checkpoint = Checkpoint(step, path, manifest.world_size, values)
     parts: dict[int, dict[str, Any]] = {}
     for number in [rank] if is_same else range(manifest.world_size):
         with _part(path, manifest, own_part(number)) as part:
@@ -292,6 +296,23 @@ def read(
     for name in shards.keys() - refused.keys():
         objects[name] = reshard.reshard(shards[name], rank, world_size)
     return Contents(checkpoint, [*names, *mine], objects, parts, refused)
+
+
+def _shared(path: str, manifest: Manifest, part: Reader, *place: str) -> Any:
+    """What is the same in all processes, with the tensors of which each process has written parts."""
+    found = part.read(*place)
+    if "divided" not in part.keys():
+        return found
+
+    def parts(numbers: set[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for rank in range(manifest.world_size):
+            name = own_part(rank)
+            with _part(path, manifest, name) as own:
+                for each in _outline(path, name, own, "parts"):
+                    if each["tensor"] in numbers:
+                        yield name, each
+
+    return put_together(found, part.read("divided"), parts)
 
 
 def _needs_cutting(part: Reader, is_same: bool, *place: str) -> bool:

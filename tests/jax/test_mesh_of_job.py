@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("jax")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
@@ -163,6 +165,50 @@ hits, misses = (metrics.counter_value(f"PersistentCache{which}") or 0 for which 
 print(f"rank {rank}: {hits} programs found, {misses} compiled")
 """
 
+# A job trains, saves its state, and tells the losses of the steps after that; another one restores it.
+SAVES = """
+import os
+import sys
+import torch
+from torch import nn
+import ltc_dist as ltd
+from ltc_dist import spmd
+
+directory, does = sys.argv[1:]
+device = ltd.lazy_device()
+count = spmd.num_devices()
+shape = (count // 2, 2) if does == "save" else (2, count // 2)
+mesh = spmd.Mesh(range(count), shape, ("data", "model"))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).to(device)
+spmd.mark_sharding(model[0].weight, mesh, ("model", None))
+spmd.mark_sharding(model[2].weight, mesh, ("data", "model") if does == "save" else (None, "data"))
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+def loss_of(k):
+    torch.manual_seed(k)
+    x = torch.randn(8, 16).to(device)
+    spmd.mark_sharding(x, mesh, ("data", None))
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+with ltd.Checkpointer(directory, model=model, optimizer=optimizer, background="thread" in does) as checkpointer:
+    if does.startswith("save"):
+        for k in range(3):
+            loss_of(k)
+        checkpointer.save(3, table=model[0].weight.detach())
+    else:
+        found = checkpointer.restore()
+        assert found.step == 3 and torch.equal(found.values["table"], model[0].weight.cpu())
+        assert torch.equal(ltd.latest_checkpoint(directory).state()["model"]["0.weight"], found.values["table"])
+    losses = [loss_of(k) for k in range(3, 6)]
+    sizes = {str(list(part.data.shape)) for part in spmd.local_shards(model[2].weight)}
+print("losses", *losses, "parts", *sizes)
+"""
+
 
 def launch(
     script: str,
@@ -248,6 +294,33 @@ def test_a_later_job_of_the_same_form_finds_the_programs(tmp_path: Path) -> None
     again = run(2)
     assert len(again) == 2 and all(" 0 compiled" in line for line in again)
     assert not any(" 0 compiled" in line for line in run(4))  # the processes have other devices
+
+
+def values_in(part: Path) -> int:
+    """Numbers of float32 in the files of a part of a checkpoint."""
+    tensors = [t for file in part.glob("*.safetensors") for t in load_file(file).values()]
+    return sum(tensor.numel() for tensor in tensors if tensor.dtype is torch.float32)
+
+
+@pytest.mark.parametrize("does", ["save", "save in a thread"])
+def test_each_process_saves_its_parts_and_any_mesh_restores_them(does: str, tmp_path: Path) -> None:
+    def told(done: subprocess.CompletedProcess[str]) -> list[float]:
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [line.split("losses ")[1] for line in done.stdout.splitlines() if "losses" in line]
+        assert len(set(lines)) == 1
+        return [float(word) for word in lines[0].split(" parts")[0].split()]
+
+    directory = tmp_path / "saved"
+    losses = told(launch(SAVES, tmp_path, str(directory), does))
+    step = directory / "step_000000003"
+    weights, biases, counts = 16 * 32 + 32 * 8, 32 + 8, 4  # each has two tensors of state
+    assert values_in(step / "shared") <= 3 * biases + counts
+    in_parts = [values_in(step / f"rank_{rank:05d}") for rank in range(2)]
+    assert min(in_parts) >= weights
+    assert sum(in_parts) + values_in(step / "shared") == 3 * (weights + biases) + counts
+    for processes in (2, 4, 1):
+        done = launch(SAVES, tmp_path, str(directory), "restore", processes=processes)
+        assert told(done) == pytest.approx(losses, rel=1e-5)
 
 
 def test_it_needs_jax_and_comes_first(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the rule of `SHARD`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from collections import Counter
@@ -22,7 +23,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ltc_core import source
 from ltc_core.executors.companions import Run
 from ltc_core.executors.jax.arrays import as_array
-from ltc_core.executors.jax.library import agree, devices_of_mesh, wait_together
+from ltc_core.executors.jax.library import (
+    agree,
+    devices_of_mesh,
+    wait_together,
+    without_greeting,
+)
 from ltc_core.graph.sharding import Sharding
 
 __all__ = [
@@ -79,7 +85,8 @@ def chosen_devices(sharding: Any, shape: tuple[int, ...]) -> frozenset[Any]:
     holders: dict[tuple[int, ...], list[Any]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         holders.setdefault(offsets_of(index), []).append(device)
-    return frozenset(own[k % len(own)] for k, own in enumerate(holders.values()))
+    # The first parts go to the first of their devices, the last ones to the last: so all processes have some.
+    return frozenset(own[k * len(own) // len(holders)] for k, own in enumerate(holders.values()))
 
 
 def offsets_of(index: Sequence[slice]) -> tuple[int, ...]:
@@ -109,6 +116,7 @@ class DeviceMesh:
         self.is_of_job = len({device.process_index for device in self.devices}) > 1
         self.before_programs_of_job: Callable[[], object] = lambda: None
         self._num_divided: Counter[Any] = Counter()
+        self._moves: set[str] = set()
         self._under_way: Sequence[Any] = ()
         self._run = Run(0, "", "")
         self._history = 0  # checksum of all runs
@@ -195,9 +203,12 @@ class DeviceMesh:
         where = source.user_line()
         what = f"moving {data.dtype}{list(data.shape)} to {_text(sharding, data.ndim)}"
         agree("moves", what, where)
-        found = jax.jit(lambda x: x, out_shardings=sharding)(data)
-        self.launched([found], what, where)
-        self.wait()
+        is_first = what not in self._moves
+        self._moves.add(what)
+        with without_greeting() if is_first else contextlib.nullcontext():
+            found = jax.jit(lambda x: x, out_shardings=sharding)(data)
+            self.launched([found], what, where)
+            self.wait()
         return found
 
     def joined(self, part: torch.Tensor, sharding: NamedSharding) -> Any:
