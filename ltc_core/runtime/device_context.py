@@ -27,10 +27,10 @@ from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import fork_gate
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
-from ltc_core.runtime.habit import Rhythm
 from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork, note_run
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
+from ltc_core.runtime.reads import Reads
 from ltc_core.runtime.streaming import Streaming
 from ltc_core.runtime.unbounded_loop import LoopWatch
 from ltc_core.runtime.worker import Job, Worker
@@ -101,7 +101,7 @@ class DeviceContext:
         may_overlap = is_interpreted and self.executor.hardware.type == "cpu"
         self.streaming = Streaming(self.trace, may_overlap)
         self.early = EarlyRuns(self.trace, self.worker, may_overlap)
-        self._rhythm = Rhythm()
+        self.reads = Reads(self.trace)
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class DeviceContext:
         with self.trace.lock:
             if not self.trace:
                 return None
-            self.streaming.before_cut()
+            self.reads.before_cut()
             self.early.before_cut()
             fast_path.install()
             self._note_shapes()
@@ -154,7 +154,7 @@ class DeviceContext:
         if reason in _STEP_ENDS:
             self._num_steps += 1
         if reason != "Streaming":
-            self._rhythm.note_cut()
+            self.reads.end_step()
         self._uploads.end()
         metrics.count("ExecuteComputation")
         metrics.count(f"Sync.{reason}")
@@ -178,20 +178,21 @@ class DeviceContext:
             native = compiled.program.native
             if native is None or not compiled.policy.cost.is_quicker_here(is_awaited):
                 return False
-            self.streaming.before_cut()
+            self.reads.before_cut()
             self.early.before_cut()
             started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
             made = compiled.known_cut.make(step, self.trace, self.memory, native)
             if made is None:
                 return False
-            if compiled.policy.is_measuring(self._rhythm.is_waited):
+            if compiled.policy.is_measuring(self.reads.is_waited):
                 self._choose(compiled, torch.get_num_threads(), Placement.HERE)
             found, data, scalars, outputs = made
             self._finish_in_cpp(
                 compiled, found, data, scalars, outputs, {}, started_ns, started_cpu_ns
             )
             self.compiler.note_found(compiled)
-            self.streaming.after_cut(compiled, False)
+            self.reads.after_cut(compiled)
+            self.streaming.after_cut(goes_on=False)
             self.early.after_cut(compiled)
         self._note_cut(reason, compiled, time.perf_counter_ns() - started_ns)
         return True
@@ -267,13 +268,14 @@ class DeviceContext:
         if seen is not None:
             seen.note(compiled.described(), step=self._num_steps, reason=reason)
         goes_on = reason == "Streaming"
+        self.reads.after_cut(compiled)
         has_begun = self.early.after_cut(compiled)
         is_measured = self.early.is_measured(compiled)
         if has_begun and not is_measured:
             self._choose(compiled, torch.get_num_threads(), Placement.WORKER)
         is_handed = goes_on or has_begun or is_measured
         job = self._launch(compiled, cut, is_awaited, seen, is_handed)
-        self.streaming.after_cut(compiled, goes_on)
+        self.streaming.after_cut(goes_on)
         if self.trace.steps > _TRIE_STEPS:
             self.trace.forget()
             self.compiler.forget()
@@ -497,7 +499,7 @@ class DeviceContext:
             compiled.program,
             time.perf_counter_ns(),
             num_threads,
-            self._rhythm.is_waited,
+            self.reads.is_waited,
             is_async,
             given,
         )
@@ -571,7 +573,9 @@ class DeviceContext:
             DeviceError: a finalizer reads a value that is not computed yet, in the thread that computes it.
             LtcError: the op that computes the value failed.
         """
-        if self.streaming.ends_by_read:
+        if (
+            self.streaming.is_in_parts and self.reads.is_of_reader
+        ):  # the value may be an earlier part's
             self.cut(reason)
         with self.trace.lock:
             value = cell.value
@@ -588,9 +592,10 @@ class DeviceContext:
         return value.buffer.take()
 
     def _after_read(self) -> None:
-        self._rhythm.was_read = True
-        self.streaming.after_read()
-        self.early.after_read()
+        seen = self.reads.after_read(is_held=not self.streaming.is_whole)
+        if seen is not None:
+            self.streaming.after_read(seen)
+            self.early.after_read(seen)
 
     def _await_value(self, value: Value, reason: str, seen: Slice | None) -> None:
         """Cut if the value is only recorded, and wait for it."""

@@ -16,7 +16,6 @@ of cuts and reads by `device_context`.
 from __future__ import annotations
 
 import bisect
-import threading
 import time
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from ltc_core.executors.processor import num_cores
 from ltc_core.record.trace import Trace
 from ltc_core.runtime.habit import Choice
 from ltc_core.runtime.program_cache import CompiledGraph
+from ltc_core.runtime.reads import Seen
 from ltc_core.runtime.switch_interval import shorten
 from ltc_core.runtime.worker import Job, Worker
 from ltc_core.settings import settings
@@ -56,10 +56,6 @@ class EarlyRuns:
         self._trace = trace
         self._worker = worker
         self._is_possible = is_possible
-        self._reader = 0  # the thread that reads the values of steps
-        self._resumed_ns = 0  # when it went on after a read
-        self._cuts: list[CompiledGraph] = []  # since then, two at most
-        self._recorded_ns = self._num_values = 0  # of the step that was cut last
         self._last: CompiledGraph | None = None  # the program of the step before, if it had one
         self._expected: CompiledGraph | None = None
         self._due = self._size = 0  # count of values at which more is run; 0: at none
@@ -136,14 +132,10 @@ class EarlyRuns:
     # -- cuts and reads ------------------------------------------------------------------------
 
     def before_cut(self) -> None:
-        self._recorded_ns = time.perf_counter_ns() - self._resumed_ns
-        self._num_values = self._trace.count
         self._due = 0
 
     def after_cut(self, compiled: CompiledGraph) -> bool:
         """A program is about to be launched. Whether it has begun to run: then the worker has to go on with it."""
-        if len(self._cuts) < 2:
-            self._cuts.append(compiled)
         if self._native is None:
             return False
         if compiled is not self._expected or compiled.program.native is not self._native:
@@ -154,26 +146,18 @@ class EarlyRuns:
         metrics.count("EarlyRun")
         return True
 
-    def after_read(self) -> None:
+    def after_read(self, seen: Seen) -> None:
         """The script goes on with a value that it has read. Cost: 1 us."""
-        thread = threading.get_ident()
-        if thread != self._reader:
-            if not self._cuts:
-                return
-            self._reader, self._last, self._expected = thread, None, None
-        now = time.perf_counter_ns()
-        took_ns, self._resumed_ns = now - self._resumed_ns, now
-        cuts, self._cuts = self._cuts, []
-        if not cuts:
-            return
-        step = cuts[0] if len(cuts) == 1 else None
+        if seen.is_new:
+            self._last, self._expected = None, None
+        step = seen.cuts[0] if len(seen.cuts) == 1 else None
         if self._expected is not None:
-            self._judge(self._expected, step, took_ns)
+            self._judge(self._expected, step, seen.took_ns)
         if self._last is not None and step is not None:
             self._last.habit.note_next(step)
         self._last, self._expected = step, None
         if step is not None:
-            step.habit.recorded_ns, step.habit.num_values = self._recorded_ns, self._num_values
+            step.habit.recorded_ns, step.habit.num_values = seen.recorded_ns, seen.num_values
             following = step.habit.next()
             if following is not None and self._may_gain(following):
                 self._expect(following)

@@ -1,7 +1,6 @@
-"""What the runtime learns from the steps of a script: which program follows which, and whether they are waited for.
+"""What the runtime learns from the steps of a script: which program follows which, and whether steps should run early.
 
 Each program has a `Habit`; `early_run` fills it and goes by it.
-Each device has a `Rhythm`, which `device_context` keeps.
 """
 
 from __future__ import annotations
@@ -14,34 +13,14 @@ from typing import Any
 from ltc_core.graph.ir import Node
 from ltc_core.record.step import Step
 
-__all__ = ["Choice", "Habit", "Rhythm"]
+__all__ = ["Choice", "Habit"]
 
 _SURE = 2  # times that a program must have followed another one, more often than not
 _MOST_SURE = 8
-_CHANGED = 3  # cuts in a row that are of the other rhythm
 _GAIN = 0.97  # factor by which steps must be quicker with it
 _BLOCK = 5  # steps that are measured one way, the first of which does not count
 _NUM_BLOCKS = 4  # early, whole, early, whole
 _LASTS = 2000  # steps until it is measured again
-
-
-class Rhythm:
-    """Whether the script reads a value after each cut, and so waits for each step, or goes on without.
-
-    Attributes:
-        is_waited: whether it does. A few cuts in a row change it: a script that reads every tenth loss does not wait.
-        was_read: whether a value was read since the last cut.
-    """
-
-    def __init__(self) -> None:
-        self.is_waited = self.was_read = False
-        self._num_others = 0
-
-    def note_cut(self) -> None:
-        self._num_others = 0 if self.was_read == self.is_waited else self._num_others + 1
-        if self._num_others == _CHANGED:
-            self.is_waited, self._num_others = self.was_read, 0
-        self.was_read = False
 
 
 class Choice:

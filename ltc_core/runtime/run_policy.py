@@ -1,7 +1,7 @@
 """Where and how one program runs: in which place, and in which tier. Steps of the script are measured for both.
 
 A script that waits for each step, as by `loss.item()`, and one that goes on without have each their own rhythm
-(`habit.Rhythm`): what is quicker in one need not be in the other. So each rhythm has measurements of its own.
+(`reads`): what is quicker in one need not be in the other. So each rhythm has measurements of its own.
 One for each program, made by `program_cache`, asked by `device_context`.
 """
 

@@ -11,13 +11,13 @@ Told of cuts and reads by `device_context`, which asks it whether a part is due.
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 
 from ltc_core.executors.processor import num_cores
 from ltc_core.program.program import Tier
 from ltc_core.record.trace import Trace
 from ltc_core.runtime.program_cache import CompiledGraph
+from ltc_core.runtime.reads import MOST_CUTS, Seen
 from ltc_core.runtime.switch_interval import shorten
 from ltc_core.settings import settings
 
@@ -34,7 +34,7 @@ _MISSES = 5  # steps in a row that ended otherwise than the one before: then ste
 _GAIN = 0.93  # factor by which another way must be quicker
 _LEAST_NS = 1_500_000  # of recording, and of running
 _PART_NS = 2_000_000  # of recording
-_MOST_PARTS = 4
+_MOST_PARTS = MOST_CUTS - 1
 _TIERS = frozenset({Tier.COMPILED})  # what C++ replays runs early (`early_run`)
 
 
@@ -52,12 +52,7 @@ class Streaming:
         self._step: CompiledGraph | None = None  # the program of the step that repeats
         self._times = 0  # that it has come in a row
         self._since_ns = 0
-        self._reader = 0  # the thread that reads the step's values; others may read at any time
-        self._resumed_ns = 0  # when it went on after a read
-        self._programs: list[
-            CompiledGraph
-        ] = []  # of the cuts since then, one more than the most parts
-        self._recorded_ns = self._num_values = 0  # of the first cut since then
+        self._recorded_ns = self._num_values = 0  # of a step that is whole
         self._samples: list[int] = []
         self._whole_ns = 0.0  # a step that is handed over whole
         self._replay_ns = 0.0  # a step in parts whose ops are called one by one
@@ -96,20 +91,8 @@ class Streaming:
         """Values of a part, where a step has parts."""
         return -(-self._num_values // self._num_parts)
 
-    @property
-    def ends_by_read(self) -> bool:
-        """Whether a read by this thread ends the step, though its value may be that of an earlier part."""
-        return self._parts > 0 and threading.get_ident() == self._reader
-
-    def before_cut(self) -> None:
-        if not self._programs and not self._num_parts:
-            self._recorded_ns = time.perf_counter_ns() - self._resumed_ns
-            self._num_values = self._trace.count
-
-    def after_cut(self, compiled: CompiledGraph, goes_on: bool) -> None:
+    def after_cut(self, goes_on: bool) -> None:
         """A program was handed over. With `goes_on` the step goes on: it was a part, and not the last one."""
-        if len(self._programs) <= _MOST_PARTS:  # a script that reads nothing cuts for ever
-            self._programs.append(compiled)
         if goes_on:
             self._parts += 1
             if not self._is_hurried:
@@ -131,28 +114,22 @@ class Streaming:
 
     # -- reads ---------------------------------------------------------------------------------
 
-    def after_read(self) -> None:
+    def after_read(self, seen: Seen) -> None:
         """The script goes on with a value that it has read. Cost: 0.5 us where there is nothing to gain."""
-        thread = threading.get_ident()
-        if thread != self._reader:
-            if self._num_parts or not self._programs:
-                return
-            self._reader, self._step = thread, None
-        now = time.perf_counter_ns()
-        took_ns, self._resumed_ns = now - self._resumed_ns, now
-        programs, self._programs = self._programs, []
-        if not programs:
-            return
+        if seen.is_new:
+            self._step = None
         if self._parts:  # nothing was recorded after the last one
             self._end_parts()
         if self._num_parts:
-            self._after_step_in_parts(took_ns, programs)
+            self._after_step_in_parts(seen.took_ns, seen.cuts)
             self._limit_part()
-        elif programs == [self._step]:
-            self._after_step(took_ns)
+            return
+        self._recorded_ns, self._num_values = seen.recorded_ns, seen.num_values
+        if seen.cuts == [self._step]:
+            self._after_step(seen.took_ns)
         else:
-            self._step, self._times = programs[0] if len(programs) == 1 else None, 0
-            self._samples, self._since_ns = [], now
+            self._step, self._times = seen.cuts[0] if len(seen.cuts) == 1 else None, 0
+            self._samples, self._since_ns = [], time.perf_counter_ns()
 
     def _after_step(self, took_ns: int) -> None:
         self._times += 1

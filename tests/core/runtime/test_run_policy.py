@@ -6,7 +6,6 @@ import pytest
 
 from ltc_core.program.program import StepTimes, Tier
 from ltc_core.runtime import placement
-from ltc_core.runtime.habit import Rhythm
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.run_policy import RunPolicy
@@ -53,22 +52,6 @@ def test_one_slow_run_is_forgiven_in_time() -> None:
     for cost_ns in (10 * 100_000, *([10 * 1_000] * 12)):
         cost.note(cost_ns)
     assert cost.is_small
-
-
-def rhythms(reads: str) -> str:
-    """The rhythm after each cut of a script; `r`: a value was read since the one before."""
-    rhythm, found = Rhythm(), ""
-    for read in reads:
-        rhythm.was_read = read == "r"
-        rhythm.note_cut()
-        found += "r" if rhythm.is_waited else "."
-    return found
-
-
-def test_a_rhythm_changes_when_a_few_steps_in_a_row_are_of_the_other() -> None:
-    assert rhythms("rrrr....") == "..rrrr.."
-    assert rhythms(".........r" * 3) == "." * 30
-    assert rhythms("r." * 9) == "." * 18
 
 
 class FakeProgram:

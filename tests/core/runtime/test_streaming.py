@@ -202,15 +202,6 @@ def test_a_step_that_is_not_read_is_whole() -> None:
     assert parts() == before
 
 
-def test_a_script_that_reads_nothing_is_not_remembered() -> None:
-    """Programs of its cuts would be kept for ever, those that were evicted, too."""
-    x = torch.ones(4).to("ltc")
-    for _ in range(40):
-        x = x + 1
-        ltc.mark_step()
-    assert len(context(0).streaming._programs) <= streaming._MOST_PARTS + 1
-
-
 def test_what_is_measured_is_the_time_between_reads() -> None:
     trained("ltc", 30, next(widths))
     measured = context(0).streaming._whole_ns
