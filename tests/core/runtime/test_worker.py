@@ -268,12 +268,13 @@ def test_a_step_without_a_worker_thread_runs_where_it_is_cut(
     w = torch.ones(37, 3).to(ltc.lazy_device())
     refused = refuse_threads(monkeypatch, stopped._name, 2)
     with Counting() as counting:
-        for _ in range(4):  # the third step gets a thread
+        for _ in range(4):  # a later step gets a thread
             w.mul_(2).add_(1)
             ltc.mark_step()
         ltc.wait_device_ops()
     assert torch.equal(w.cpu(), torch.full((37, 3), 31.0))
-    assert len(refused) == 2  # one may be the release of the worker's OpenMP team
+    # A thread is asked for by the first step; by the second one if the first has taken long, or left an OpenMP team.
+    assert 1 <= len(refused) <= 2
     assert counting.so_far()["WorkerNotStarted"] >= 1
 
 
