@@ -10,24 +10,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ltc_core import debug, errors, metrics, progress, source
 from ltc_core.executors import make
-from ltc_core.executors.openmp import release_team, spin_briefly
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
-from ltc_core.program.program import Tier
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import fork_gate
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
-from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork, note_run
+from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork
+from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
 from ltc_core.runtime.reads import Reads
@@ -37,12 +36,12 @@ from ltc_core.runtime.worker import Job, Worker
 from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer, MemoryCounter
 from ltc_core.tensor.handles import Cell, Value
-from ltc_core.thread_state import in_own_state, num_dispatch_modes
+from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import slices
 from ltc_core.timeline.slices import Slice
 from ltc_core.uninterrupted import uninterrupted
 
-__all__ = ["DeviceContext", "forget_jobs"]
+__all__ = ["DeviceContext"]
 
 # Limit for the steps in a device's trie, about 2 KiB each: a program that never repeats itself must not use ever more.
 _TRIE_STEPS = 300_000
@@ -50,17 +49,6 @@ _TRIE_STEPS = 300_000
 _LONG_UPLOAD_BYTES = 1 << 29  # without a program in between: a model, not a batch
 
 _STEP_ENDS = frozenset({"MarkStep", "OptimizerStep", "Upload"})  # reasons for a cut
-
-# Name of a group -> the last job handed over that runs its collectives, and the index of that job's device.
-_last_jobs: dict[str, tuple[int, Job]] = {}
-_last_jobs_lock = threading.Lock()
-
-
-def forget_jobs() -> None:
-    """Forget the parent's jobs in a forked child. Renew the lock: another thread may have held it at the fork."""
-    global _last_jobs_lock
-    _last_jobs.clear()
-    _last_jobs_lock = threading.Lock()
 
 
 class DeviceContext:
@@ -82,7 +70,9 @@ class DeviceContext:
         self.trace.on_limit = self._on_limit
         self.executor.wait_for_programs = self.worker.drain
         self.failures: deque[Failure] = deque()
-        self._worker_has_team = False
+        self.launcher = Launcher(
+            self.device, self.executor, self.memory, self.worker, self.failures
+        )
         self._marked_ns = 0  # the last cut or wait
         self._uploads = progress.Series(f"uploading to {self.device}", at_least=_LONG_UPLOAD_BYTES)
         self._num_steps = 0  # that have ended
@@ -184,11 +174,8 @@ class DeviceContext:
             made = compiled.known_cut.make(step, self.trace, self.memory, native)
             if made is None:
                 return False
-            if compiled.policy.is_measuring(self.reads.is_waited):
-                self._choose(compiled, torch.get_num_threads(), Placement.HERE)
-            found, data, scalars, outputs = made
-            self._finish_in_cpp(
-                compiled, found, data, scalars, outputs, {}, started_ns, started_cpu_ns
+            self.launcher.finish_known(
+                compiled, made, started_ns, started_cpu_ns, self.reads.is_waited
             )
             self.compiler.note_found(compiled)
             self.reads.after_cut(compiled)
@@ -202,12 +189,7 @@ class DeviceContext:
         """Whether nothing is to happen at a cut but a run in this thread."""
         is_seen = slices.on is not None
         is_whole = self.streaming.is_whole and not self.early.has_begun
-        return self.worker.is_idle and is_whole and not is_seen and self._is_alone
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether a run in this thread competes with no OpenMP team of the worker, and no dispatch mode sees it."""
-        return not self._worker_has_team and not num_dispatch_modes()
+        return self.worker.is_idle and is_whole and not is_seen and self.launcher.is_alone
 
     def _note_shapes(self) -> None:
         """Whether one graph may serve many sizes, and a common size gets a graph that is compiled."""
@@ -272,9 +254,21 @@ class DeviceContext:
         has_begun = self.early.after_cut(compiled)
         is_measured = self.early.is_measured(compiled)
         if has_begun and not is_measured:
-            self._choose(compiled, torch.get_num_threads(), Placement.WORKER)
+            self.launcher.choose(
+                compiled, torch.get_num_threads(), self.reads.is_waited, Placement.WORKER
+            )
         is_handed = goes_on or has_begun or is_measured
-        job = self._launch(compiled, cut, is_awaited, seen, is_handed)
+        if seen is not None:
+            self._note_counters()
+        job = self.launcher.launch(
+            compiled,
+            cut,
+            is_awaited=is_awaited,
+            is_waited=self.reads.is_waited,
+            is_handed=is_handed,
+            seen=seen,
+            step=self._num_steps,
+        )
         self.streaming.after_cut(goes_on)
         if self.trace.steps > _TRIE_STEPS:
             self.trace.forget()
@@ -298,218 +292,10 @@ class DeviceContext:
                 buffer = Buffer.ready(self.memory, data, buffer.nbytes)
             value.buffer = buffer
 
-    def _launch(
-        self,
-        compiled: CompiledGraph,
-        cut: Cut,
-        is_awaited: bool,
-        seen: Slice | None,
-        is_handed: bool,
-    ) -> Job | None:
-        """Run a program on the values of a cut. None if it has run already, in this thread.
-
-        Args:
-            is_handed: the worker is to run it.
-        """
-        num_threads = torch.get_num_threads()
-        placement = Placement.WORKER
-        if not is_handed:
-            placement = self._placement(compiled, num_threads, is_awaited)
-        if placement is Placement.HERE and not self.worker.is_idle:
-            placement = Placement.WORKER  # the next cut waits for it before the lock is taken
-        if placement is not Placement.HERE and not self.worker.start():
-            metrics.count("WorkerNotStarted")  # slower, but no value is lost
-            placement = Placement.HERE
-        if placement is Placement.SPARING:
-            num_threads -= 1
-        inputs = [cut.inputs[k][2] for k in compiled.input_slots]
-        cut.inputs = []  # those that are donated die at their last use
-        outputs = self._output_buffers(compiled, cut, inputs)
-        if placement is Placement.HERE and seen is None:
-            native = self._native(compiled, inputs)
-            if native is not None:
-                self._run_in_cpp(compiled, native, cut, inputs, outputs)
-                return None
-        launch = self._new_launch(compiled, inputs, cut.scalars, cut.sized, outputs, num_threads)
-        if seen is not None:
-            launch.arrow, launch.step = seen.send_arrow(), self._num_steps
-            self._note_counters()
-        earlier = self._stand_in_line(compiled.lines, launch) if compiled.lines else []
-        if placement is Placement.HERE and not earlier:
-            with metrics.timer("ExecuteHere"):
-                self._release_team_of_worker()
-                is_done = launch.begin()
-            if is_done:
-                return launch
-            # It blocks on other processes: the worker runs the rest while the next step is recorded.
-        launch.run_after(earlier)
-        for buffer in outputs:
-            buffer.made_by(launch)
-        release_team()
-        self._worker_has_team |= num_threads > 1
-        try:
-            self.worker.submit(launch)
-        except BaseException as error:  # an interrupt, or no thread: nobody will run it
-            no_thread = isinstance(error, Exception)
-            failed = errors.op_error(
-                error,
-                what=f"a program was not handed over on {self.device}",
-                got=f"{threading.active_count()} Python threads in this process"
-                if no_thread
-                else "",
-                next="end other threads or raise their limit (ulimit -u)" if no_thread else "",
-            )
-            launch.resolve(failed)
-            launch.cancel()
-            if no_thread:
-                raise errors.to_raise(failed) from error
-            raise
-        return launch
-
-    def _native(self, compiled: CompiledGraph, inputs: Sequence[Buffer]) -> Any | None:
-        """The program in C++, if it needs nothing that a `Launch` is for: other threads and processes, lost inputs."""
-        can_run = not compiled.lines and self._is_alone
-        if not can_run or any(buffer.data is None for buffer in inputs):
-            return None
-        return compiled.program.native
-
-    def _run_in_cpp(
-        self,
-        compiled: CompiledGraph,
-        native: Any,
-        cut: Cut,
-        inputs: list[Buffer],
-        outputs: list[Buffer],
-    ) -> None:
-        """Run a program in this thread. Cost: a fifth of a `Launch`."""
-        data = [buffer.data for buffer in inputs]
-        inputs.clear()
-        self.memory.note_peak(compiled.peak_bytes(cut.sized))
-        started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        try:
-            found = native.run(data, cut.scalars)
-        except BaseException as error:
-            found = error
-        self._finish_in_cpp(
-            compiled, found, data, cut.scalars, outputs, cut.sized, started_ns, started_cpu_ns
-        )
-        if compiled.known_cut is not None:
-            cut.path.known = compiled
-
-    def _finish_in_cpp(
-        self,
-        compiled: CompiledGraph,
-        found: Any,
-        data: list[Any],
-        scalars: list[Any],
-        outputs: list[Buffer],
-        sized: Mapping[int, TensorMeta],
-        started_ns: int,
-        started_cpu_ns: int,
-    ) -> None:
-        """Fill the output buffers with what a program in C++ returned, or fail them with what it raised."""
-        try:
-            results = compiled.program.results_of(found, data, scalars)
-        except BaseException as failure:
-            self._new_launch(compiled, [], scalars, sized, outputs, 1).fail(failure)
-            return
-        for buffer, result in zip(outputs, results, strict=True):
-            buffer.set(result)
-        elapsed_ns = time.perf_counter_ns() - started_ns
-        note_run(compiled, time.thread_time_ns() - started_cpu_ns, elapsed_ns, settings.eager)
-        metrics.observe("ExecuteHere", elapsed_ns)
-
-    def _new_launch(
-        self,
-        compiled: CompiledGraph,
-        inputs: list[Buffer],
-        scalars: list[Any],
-        sized: Mapping[int, TensorMeta],
-        outputs: list[Buffer],
-        num_threads: int,
-    ) -> Launch:
-        return Launch(
-            self.device,
-            self.memory,
-            compiled,
-            inputs,
-            scalars,
-            sized,
-            outputs,
-            self.failures,
-            num_threads,
-        )
-
     def _note_counters(self) -> None:
         if slices.on is not None:
             slices.on.note_counter(self._memory_curve, self.memory.used_bytes)
             slices.on.note_counter(self._programs_curve, len(self.compiler))
-
-    def _output_buffers(
-        self, compiled: CompiledGraph, cut: Cut, inputs: Sequence[Buffer]
-    ) -> list[Buffer]:
-        """Assign buffers to the live values; a program may reuse the memory of donated inputs."""
-        outputs = []
-        more_bytes = 0
-        for (index, value), (nbytes, taken) in zip(cut.alive, compiled.outputs, strict=True):
-            if index in cut.sized:
-                nbytes = self.executor.nbytes(cut.sized[index])
-            buffer = value.buffer = Buffer(self.memory, nbytes)
-            more_bytes += nbytes if taken < 0 else nbytes - inputs[taken].mark_donated()
-            outputs.append(buffer)
-        self.memory.add(more_bytes)
-        return outputs
-
-    def _stand_in_line(self, lines: Sequence[str], job: Job) -> list[Job]:
-        """The jobs of other devices that run collectives of these lines and were handed over before this job.
-
-        All members of a group must run its collectives in one order, whichever device recorded them.
-        """
-        found = []
-        with _last_jobs_lock:
-            for line in lines:
-                index, last = _last_jobs.get(line, (self.device.index, job))
-                if index != self.device.index and not last.is_done:
-                    found.append(last)
-                _last_jobs[line] = self.device.index, job
-        return found
-
-    def _placement(self, compiled: CompiledGraph, num_threads: int, is_awaited: bool) -> Placement:
-        cost, tier = compiled.policy.cost, compiled.program.tier
-        # Else it waits for other processes before anything runs.
-        may_be_here = tier is Tier.COMPILED or not compiled.lines
-        if tier is Tier.OP_BY_OP:
-            is_here = may_be_here and cost.is_small and self.worker.is_idle
-            return Placement.HERE if is_here else Placement.WORKER
-        is_short = tier is Tier.REPLAY and may_be_here and cost.is_quicker_here(is_awaited)
-        placement = self._choose(compiled, num_threads, Placement.HERE if is_short else None)
-        spin_briefly(placement is Placement.YIELDING)
-        is_here = placement is Placement.HERE
-        return Placement.WORKER if is_here and not may_be_here else placement
-
-    def _choose(
-        self, compiled: CompiledGraph, num_threads: int, given: Placement | None
-    ) -> Placement:
-        """The placement of a launch, after which the program may be in another tier.
-
-        Where each run of the script is to round alike, neither threads nor tiers are chosen by time.
-        """
-        is_async = settings.compile == "async"
-        return compiled.policy.choose(
-            compiled.program,
-            time.perf_counter_ns(),
-            num_threads,
-            self.reads.is_waited,
-            is_async,
-            given,
-        )
-
-    def _release_team_of_worker(self) -> None:
-        """Free the OpenMP threads of the worker, which is idle."""
-        # A worker that cannot start has no team either: it was stopped, or is the parent's.
-        if self._worker_has_team and self.worker.start():
-            self.worker.submit(Job(release_team))
-            self._worker_has_team = False
 
     # -- forking -------------------------------------------------------------------------------
 
@@ -573,10 +359,8 @@ class DeviceContext:
             DeviceError: a finalizer reads a value that is not computed yet, in the thread that computes it.
             LtcError: the op that computes the value failed.
         """
-        if (
-            self.streaming.is_in_parts and self.reads.is_of_reader
-        ):  # the value may be an earlier part's
-            self.cut(reason)
+        if self.streaming.is_in_parts and self.reads.is_of_reader:
+            self.cut(reason)  # the value may be that of an earlier part
         with self.trace.lock:
             value = cell.value
             if value.buffer is None and value.epoch != self.trace.epoch:

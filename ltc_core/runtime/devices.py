@@ -23,7 +23,8 @@ from ltc_core.graph.lens import apply_lens
 from ltc_core.graph.passes import count_ops
 from ltc_core.report import recording
 from ltc_core.runtime import fork_gate
-from ltc_core.runtime.device_context import DeviceContext, forget_jobs
+from ltc_core.runtime.device_context import DeviceContext
+from ltc_core.runtime.launcher import forget_jobs
 from ltc_core.settings import settings
 from ltc_core.tensor.handles import Cell, Handle, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltc_core as ltc
-from ltc_core.runtime.device_context import DeviceContext
+from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 from ltc_core.thread_state import in_own_state
 from tests.compiled_cache import empty_cache
@@ -70,7 +70,7 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.fixture(params=[Placement.HERE, Placement.WORKER])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run programs in the thread that cuts, or in the worker."""
-    monkeypatch.setattr(DeviceContext, "_placement", lambda *args: request.param)
+    monkeypatch.setattr(Launcher, "placement", lambda *args: request.param)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -233,9 +233,9 @@ def test_compiled_programs(tmp_path: Path) -> None:
         """
         from torch.utils._python_dispatch import TorchDispatchMode
         from ltc_core import metrics
-        from ltc_core.runtime.device_context import DeviceContext
+        from ltc_core.runtime.launcher import Launcher
         from ltc_core.runtime.placement import Placement
-        DeviceContext._placement = lambda *args: Placement.HERE
+        Launcher.placement = lambda *args: Placement.HERE
         class Mode(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                 raise AssertionError(func)

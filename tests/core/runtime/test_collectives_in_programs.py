@@ -12,7 +12,7 @@ from ltc_core.errors import LtcError
 from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.program.failure import NodeFailure, Salvaged
 from ltc_core.runtime import devices
-from ltc_core.runtime.device_context import DeviceContext
+from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 
 
@@ -39,7 +39,7 @@ class Others:
 def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
     ltc.wait_device_ops()
     found = Others()
-    monkeypatch.setattr(DeviceContext, "_placement", lambda *args: Placement.HERE)
+    monkeypatch.setattr(Launcher, "placement", lambda *args: Placement.HERE)
     monkeypatch.setattr(TieredProgram, "run_in_steps", lambda *args: found.run(*args))
     yield found
     found.came.set()

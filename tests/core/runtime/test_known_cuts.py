@@ -15,6 +15,7 @@ from ltc_core.executors.reference import replay
 from ltc_core.runtime import run_cost
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
@@ -69,10 +70,12 @@ def test_beside_a_program_in_the_worker(
 ) -> None:
     """One thread has no OpenMP team, which would keep the cores from the program here."""
 
-    def placed(self: Any, compiled: Any, num_threads: int, is_awaited: bool) -> Placement:
+    def placed(
+        self: Any, compiled: Any, num_threads: int, is_awaited: bool, is_waited: bool
+    ) -> Placement:
         return Placement.HERE if is_awaited else Placement.WORKER
 
-    monkeypatch.setattr(DeviceContext, "_placement", placed)
+    monkeypatch.setattr(Launcher, "placement", placed)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -11,6 +11,7 @@ from ltc_core.executors.reference import replay
 from ltc_core.runtime import run_cost
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.launcher import Launcher
 from ltc_core.settings import settings
 
 pytestmark = pytest.mark.skipif(replay.extension.load() is None, reason="no C++ compiler")
@@ -22,13 +23,13 @@ Read = Callable[[], float]
 def runs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[int]]:
     """How many ops each program had that ran without a launch."""
     found: list[int] = []
-    plain = DeviceContext._finish_in_cpp
+    plain = Launcher.finish_in_cpp
 
-    def counted(self: DeviceContext, compiled, *args) -> None:  # type: ignore[no-untyped-def]
+    def counted(self: Launcher, compiled, *args) -> None:  # type: ignore[no-untyped-def]
         found.append(len(compiled.graph.nodes))
         plain(self, compiled, *args)
 
-    monkeypatch.setattr(DeviceContext, "_finish_in_cpp", counted)
+    monkeypatch.setattr(Launcher, "finish_in_cpp", counted)
     if request.param == "each cut in Python":
         monkeypatch.setattr(DeviceContext, "_cut_known", lambda *args: False)
     monkeypatch.setattr(run_cost, "_AWAITED_NS", 1 << 62)  # however busy the machine is

@@ -1,0 +1,309 @@
+"""Launches programs: each runs in C++ in this thread, as a `Launch` there, or as one in the worker.
+
+One for each device, called by `device_context` with what a cut has given; `run_policy` says which is quicker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ltc_core import errors, metrics
+from ltc_core.executors import Executor
+from ltc_core.executors.openmp import release_team, spin_briefly
+from ltc_core.graph.ir import TensorMeta
+from ltc_core.program.program import Tier
+from ltc_core.record.trace import Cut
+from ltc_core.runtime.launch import Failure, Launch, note_run
+from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.program_cache import CompiledGraph
+from ltc_core.runtime.worker import Job, Worker
+from ltc_core.settings import settings
+from ltc_core.tensor.buffer import Buffer, MemoryCounter
+from ltc_core.thread_state import num_dispatch_modes
+from ltc_core.timeline.slices import Slice
+
+__all__ = ["Launcher", "forget_jobs"]
+
+# Name of a group -> the last job handed over that runs its collectives, and the index of that job's device.
+_last_jobs: dict[str, tuple[int, Job]] = {}
+_last_jobs_lock = threading.Lock()
+
+
+def forget_jobs() -> None:
+    """Forget the parent's jobs in a forked child. Renew the lock: another thread may have held it at the fork."""
+    global _last_jobs_lock
+    _last_jobs.clear()
+    _last_jobs_lock = threading.Lock()
+
+
+class Launcher:
+    """The launches of one device.
+
+    Args:
+        device: the device.
+        executor, memory, worker: its own.
+        failures: where launches note what failed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        executor: Executor,
+        memory: MemoryCounter,
+        worker: Worker,
+        failures: deque[Failure],
+    ) -> None:
+        self._device = device
+        self._executor = executor
+        self._memory = memory
+        self._worker = worker
+        self._failures = failures
+        self._worker_has_team = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a run in this thread competes with no OpenMP team of the worker, and no dispatch mode sees it."""
+        return not self._worker_has_team and not num_dispatch_modes()
+
+    def launch(
+        self,
+        compiled: CompiledGraph,
+        cut: Cut,
+        *,
+        is_awaited: bool,
+        is_waited: bool,
+        is_handed: bool,
+        seen: Slice | None,
+        step: int,
+    ) -> Job | None:
+        """Run a program on the values of a cut. None if it has run already, in this thread.
+
+        Args:
+            is_awaited: the caller is going to wait for the job.
+            is_waited: the rhythm of steps.
+            is_handed: the worker is to run it.
+            seen: the slice of the cut, if somebody watches.
+            step: the number of the step.
+        """
+        num_threads = torch.get_num_threads()
+        placement = Placement.WORKER
+        if not is_handed:
+            placement = self.placement(compiled, num_threads, is_awaited, is_waited)
+        if placement is Placement.HERE and not self._worker.is_idle:
+            placement = Placement.WORKER  # the next cut waits for it before the lock is taken
+        if placement is not Placement.HERE and not self._worker.start():
+            metrics.count("WorkerNotStarted")  # slower, but no value is lost
+            placement = Placement.HERE
+        if placement is Placement.SPARING:
+            num_threads -= 1
+        inputs = [cut.inputs[k][2] for k in compiled.input_slots]
+        cut.inputs = []  # those that are donated die at their last use
+        outputs = self._output_buffers(compiled, cut, inputs)
+        if placement is Placement.HERE and seen is None:
+            native = self._native(compiled, inputs)
+            if native is not None:
+                self._run_in_cpp(compiled, native, cut, inputs, outputs)
+                return None
+        launch = self._new_launch(compiled, inputs, cut.scalars, cut.sized, outputs, num_threads)
+        if seen is not None:
+            launch.arrow, launch.step = seen.send_arrow(), step
+        earlier = self._stand_in_line(compiled.lines, launch) if compiled.lines else []
+        if placement is Placement.HERE and not earlier:
+            with metrics.timer("ExecuteHere"):
+                self._release_team_of_worker()
+                is_done = launch.begin()
+            if is_done:
+                return launch
+            # It blocks on other processes: the worker runs the rest while the next step is recorded.
+        launch.run_after(earlier)
+        for buffer in outputs:
+            buffer.made_by(launch)
+        release_team()
+        self._worker_has_team |= num_threads > 1
+        try:
+            self._worker.submit(launch)
+        except BaseException as error:  # an interrupt, or no thread: nobody will run it
+            no_thread = isinstance(error, Exception)
+            failed = errors.op_error(
+                error,
+                what=f"a program was not handed over on {self._device}",
+                got=f"{threading.active_count()} Python threads in this process"
+                if no_thread
+                else "",
+                next="end other threads or raise their limit (ulimit -u)" if no_thread else "",
+            )
+            launch.resolve(failed)
+            launch.cancel()
+            if no_thread:
+                raise errors.to_raise(failed) from error
+            raise
+        return launch
+
+    def _native(self, compiled: CompiledGraph, inputs: Sequence[Buffer]) -> Any | None:
+        """The program in C++, if it needs nothing that a `Launch` is for: other threads and processes, lost inputs."""
+        can_run = not compiled.lines and self.is_alone
+        if not can_run or any(buffer.data is None for buffer in inputs):
+            return None
+        return compiled.program.native
+
+    def _run_in_cpp(
+        self,
+        compiled: CompiledGraph,
+        native: Any,
+        cut: Cut,
+        inputs: list[Buffer],
+        outputs: list[Buffer],
+    ) -> None:
+        """Run a program in this thread. Cost: a fifth of a `Launch`."""
+        data = [buffer.data for buffer in inputs]
+        inputs.clear()
+        self._memory.note_peak(compiled.peak_bytes(cut.sized))
+        started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+        try:
+            found = native.run(data, cut.scalars)
+        except BaseException as error:
+            found = error
+        self.finish_in_cpp(
+            compiled, found, data, cut.scalars, outputs, cut.sized, started_ns, started_cpu_ns
+        )
+        if compiled.known_cut is not None:
+            cut.path.known = compiled
+
+    def finish_known(
+        self,
+        compiled: CompiledGraph,
+        made: Any,
+        started_ns: int,
+        started_cpu_ns: int,
+        is_waited: bool,
+    ) -> None:
+        """Fill the output buffers of a cut and run that were one call of C++, which has returned `made`."""
+        if compiled.policy.is_measuring(is_waited):
+            self.choose(compiled, torch.get_num_threads(), is_waited, Placement.HERE)
+        found, data, scalars, outputs = made
+        self.finish_in_cpp(compiled, found, data, scalars, outputs, {}, started_ns, started_cpu_ns)
+
+    def finish_in_cpp(
+        self,
+        compiled: CompiledGraph,
+        found: Any,
+        data: list[Any],
+        scalars: list[Any],
+        outputs: list[Buffer],
+        sized: Mapping[int, TensorMeta],
+        started_ns: int,
+        started_cpu_ns: int,
+    ) -> None:
+        """Fill the output buffers with what a program in C++ returned, or fail them with what it raised."""
+        try:
+            results = compiled.program.results_of(found, data, scalars)
+        except BaseException as failure:
+            self._new_launch(compiled, [], scalars, sized, outputs, 1).fail(failure)
+            return
+        for buffer, result in zip(outputs, results, strict=True):
+            buffer.set(result)
+        elapsed_ns = time.perf_counter_ns() - started_ns
+        note_run(compiled, time.thread_time_ns() - started_cpu_ns, elapsed_ns, settings.eager)
+        metrics.observe("ExecuteHere", elapsed_ns)
+
+    def _new_launch(
+        self,
+        compiled: CompiledGraph,
+        inputs: list[Buffer],
+        scalars: list[Any],
+        sized: Mapping[int, TensorMeta],
+        outputs: list[Buffer],
+        num_threads: int,
+    ) -> Launch:
+        return Launch(
+            self._device,
+            self._memory,
+            compiled,
+            inputs,
+            scalars,
+            sized,
+            outputs,
+            self._failures,
+            num_threads,
+        )
+
+    def _output_buffers(
+        self, compiled: CompiledGraph, cut: Cut, inputs: Sequence[Buffer]
+    ) -> list[Buffer]:
+        """Assign buffers to the live values; a program may reuse the memory of donated inputs."""
+        outputs = []
+        more_bytes = 0
+        for (index, value), (nbytes, taken) in zip(cut.alive, compiled.outputs, strict=True):
+            if index in cut.sized:
+                nbytes = self._executor.nbytes(cut.sized[index])
+            buffer = value.buffer = Buffer(self._memory, nbytes)
+            more_bytes += nbytes if taken < 0 else nbytes - inputs[taken].mark_donated()
+            outputs.append(buffer)
+        self._memory.add(more_bytes)
+        return outputs
+
+    def _stand_in_line(self, lines: Sequence[str], job: Job) -> list[Job]:
+        """The jobs of other devices that run collectives of these lines and were handed over before this job.
+
+        All members of a group must run its collectives in one order, whichever device recorded them.
+        """
+        found = []
+        with _last_jobs_lock:
+            for line in lines:
+                index, last = _last_jobs.get(line, (self._device.index, job))
+                if index != self._device.index and not last.is_done:
+                    found.append(last)
+                _last_jobs[line] = self._device.index, job
+        return found
+
+    def placement(
+        self, compiled: CompiledGraph, num_threads: int, is_awaited: bool, is_waited: bool
+    ) -> Placement:
+        """Where a program runs."""
+        cost, tier = compiled.policy.cost, compiled.program.tier
+        # Else it waits for other processes before anything runs.
+        may_be_here = tier is Tier.COMPILED or not compiled.lines
+        if tier is Tier.OP_BY_OP:
+            is_here = may_be_here and cost.is_small and self._worker.is_idle
+            return Placement.HERE if is_here else Placement.WORKER
+        is_short = tier is Tier.REPLAY and may_be_here and cost.is_quicker_here(is_awaited)
+        placement = self.choose(
+            compiled, num_threads, is_waited, Placement.HERE if is_short else None
+        )
+        spin_briefly(placement is Placement.YIELDING)
+        is_here = placement is Placement.HERE
+        return Placement.WORKER if is_here and not may_be_here else placement
+
+    def choose(
+        self,
+        compiled: CompiledGraph,
+        num_threads: int,
+        is_waited: bool,
+        given: Placement | None = None,
+    ) -> Placement:
+        """The placement of a launch, after which the program may be in another tier.
+
+        Where each run of the script is to round alike, neither threads nor tiers are chosen by time.
+        """
+        is_async = settings.compile == "async"
+        return compiled.policy.choose(
+            compiled.program,
+            time.perf_counter_ns(),
+            num_threads,
+            is_waited,
+            is_async,
+            given,
+        )
+
+    def _release_team_of_worker(self) -> None:
+        """Free the OpenMP threads of the worker, which is idle."""
+        # A worker that cannot start has no team either: it was stopped, or is the parent's.
+        if self._worker_has_team and self._worker.start():
+            self._worker.submit(Job(release_team))
+            self._worker_has_team = False
