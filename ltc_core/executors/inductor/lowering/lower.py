@@ -197,8 +197,13 @@ class _Retrace(Retrace):
         return super().run(*inputs)
 
     def call_node(self, node: Node) -> None:
-        with traceback.annotate({_POSITION: next(self._positions)}):
+        # As `traceback.annotate`, which PyTorch 2.9 does not have.
+        of_new_nodes = traceback.get_current_meta()
+        of_new_nodes["custom"] = {_POSITION: next(self._positions)}
+        try:
             super().call_node(node)
+        finally:
+            del of_new_nodes["custom"]
 
     def call(self, node: Node, op: Callable[..., Any], args: list[Any], kwargs: Any) -> Any:
         for position in _CONVOLUTIONS.get(node.op, ()):
