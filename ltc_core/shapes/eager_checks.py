@@ -109,6 +109,8 @@ _REFUSED: dict[str, Callable[..., bool]] = {
     "convolution": _convolution,
     "random_": _random_range,
     "uniform_": lambda x, low=0.0, high=1.0, *rest: low > high,
+    # PyTorch 2.9 divides by it.
+    "avg_pool3d": lambda *args: len(args) > 6 and args[6] == 0,
 }
 
 # Ops that are tried on stand-ins of the operands' shapes: floats are 1, integers (indices) 0.
@@ -293,9 +295,23 @@ def _failure(
     }
     if schema.draws:
         named["generator"] = torch.Generator()  # the process's own generator must not advance
+    positional = map_leaves(tensor, list(args))
+    _fill_pivots(schema, positional, named)
     try:
         # Its warnings reach the user: catch_warnings changes the filters of all threads and may leave them changed.
-        schema.op(*map_leaves(tensor, list(args)), **named)
+        schema.op(*positional, **named)
     except Exception as error:
         return error
     return None
+
+
+def _fill_pivots(schema: OpSchema, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Fill pivots among stand-ins with legal numbers.
+
+    LAPACK counts rows from 1, and checks nothing before it swaps them: with 0 it writes outside of the matrix.
+    """
+    for position, argument in enumerate(schema.op._schema.arguments):
+        if argument.name.endswith("pivots"):
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(given, torch.Tensor):
+                given.fill_(1)

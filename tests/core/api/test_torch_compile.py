@@ -218,6 +218,9 @@ def looped(device: Any) -> list[torch.Tensor]:
     return found + list(torch.autograd.grad(cast(torch.Tensor, loss), [x, scale]))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 10), reason="eager's gradient of associative_scan is wrong in 2.9"
+)
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # PyTorch's, on the CPU

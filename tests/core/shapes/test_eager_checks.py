@@ -6,11 +6,13 @@ CPU because a check was too strict, and gives eager's answer.
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltc_core as ltc
 from ltc_core.graph.op_schema import OpSchema
@@ -343,6 +345,30 @@ def test_large_memory_that_is_shared_is_not_copied_for_a_check() -> None:
     assert counted.fallbacks == {}
     with pytest.raises(RuntimeError, match="single memory location"):
         x[1:].add_(x[:-1])
+
+
+class Pivots(TorchDispatchMode):
+    """The second operands of the calls within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname.endswith("_solve"):
+            self.seen.append(args[1].tolist())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", [aten.linalg_ldl_solve.default, aten.linalg_lu_solve.default])
+def test_pivots_of_a_rehearsal_are_rows_of_the_matrix(op: torch._ops.OpOverload) -> None:
+    """LAPACK swaps the rows that they name, whatever memory that is."""
+    eager_checks._with_kernel.clear()
+    operands = torch.eye(3), torch.tensor([2, 3, 3], dtype=torch.int32), torch.ones(3, 2)
+    with Pivots() as pivots:
+        assert not eager_checks.is_refused(OpSchema.of(op), operands, {})
+    assert pivots.seen == [[1, 1, 1]]
+    assert operands[1].tolist() == [2, 3, 3]
 
 
 def test_a_rehearsal_changes_no_filters(monkeypatch: pytest.MonkeyPatch) -> None:
