@@ -109,8 +109,6 @@ _REFUSED: dict[str, Callable[..., bool]] = {
     "convolution": _convolution,
     "random_": _random_range,
     "uniform_": lambda x, low=0.0, high=1.0, *rest: low > high,
-    # PyTorch 2.9 divides by it.
-    "avg_pool3d": lambda *args: len(args) > 6 and args[6] == 0,
 }
 
 # Ops that are tried on stand-ins of the operands' shapes: floats are 1, integers (indices) 0.
@@ -124,7 +122,7 @@ _REHEARSED = frozenset(
         "mse_loss", "smooth_l1_loss_backward", "huber_loss_backward", "mse_loss_backward",
         "_prelu_kernel", "argmax", "argmin", "_log_softmax", "_softmax", "_safe_softmax", "histc",
         "dist", "max_unpool2d", "max_unpool3d", "linalg_solve_triangular", "normal",
-        "binary_cross_entropy_with_logits", "_trilinear", "polar", "complex",
+        "binary_cross_entropy_with_logits", "_trilinear", "polar", "complex", "avg_pool3d",
     }
 )  # fmt: skip
 
