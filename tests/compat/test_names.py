@@ -85,8 +85,32 @@ def twice(v):
     return v * 2
 
 assert twice(t).tolist() == [0, 2, 4, 6]
-with pytest.raises(RuntimeError, match="Unexpected execution happens inside"), torch_xla.compile(full_graph=True):
-    (t + 5).tolist()
+reached = []
+
+@torch_xla.compile(full_graph=True)
+def synced(v):
+    v = v + 5
+    reached.append(1)
+    torch_xla.sync()  # two graphs: the error is here, not at the end
+    reached.append(2)
+
+forbidden = "Unexpected execution happens inside the compiled function, exiting"
+with pytest.raises(RuntimeError, match=forbidden):
+    synced(t)
+assert reached == [1] and torch_xla._XLAC._get_allow_execution()
+with torch_xla.compile(full_graph=True):
+    more = t + 5
+    with pytest.raises(RuntimeError, match=forbidden):
+        more.tolist()
+    assert not torch_xla._XLAC._get_allow_execution()
+    with pytest.raises(RuntimeError, match=forbidden), torch_xla.compile():  # which clears what is pending
+        pass
+assert more.tolist() == [5, 6, 7, 8]
+torch_xla._XLAC._set_allow_execution(False)
+with pytest.raises(RuntimeError, match=forbidden):
+    print(t * 3)
+torch_xla._XLAC._set_allow_execution(True)
+assert (t * 3).tolist() == [0, 3, 6, 9]
 grow = torch_xla.compile(lambda n: torch.ones(n, device="xla") + 1, max_different_graphs=2)
 with pytest.raises(RuntimeError, match="Maximum number of different graphs allowed per function exceeded: 2"):
     for n in range(1, 5):

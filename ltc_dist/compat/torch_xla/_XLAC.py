@@ -10,6 +10,7 @@ import ltc_core as ltc
 from ltc_core import metrics, source
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError, with_notes
+from ltc_core.runtime import execution_gate
 from ltc_core.runtime.devices import contexts
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
@@ -21,6 +22,7 @@ from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_tex
 __all__ = [
     "_clear_xla_counters",
     "_clear_xla_metrics",
+    "_get_allow_execution",
     "_get_executed_fallback_ops",
     "_get_git_revs",
     "_get_graph_hash",
@@ -31,6 +33,7 @@ __all__ = [
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
+    "_set_allow_execution",
     "_short_xla_metrics_report",
     "_xla_counter_names",
     "_xla_counter_value",
@@ -77,6 +80,18 @@ _get_xla_sharding_spec = sharding_text
 
 def _xla_metrics_report() -> str:
     return ltc.metrics.metrics_report()
+
+
+def _set_allow_execution(allow_execution: bool) -> None:
+    """Say whether ops may run. While they may not, a line that would run them is an error; for all threads."""
+    if allow_execution:
+        execution_gate.open()
+    else:
+        execution_gate.close()
+
+
+def _get_allow_execution() -> bool:
+    return not execution_gate.is_closed
 
 
 def _xla_dot_general(
