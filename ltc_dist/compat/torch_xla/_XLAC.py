@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,9 @@ from ltc_core import metrics, source
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError, with_notes
 from ltc_core.runtime import execution_gate
-from ltc_core.runtime.devices import contexts
+from ltc_core.runtime.devices import context_of, contexts
+from ltc_core.tensor.handles import Handle, base_of
+from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_builder, xla_model
@@ -33,8 +36,10 @@ __all__ = [
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
+    "_init_xla_lazy_backend",
     "_set_allow_execution",
     "_short_xla_metrics_report",
+    "_unsafe_buffer_pointer",
     "_xla_counter_names",
     "_xla_counter_value",
     "_xla_dot_general",
@@ -132,6 +137,35 @@ def _get_git_revs() -> dict[str, str]:
     return {"xla": __xla_gitrev__, "torch": torch.version.git_version or torch.__version__}
 
 
+@functools.cache
+def _init_xla_lazy_backend() -> None:
+    """Does nothing but count its first call, as there: the device is registered at the import."""
+    metrics.count("RegisterXLAFunctions")
+
+
+def _unsafe_buffer_pointer(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor has or is a view of; valid until the tensor changes or is gone.
+
+    Cost: waits for the tensor's value.
+    """
+    handle = _handle(tensor)
+    data = context_of(handle).value_data(base_of(handle), "_unsafe_buffer_pointer")
+    if isinstance(data, torch.Tensor):
+        return data.untyped_storage().data_ptr()
+    return int(data.unsafe_buffer_pointer())  # an array of JAX
+
+
+def _handle(tensor: torch.Tensor) -> Handle:
+    if not isinstance(tensor, LazyTensor):
+        raise DeviceMismatchError(
+            "the tensor is not on the device",
+            got=f"{list(tensor.shape)} on {tensor.device}",
+            where=source.user_line(),
+            next="t.to('xla')",
+        )
+    return tensor._h
+
+
 def _xla_get_default_device() -> str:
     return str(ltc.lazy_device())
 
@@ -203,8 +237,8 @@ def _xla_user_computation(
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """The pending graph in the format of `ltc_core.dump_ir`: there is no HLO."""
-    return ltc.dump_ir(tensors)
+    """The same as `_get_xla_tensors_text`: there is no HLO, but shapes and dtypes have XLA's names."""
+    return _get_xla_tensors_text(tensors)
 
 
 def _xla_get_replication_devices_count() -> int:
