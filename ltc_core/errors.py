@@ -10,6 +10,7 @@
     |- ShardingError (AssertionError)           a mesh does not fit the devices, or a spec does not fit a tensor
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
     |- ExecutionError (RuntimeError)            an op failed while the graph ran
+    |- ExecutionForbiddenError (RuntimeError)   recorded ops would run where the script says that they must not
     |- GraphError (AssertionError)              a graph is not well formed: a fault of ltc
     |- CheckpointError (RuntimeError)
     |  |- CheckpointFormatError (ValueError)    the file is damaged or not one of ours
@@ -124,6 +125,10 @@ class UnsupportedOpError(LtcError, NotImplementedError):
 
 class ExecutionError(LtcError, RuntimeError):
     """An op failed while its graph ran in the background."""
+
+
+class ExecutionForbiddenError(LtcError, RuntimeError):
+    """Recorded ops would run within a block that the script says is one graph."""
 
 
 class GraphError(LtcError, AssertionError):

@@ -22,7 +22,7 @@ from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
-from ltc_core.runtime import fork_gate
+from ltc_core.runtime import execution_gate, fork_gate
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
 from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork
@@ -96,10 +96,13 @@ class DeviceContext:
     # -- cutting -------------------------------------------------------------------------------
 
     def _on_limit(self) -> None:
-        if self.steps.end_if_due():
+        is_one_graph = execution_gate.is_closed
+        if not is_one_graph and self.steps.end_if_due():
             return
         if self.early.is_due:
             self.early.run_more()
+        elif is_one_graph:
+            return
         elif self.streaming.is_part_due:
             epoch = self.trace.epoch
             self.cut("Streaming")
@@ -114,11 +117,17 @@ class DeviceContext:
 
         Args:
             is_awaited: the caller is going to wait for the job.
+        Raises:
+            ExecutionForbiddenError: see `execution_gate`.
         Cost:
             compiles a graph that is new; blocks while `settings.max_pending_steps` jobs are waiting, or, where the
             program is to run in this thread, until the worker is idle.
         """
-        if not self.trace or self.worker.is_this_thread or self._cut_known(reason, is_awaited):
+        if not self.trace or self.worker.is_this_thread:
+            return None
+        if execution_gate.is_closed and not execution_gate.admits(reason):
+            return None
+        if self._cut_known(reason, is_awaited):
             return None
         if reason != "Streaming" and not self.early.has_begun:
             self._await_worker(is_awaited)

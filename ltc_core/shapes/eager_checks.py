@@ -53,6 +53,11 @@ def _empty_whole(x: Any, *rest: Any) -> bool:
     return x.numel() == 0 and not rest
 
 
+def _empty_dim(x: Any, dim: Any) -> bool:
+    is_dim = type(dim) is int and -x.dim() <= dim < x.dim()
+    return is_dim and x.numel() == 0 and x.shape[dim] == 0
+
+
 def _index_put(x: Any, indices: Any, values: Any, *rest: Any) -> bool:
     if values.dtype != x.dtype:
         return True
@@ -110,6 +115,9 @@ _REFUSED: dict[str, Callable[..., bool]] = {
     "random_": _random_range,
     "uniform_": lambda x, low=0.0, high=1.0, *rest: low > high,
 }
+
+# Reductions without an identity -> the dim that they reduce by default.
+_NEED_ELEMENTS = {"max": None, "median": None, "min": None, "mode": -1, "nanmedian": None}
 
 # Ops that are tried on stand-ins of the operands' shapes: floats are 1, integers (indices) 0.
 _REHEARSED = frozenset(
@@ -201,6 +209,10 @@ class _Memory:
 
 def is_refused(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether eager refuses this call although its meta kernel accepts it."""
+    if schema.name in _NEED_ELEMENTS:
+        dim = args[1] if len(args) > 1 else _NEED_ELEMENTS[schema.name]
+        if _empty_dim(args[0], dim):
+            return True
     refused = _REFUSED.get(schema.name)
     if refused is not None:
         return refused(*args)

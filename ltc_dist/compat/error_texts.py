@@ -249,6 +249,18 @@ def _expand(given: Arguments) -> str | None:
     return None
 
 
+def _of_elements(op: str) -> Callable[[Arguments], str | None]:
+    """PyTorch's text, where PyTorch raises an IndexError."""
+
+    def rule(given: Arguments) -> str | None:
+        x, dim = given["self"], given.get("dim")
+        if type(dim) is int and x.numel() == 0 and -x.dim() <= dim < x.dim() and not x.shape[dim]:
+            return f"{op}(): Expected reduction dim {dim % x.dim()} to have non-zero size."
+        return _broadcast(given)
+
+    return rule
+
+
 _RULES: dict[str, Callable[[Arguments], str | None]] = {
     "avg_pool2d": _pool(2),
     "avg_pool3d": _pool(3),
@@ -261,6 +273,8 @@ _RULES: dict[str, Callable[[Arguments], str | None]] = {
     "flip": _flip,
     "full": _full,
     "gather": _gather,
+    "max": _of_elements("max"),
+    "min": _of_elements("min"),
     "mm": _mm,
     "random": _random,
     "roll": _roll,

@@ -49,7 +49,6 @@ ALIASES: dict[str, str | Served] = {
     "torch_xla.experimental.gradient_accumulation": Served(
         "ltc_core.api.loops", ("gradient_accumulation",)
     ),
-    "torch_xla.experimental.scan_layers": Served("ltc_core.api.loops", ("scan_layers",)),
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": Served(
         "ltc_dist.spmd.fully_sharded", ("SpmdFullyShardedDataParallel",)
     ),

@@ -11,7 +11,8 @@ from itertools import chain
 
 import torch
 
-from ltc_core.graph.ir import Graph, Node, TensorMeta, references
+from ltc_core.graph.arguments import leaves
+from ltc_core.graph.ir import Graph, Node, Scalar, TensorMeta, references
 from ltc_dist.spmd import sharding_of
 
 __all__ = ["KINDS", "graph_text", "op_text", "shape_text", "sharding_text"]
@@ -32,7 +33,7 @@ def shape_text(meta: TensorMeta | torch.Tensor) -> str:
 
 
 def graph_text(graph: Graph, ready: Mapping[int, torch.Tensor], device: str) -> str:
-    """The nodes of a graph, in the order in which they were recorded.
+    """The numbers that ops were given, then inputs and nodes, in the order in which they were recorded.
 
     Args:
         ready: those of the tensors that have values: no node of the graph makes them. The others are its outputs.
@@ -44,6 +45,12 @@ def graph_text(graph: Graph, ready: Mapping[int, torch.Tensor], device: str) -> 
     shown: dict[int, str] = {}
     reads = {number for node in graph.nodes for number in references(node)} | set(graph.outputs)
     data = f"xla::device_data(), device={device}"
+    metas = graph.metas()
+    constants: dict[int, list[str]] = {}
+    for node in graph.nodes:
+        for _ in _scalars(node):
+            constants.setdefault(node.first, []).append(f"%{len(rows)}")
+            rows.append(f"{_scalar_kind(node, metas)}[] prim::Constant()")
     for number, meta in graph.inputs.items():
         if number in reads:
             shown[number] = f"%{len(rows)}"
@@ -54,10 +61,21 @@ def graph_text(graph: Graph, ready: Mapping[int, torch.Tensor], device: str) -> 
         here = f"%{len(rows)}"
         shown |= {n: here if len(outs) == 1 else f"{here}.{k}" for k, n in enumerate(outs)}
         name = _name(node)
-        operands = ", ".join(shown[number] for number in references(node))
+        tensors = (shown[number] for number in references(node))
+        operands = ", ".join([*tensors, *constants.get(node.first, ())])
         root = "".join(root_of.get(number, "") for number in outs)
         rows.append(f"{_results(outs)} {name}({operands}){root}")
     return "\n".join(["IR {", *(f"  %{k} = {row}" for k, row in enumerate(rows)), "}", ""])
+
+
+def _scalars(node: Node) -> list[Scalar]:
+    return [item for item in leaves(node.args, *node.kwargs.values()) if type(item) is Scalar]
+
+
+def _scalar_kind(node: Node, metas: Mapping[int, TensorMeta]) -> str:
+    """XLA's name of the dtype of an op's numbers: that of its first tensor, for a factory that of the result."""
+    found = [metas[number] for number in references(node)] + [m for m in node.outs if m is not None]
+    return KINDS.get(found[0].dtype, "f32") if found else "f32"
 
 
 def op_text(node: Node) -> str:

@@ -31,6 +31,8 @@ CALLS = {
     "torch.gather(x(2, 2), 1, x(4, 2).long())": "gather(): expected sizes of index [4, 2] to be smaller or equal "
     "those of "
     "input [2, 2] on all dimensions, except on dimension 1. However, that's not true on dimensions [0].",
+    "torch.max(x(2, 0, 4), dim=-2)": "max(): Expected reduction dim 1 to have non-zero size.",
+    "x(0).min(0)": "min(): Expected reduction dim 0 to have non-zero size.",
     "x(2).random_(3, 1)": "random_(): expected `from` (3) to be smaller than `to` (1).",
     "x(2).byte().random_(3, 300)": "random_(): expected `to` to be within the range [0, 255]. However got value 299, "
     "which "

@@ -85,8 +85,32 @@ def twice(v):
     return v * 2
 
 assert twice(t).tolist() == [0, 2, 4, 6]
-with pytest.raises(RuntimeError, match="Unexpected execution happens inside"), torch_xla.compile(full_graph=True):
-    (t + 5).tolist()
+reached = []
+
+@torch_xla.compile(full_graph=True)
+def synced(v):
+    v = v + 5
+    reached.append(1)
+    torch_xla.sync()  # two graphs: the error is here, not at the end
+    reached.append(2)
+
+forbidden = "Unexpected execution happens inside the compiled function, exiting"
+with pytest.raises(RuntimeError, match=forbidden):
+    synced(t)
+assert reached == [1] and torch_xla._XLAC._get_allow_execution()
+with torch_xla.compile(full_graph=True):
+    more = t + 5
+    with pytest.raises(RuntimeError, match=forbidden):
+        more.tolist()
+    assert not torch_xla._XLAC._get_allow_execution()
+    with pytest.raises(RuntimeError, match=forbidden), torch_xla.compile():  # which clears what is pending
+        pass
+assert more.tolist() == [5, 6, 7, 8]
+torch_xla._XLAC._set_allow_execution(False)
+with pytest.raises(RuntimeError, match=forbidden):
+    print(t * 3)
+torch_xla._XLAC._set_allow_execution(True)
+assert (t * 3).tolist() == [0, 3, 6, 9]
 grow = torch_xla.compile(lambda n: torch.ones(n, device="xla") + 1, max_different_graphs=2)
 with pytest.raises(RuntimeError, match="Maximum number of different graphs allowed per function exceeded: 2"):
     for n in range(1, 5):
@@ -160,6 +184,7 @@ assert both[0].weight is both[1].weight
 
 def test_faults_of_theirs_between_processes(tmp_path: Path) -> None:
     code = f"""{IMPORTS}
+import os
 import torch.distributed as dist
 from torch_xla._internal import pjrt
 
@@ -191,6 +216,11 @@ if __name__ == "__main__":
         context.join()
     xmp.spawn(nested, nprocs=2)
     assert pjrt.run_multiprocess(numbers, offset=5) == {{0: (True, 5.0, "xla"), 1: (True, 6.0, "xla")}}
+    for count in (1, 3):  # what the environment says now; never in this process
+        os.environ["CPU_NUM_DEVICES"] = str(count)
+        found = pjrt.run_multiprocess(os.getpid)
+        assert sorted(found) == list(range(count)) and os.getpid() not in found.values()
+    os.environ["CPU_NUM_DEVICES"] = "2"
     ranks = []
     pjrt.spawn_threads(lambda rank, name: ranks.append((rank, name, xm.get_ordinal(), xm.xla_device().index)), ("a",))
     assert sorted(ranks) == [(0, "a", 0, 0), (1, "a", 1, 1)]
@@ -218,11 +248,22 @@ assert _XLAC._get_xla_tensor_debug_info(torch.ones(2)).strip() == "Not a XLATens
 x2 = torch.ones(4, 2, dtype=torch.bfloat16).to("xla")
 assert _XLAC._get_xla_tensors_text([(x2 * 3).sum(), x2]).splitlines() == [
     "IR {{",
-    "  %0 = bf16[4,2]{{1,0}} xla::device_data(), device=CPU:0, ROOT=1",
-    "  %1 = bf16[4,2]{{1,0}} aten::mul(%0)",
-    "  %2 = bf16[] aten::sum(%1), ROOT=0",
+    "  %0 = bf16[] prim::Constant()",
+    "  %1 = bf16[4,2]{{1,0}} xla::device_data(), device=CPU:0, ROOT=1",
+    "  %2 = bf16[4,2]{{1,0}} aten::mul(%1, %0)",
+    "  %3 = bf16[] aten::sum(%2), ROOT=0",
     "}}",
 ]
+assert _XLAC._get_xla_tensors_text([torch.full((3,), 2, device="xla"), x2 > 0.5]).splitlines()[1:] == [
+    "  %0 = s64[] prim::Constant()",
+    "  %1 = bf16[] prim::Constant()",
+    "  %2 = bf16[4,2]{{1,0}} xla::device_data(), device=CPU:0",
+    "  %3 = s64[3]{{0}} aten::full(%0), ROOT=0",
+    "  %4 = pred[4,2]{{1,0}} aten::gt(%2, %1), ROOT=1",
+    "}}",
+]
+texts = _XLAC._get_xla_tensors_hlo([x2 * x2]), _XLAC._get_xla_tensors_hlo([x2 * x2.float()])
+assert "f32" not in texts[0] and "f32[4,2]" in texts[1]
 assert _XLAC._xla_get_cpu_tensors([x])[0].tolist() == [[2] * 3] * 2
 assert _XLAC._xla_get_tensor_id(x) == _XLAC._xla_get_tensor_id(x.view(-1)) != _XLAC._xla_get_tensor_id(x + 0)
 size = _XLAC._xla_get_tensor_dimension_size(x, 1)
@@ -237,7 +278,7 @@ assert dlpack.from_dlpack(torch.arange(3)).tolist() == [0, 1, 2]
 assert _XLAC._xla_set_default_device("xla:1") == "xla:0" and _XLAC._xla_get_default_device() == "xla:1"
 _XLAC._xla_sync_multi([x], devices=[], wait=True, sync_xla_data=True)
 _XLAC._xla_set_use_full_mat_mul_precision(use_full_mat_mul_precision=True)
-assert "aten.mul" in _XLAC._get_xla_tensors_hlo([x * 2]) and _XLAC._xla_get_replication_devices_count() == 1
+assert "aten::mul" in _XLAC._get_xla_tensors_hlo([x * 2]) and _XLAC._xla_get_replication_devices_count() == 1
 import importlib.metadata
 from torch_xla._internal import tpu
 from torch_xla.experimental import tpu as older

@@ -182,3 +182,88 @@ extended = [*plain.tolist(), x[5].item(), x[5].item()]
 assert [r.tolist() for r in results] == [plain[:4].tolist(), plain.tolist(), extended]
 """
     run(tmp_path, code)
+
+
+def test_the_backend_and_memory(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+import torch_xla.debug.metrics as met
+c = torch_xla._XLAC
+c._init_xla_lazy_backend()
+c._init_xla_lazy_backend()
+assert met.counter_value("RegisterXLAFunctions") == 1
+x, y = torch.ones(4, device=device), torch.ones(4, device=device) * 2
+assert 0 < c._unsafe_buffer_pointer(x) != c._unsafe_buffer_pointer(y) > 0
+assert c._unsafe_buffer_pointer(x[2:]) == c._unsafe_buffer_pointer(x) and y.tolist() == [2] * 4
+with pytest.raises(RuntimeError, match="not on the device"):
+    c._unsafe_buffer_pointer(torch.ones(2))
+
+import torch_xla.experimental.assume_pure as ap
+import torch_xla.experimental.scan_layers as layers_module
+ap._XLA_COMPUTATION_CACHE.clear()
+layers_module._ONE_LAYER_CACHE.clear()
+layer = torch.nn.Linear(4, 4).to(device)
+assert torch.equal(layers_module.scan_layers([layer, layer], x), layer(layer(x)))
+"""
+    run(tmp_path, code)
+
+
+def test_old_names_of_functions_warn_once(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+import logging, sys
+from torch_xla.experimental import deprecation
+records = []
+logging.getLogger().addFilter(lambda record: records.append(record.getMessage()))
+
+def new(x, y=1):
+    return x + y
+
+@deprecation.mark_deprecated(new, extra_msg="It is gone in 3.0.")
+def old(x):
+    return None
+
+assert (old(2), old(2, y=3)) == (3, 5)
+assert records == ["__main__.old is deprecated. Use __main__.new instead. It is gone in 3.0."]
+here = sys.modules["__main__"]
+assert deprecation.deprecated(here, new, "older")(1) == 2 and records[1].startswith("__main__.older is deprecated.")
+plain = new
+deprecation.register_deprecated(here, new)
+assert new is not plain and new(1) == 2 and records[2] == "__main__.new is deprecated. Use __main__.new instead."
+"""
+    run(tmp_path, code)
+
+
+def test_functions_of_structures_over_flat_tensors(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+import torch_xla.core.xla_builder as xb
+
+def pick(nested, others, scale=1):
+    return {{"sum": (nested["a"]["b"] + others[1]) * scale, "rest": [others[0]]}}
+
+flat = xb.FlattenedInputFunc(pick)
+a, b = torch.ones(2), torch.ones(2) * 3
+tensors = flat.preprocess(({{"a": {{"b": a}}}}, [7, b]), {{"scale": 2}})
+assert [t.tolist() for t in tensors] == [[1, 1], [3, 3]] and 7 in flat.non_tensors
+made = flat.postprocess(flat.flat_call([t * 10 for t in tensors]))
+assert made["sum"].tolist() == [80, 80] and made["rest"] == [7]
+assert flat.postprocess(flat.flat_call(flat.preprocess(({{"a": {{"b": 5, "c": 7}}}}, [0, 6]))))["sum"] == 11
+with pytest.raises(AssertionError, match="preprocess must be called first"):
+    xb.FlattenedInputFunc(pick).flat_call([])
+
+calls = []
+
+def wave(x, pair, negate=False):
+    calls.append(negate)
+    sine = xb.Op.sin(x) + pair[0]
+    return {{"sine": -sine if negate else sine, "second": pair[1]}}
+
+call = xb.XlaCallable(wave)
+x, y, z = (torch.randn(2, 2, device=device) for _ in range(3))
+for negate in (False, True, False):
+    found = call(x, (y, z), negate=negate)
+    wanted = torch.sin(x.cpu()) + y.cpu()
+    torch.testing.assert_close(found["sine"].cpu(), -wanted if negate else wanted)
+    assert torch.equal(found["second"], z)
+assert calls == [False, True]
+assert call(x[0], (y[0], z[0]))["sine"].shape == (2,) and calls == [False, True, False]
+"""
+    run(tmp_path, code)

@@ -24,6 +24,7 @@ TREE = {
     "ShardingError": AssertionError,
     "UnsupportedOpError": NotImplementedError,
     "ExecutionError": RuntimeError,
+    "ExecutionForbiddenError": RuntimeError,
     "CheckpointError": RuntimeError,
     "CheckpointFormatError": ValueError,
     "CheckpointIOError": OSError,

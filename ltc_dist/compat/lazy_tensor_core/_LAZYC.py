@@ -16,7 +16,6 @@ from ltc_dist.compat.torch_lazy.computation import (
 from ltc_dist.compat.torch_lazy.ts_backend import init
 from ltc_dist.compat.torch_xla._XLAC import (
     _get_xla_tensors_dot,
-    _get_xla_tensors_hlo,
     _xla_counter_names,
     _xla_counter_value,
     _xla_get_cpu_tensors,
@@ -68,8 +67,8 @@ _ltc_wait_device_ops, _ltc_get_cpu_tensors = _xla_wait_device_ops, _xla_get_cpu_
 _ltc_get_devices, _ltc_real_devices = _xla_get_devices, _xla_real_devices
 _ltc_get_default_device, _ltc_set_default_device = _xla_get_default_device, _xla_set_default_device
 _ltc_get_replication_devices_count = _xla_get_replication_devices_count
-_get_ltc_tensors_text, _get_ltc_tensors_dot = _get_xla_tensors_hlo, _get_xla_tensors_dot
-_get_ltc_tensors_backend = _get_xla_tensors_hlo
+_get_ltc_tensors_text, _get_ltc_tensors_dot = ltc.dump_ir, _get_xla_tensors_dot
+_get_ltc_tensors_backend = ltc.dump_ir
 _get_ltc_tensors_ts_device_data_node = get_tensors_ts_device_data_node
 _run_cached_graph = run_cached_graph
 

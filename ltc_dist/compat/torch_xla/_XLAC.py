@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,10 @@ import ltc_core as ltc
 from ltc_core import metrics, source
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError, with_notes
-from ltc_core.runtime.devices import contexts
+from ltc_core.runtime import execution_gate
+from ltc_core.runtime.devices import context_of, contexts
+from ltc_core.tensor.handles import Handle, base_of
+from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_builder, xla_model
@@ -21,6 +25,7 @@ from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_tex
 __all__ = [
     "_clear_xla_counters",
     "_clear_xla_metrics",
+    "_get_allow_execution",
     "_get_executed_fallback_ops",
     "_get_git_revs",
     "_get_graph_hash",
@@ -31,7 +36,10 @@ __all__ = [
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
+    "_init_xla_lazy_backend",
+    "_set_allow_execution",
     "_short_xla_metrics_report",
+    "_unsafe_buffer_pointer",
     "_xla_counter_names",
     "_xla_counter_value",
     "_xla_dot_general",
@@ -79,6 +87,18 @@ def _xla_metrics_report() -> str:
     return ltc.metrics.metrics_report()
 
 
+def _set_allow_execution(allow_execution: bool) -> None:
+    """Say whether ops may run. While they may not, a line that would run them is an error; for all threads."""
+    if allow_execution:
+        execution_gate.open()
+    else:
+        execution_gate.close()
+
+
+def _get_allow_execution() -> bool:
+    return not execution_gate.is_closed
+
+
 def _xla_dot_general(
     lhs: torch.Tensor,
     rhs: torch.Tensor,
@@ -115,6 +135,35 @@ def _xla_dot_general(
 
 def _get_git_revs() -> dict[str, str]:
     return {"xla": __xla_gitrev__, "torch": torch.version.git_version or torch.__version__}
+
+
+@functools.cache
+def _init_xla_lazy_backend() -> None:
+    """Does nothing but count its first call, as there: the device is registered at the import."""
+    metrics.count("RegisterXLAFunctions")
+
+
+def _unsafe_buffer_pointer(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor has or is a view of; valid until the tensor changes or is gone.
+
+    Cost: waits for the tensor's value.
+    """
+    handle = _handle(tensor)
+    data = context_of(handle).value_data(base_of(handle), "_unsafe_buffer_pointer")
+    if isinstance(data, torch.Tensor):
+        return data.untyped_storage().data_ptr()
+    return int(data.unsafe_buffer_pointer())  # an array of JAX
+
+
+def _handle(tensor: torch.Tensor) -> Handle:
+    if not isinstance(tensor, LazyTensor):
+        raise DeviceMismatchError(
+            "the tensor is not on the device",
+            got=f"{list(tensor.shape)} on {tensor.device}",
+            where=source.user_line(),
+            next="t.to('xla')",
+        )
+    return tensor._h
 
 
 def _xla_get_default_device() -> str:
@@ -188,8 +237,8 @@ def _xla_user_computation(
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """The pending graph in the format of `ltc_core.dump_ir`: there is no HLO."""
-    return ltc.dump_ir(tensors)
+    """The same as `_get_xla_tensors_text`: there is no HLO, but shapes and dtypes have XLA's names."""
+    return _get_xla_tensors_text(tensors)
 
 
 def _xla_get_replication_devices_count() -> int:

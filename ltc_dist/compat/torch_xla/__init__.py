@@ -104,7 +104,7 @@ def compile(
     """Make a function, or a block, one step: cut before and after it. Inside, ops are recorded in eager mode, too.
 
     Args:
-        full_graph: raise if the graph is cut inside.
+        full_graph: raise at the line inside that would cut the graph. Code that catches the error goes on recording.
         name: what reports of PT_XLA_DEBUG call the graph; by default as the function is called.
         custom_compile_options: accepted.
         max_different_graphs: raise if there are more graphs, which differ by their ops or the shapes of these. All
@@ -132,29 +132,25 @@ _CLEARING = "torch_xla.compile clear the pending graph prior calling the target 
 class _Compiled(contextlib.ContextDecorator):
     def __init__(self, full_graph: bool, graphs: DifferentGraphs | None, name: str) -> None:
         self._full_graph, self._graphs, self._name = full_graph, graphs, name
-        self._was_eager = False
-        self._cuts = 0
+        self._entered: list[
+            tuple[bool, bool]
+        ] = []  # what was set before; a function may call itself
 
     def __enter__(self) -> None:
         with compiling(f"{self._name}_clear_pending" if self._name else "", _CLEARING):
             ltc.mark_step()
-        self._was_eager = is_eager_mode()
+        self._entered.append((is_eager_mode(), _XLAC._get_allow_execution()))
         eager_mode(False)
-        self._cuts = _count("ExecuteComputation")
+        _XLAC._set_allow_execution(not self._full_graph)
 
     def __exit__(self, *exc: Any) -> None:
-        cuts = _count("ExecuteComputation")
+        was_eager, may_execute = self._entered.pop()
+        _XLAC._set_allow_execution(may_execute)
         ops = recorded_ops() if self._graphs is not None else ()
-        with compiling(self._name, "torch_xla.compile"):
-            ltc.mark_step()
-        eager_mode(self._was_eager)
-        if exc[0] is not None:
-            return
-        if self._full_graph and cuts != self._cuts:
-            raise RuntimeError("Unexpected execution happens inside the compiled function, exiting")
-        if self._graphs is not None:
+        try:
+            with compiling(self._name, "torch_xla.compile"):
+                ltc.mark_step()
+        finally:
+            eager_mode(was_eager)
+        if exc[0] is None and self._graphs is not None:
             self._graphs.add(ops)
-
-
-def _count(name: str) -> int:
-    return ltc.metrics.counter_value(name) or 0

@@ -187,6 +187,26 @@ def test_a_mask_of_another_shape_is_refused_at_the_call() -> None:
         x[mask] = 1.0
 
 
+@pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian", "mode", "argmax", "aminmax"])
+@pytest.mark.parametrize("shape", [(2, 0, 4), (0,), (0, 3), ()], ids=str)
+def test_a_reduction_over_no_elements_is_refused_at_the_call(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    def attempted(device: torch.device | str, **dim: int) -> type[Exception] | None:
+        try:
+            getattr(torch, name)(torch.zeros(shape).to(device), **dim)
+        except Exception as error:
+            return type(error)
+        return None
+
+    dims = range(-max(len(shape), 1), max(len(shape), 1))
+    for dim in ({}, *({"dim": d} for d in dims)):
+        wanted, got = attempted("cpu", **dim), attempted(ltc.lazy_device(), **dim)
+        assert (got is None) == (wanted is None) and issubclass(
+            got or Exception, wanted or Exception
+        ), dim
+
+
 @pytest.mark.parametrize(
     ("stride", "padding", "dilation"), [(0, 0, 1), (1, -1, 1), (1, 0, 0)], ids=str
 )

@@ -13,7 +13,7 @@ import cloudpickle
 import torch
 
 import ltc_dist as ltd
-from ltc_core.settings import settings
+from ltc_core.settings import Settings, settings
 from ltc_dist.compat.torch_xla.distributed.data_parallel import DataParallel
 from ltc_dist.job.ranks import ranks
 
@@ -25,7 +25,8 @@ def run_multiprocess(
 ) -> dict[int, Any]:
     """Call `fn(*args, **kwargs)` in a process for each device; returns the results by rank.
 
-    In a process of a job the function is called in this process; the result has this rank only.
+    The processes are new ones, also where there is one device, and as many as the environment says now. In a process of
+    a job the function is called in this process; the result has this rank only.
 
     Raises:
         Exception: that of the first process that failed.
@@ -34,7 +35,11 @@ def run_multiprocess(
         return {ranks().rank: fn(*args, **kwargs)}
     with tempfile.TemporaryDirectory(prefix="ltc-results-") as directory:
         call = partial(_call_and_keep, directory=directory, payload=(fn, args, kwargs))
-        ltd.spawn(call, nprocs=settings.num_devices, start_method=start_method)
+        count = settings.num_devices if start_method == "fork" else Settings().num_devices
+        started = ltd.spawn(call, nprocs=count, join=False, start_method=start_method)
+        assert started is not None
+        while not started.join():
+            pass
         files = sorted(Path(directory).iterdir(), key=lambda path: int(path.name))
         return {int(path.name): pickle.loads(path.read_bytes()) for path in files}
 

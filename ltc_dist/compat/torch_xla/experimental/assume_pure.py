@@ -16,7 +16,15 @@ from torch import nn
 import ltc_core as ltc
 from ltc_dist.compat.absent import Absent
 
-__all__ = ["PureModule", "assume_pure", "assume_pure_torch", "j2t_autograd"]
+__all__ = [
+    "_XLA_COMPUTATION_CACHE",
+    "PureModule",
+    "assume_pure",
+    "assume_pure_torch",
+    "j2t_autograd",
+]
+
+_XLA_COMPUTATION_CACHE: dict[str, Any] = {}  # stays empty: tests and tools clear torch_xla's
 
 j2t_autograd = Absent(
     "j2t_autograd", "a function of JAX is no part of a graph; write it with PyTorch's ops"
