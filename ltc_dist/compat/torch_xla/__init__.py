@@ -132,9 +132,8 @@ _CLEARING = "torch_xla.compile clear the pending graph prior calling the target 
 class _Compiled(contextlib.ContextDecorator):
     def __init__(self, full_graph: bool, graphs: DifferentGraphs | None, name: str) -> None:
         self._full_graph, self._graphs, self._name = full_graph, graphs, name
-        self._entered: list[
-            tuple[bool, bool]
-        ] = []  # what was set before; a function may call itself
+        # Eager mode and whether ops may run, before each entry: a function may call itself.
+        self._entered: list[tuple[bool, bool]] = []
 
     def __enter__(self) -> None:
         with compiling(f"{self._name}_clear_pending" if self._name else "", _CLEARING):
