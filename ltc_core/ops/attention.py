@@ -50,8 +50,10 @@ def _attention(
         return aten._scaled_dot_product_flash_attention_for_cpu.default(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, attn_mask=_added(attn_mask, query), scale=scale
         )[0]
+    # The op adds its mask as it is, a mask of bools as zeros and ones.
+    added = _added(attn_mask, query)
     return aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, added, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
 
 

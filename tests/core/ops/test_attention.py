@@ -67,6 +67,15 @@ CASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         q, k[:, :2], v[:, :2], enable_gqa=True
     ),
     "3-d": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]),
+    "dropout and a mask": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bool_mask().to(q.device), dropout_p=0.5
+    ),
+    "grouped heads and a mask": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k[:, :2], v[:, :2], attn_mask=bool_mask().to(q.device), enable_gqa=True
+    ),
+    "3-d and a mask with an empty row": lambda q, k, v: F.scaled_dot_product_attention(
+        q[0], k[0], v[0], attn_mask=bool_mask().tril(-1).to(q.device)
+    ),
     "other length of the keys' heads": lambda q, k, v: F.scaled_dot_product_attention(
         q, k, v[..., :4]
     ),

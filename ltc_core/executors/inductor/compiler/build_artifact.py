@@ -20,6 +20,7 @@ from ltc_core.executors.inductor.lowering import (
     fusion_repair,
     gemm_lowering,
     index_put_lowering,
+    tile_repair,
 )
 from ltc_core.executors.inductor.lowering.lower import lower
 from ltc_core.executors.inductor.lowering.own_memory_lowering import Lowerings
@@ -75,6 +76,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         V.set_aot_compilation(True),
         inductor_config.patch(options),
         fusion_repair.repaired(),
+        tile_repair.repaired(),
         shared_runtime.shared(),
         kernels.noted() as calls,
     ):

@@ -81,6 +81,15 @@ def sums_into_their_source(device):
     ]
 
 
+def sums_in_tiles(device):
+    # Convolutions have channels-last tensors, so the loop of the sum runs over tiles.
+    x = torch.arange(2 * 3 * 12 * 25.0).remainder(7).view(2, 3, 12, 25).to(device).requires_grad_()
+    y = F.conv2d(x, torch.arange(-13.0, 14).view(3, 3, 3, 1).to(device))
+    windows = F.unfold(y, 3, stride=2, padding=1)
+    windows.mul(2).sum().backward()
+    return [windows, F.fold(windows, y.shape[2:], 3, stride=2, padding=1), x.grad]
+
+
 def flips(device):
     x = torch.tensor([[1 + 2j, 3.0]]).to(device)
     return [x.flip(()), x[0, 0].flip(()), x.flip(1), x.real.flip(()) + 1]
@@ -95,7 +104,7 @@ def writes_to_windows(device):
 
 PROGRAMS = [
     default_dtype, roundings, narrow_chains, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
-    writes_to_windows,
+    sums_in_tiles, writes_to_windows,
 ]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
