@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 from ltc_core.executors.inductor.compiler import kernels, shared_runtime
 from ltc_core.executors.inductor.compiler.request import decode
 from ltc_core.executors.inductor.lowering import (
+    alias_repair,
     fusion_repair,
     gemm_lowering,
     index_put_lowering,
@@ -75,6 +76,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         V.set_fake_mode(lowered.mode),
         V.set_aot_compilation(True),
         inductor_config.patch(options),
+        alias_repair.repaired(),
         fusion_repair.repaired(),
         tile_repair.repaired(),
         shared_runtime.shared(),

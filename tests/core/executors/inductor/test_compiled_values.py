@@ -90,6 +90,19 @@ def sums_in_tiles(device):
     return [windows, F.fold(windows, y.shape[2:], 3, stride=2, padding=1), x.grad]
 
 
+def packed_sequences(device):
+    # States that `cat` joins are read again by backward.
+    g = torch.Generator().manual_seed(0)
+    rnn = torch.nn.RNN(4, 6, batch_first=True, bidirectional=True)
+    for p in rnn.parameters():
+        p.data = torch.randn(p.shape, generator=g) / 4
+    x = torch.randn(2, 3, 4, generator=g).to(device).requires_grad_()
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 1]), batch_first=True)
+    y, h = rnn.to(device)(packed)
+    (y.data.sum() + h.square().sum()).backward()
+    return [y.data, h, x.grad, *(p.grad for p in rnn.parameters())]
+
+
 def flips(device):
     x = torch.tensor([[1 + 2j, 3.0]]).to(device)
     return [x.flip(()), x[0, 0].flip(()), x.flip(1), x.real.flip(()) + 1]
@@ -104,7 +117,7 @@ def writes_to_windows(device):
 
 PROGRAMS = [
     default_dtype, roundings, narrow_chains, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
-    sums_in_tiles, writes_to_windows,
+    sums_in_tiles, packed_sequences, writes_to_windows,
 ]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
