@@ -205,6 +205,14 @@ def _power(x: Tensor, exponent: Any) -> Any:
     return NotImplemented
 
 
+def _power_of_number(base: Any, exponent: Tensor) -> Any:
+    """Power of a number to integers: the compiler passes the number on as a float64, and gets floats."""
+    dtype = torch.result_type(base, exponent)
+    if dtype.is_floating_point or dtype.is_complex:
+        return NotImplemented
+    return torch.full((), base, dtype=dtype, device=exponent.device).pow(exponent.to(dtype))
+
+
 _OF_BYTES = (
     aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
 )  # fmt: skip
@@ -229,6 +237,7 @@ EXACT: Mapping[torch._ops.OpOverload, Rule] = {
     aten.expm1.default: _elementwise(_expm1),
     aten.floor_divide.default: _floor_divide,
     aten.floor_divide.Scalar: _floor_divide,
+    aten.pow.Scalar: _power_of_number,
     aten.pow.Tensor_Scalar: _power,
     aten.remainder.Scalar: _remainder,
     aten.remainder.Scalar_Tensor: _remainder,

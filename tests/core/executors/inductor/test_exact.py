@@ -31,6 +31,8 @@ def calls(op: torch._ops.OpOverload, dtype: torch.dtype) -> list[tuple[tuple[Any
     named = {"rounding_mode": "floor"} if op._opname == "div" else {}
     if op is aten.pow.Tensor_Scalar:
         return [((x, -0.5), {}), ((x, -2), {})]
+    if op is aten.pow.Scalar:
+        return [((2, x), {})]
     if op in (*_OF_INTEGERS, *_REDUCTIONS):
         return [((x, *_DIMS[op._overloadname]), {})]
     taken = [a.name for a in op._schema.arguments if not a.kwarg_only]
@@ -63,7 +65,7 @@ def test_a_rule_gives_what_eager_gives(op: torch._ops.OpOverload, dtype: torch.d
     for args, named in calls(op, dtype):
         got = EXACT[op](*args, **named)
         if got is NotImplemented:
-            left = (*_OF_INTEGERS, *_REDUCTIONS)
+            left = (*_OF_INTEGERS, *_REDUCTIONS, aten.pow.Scalar)
             assert op in left or op is aten.erf.default and dtype is not torch.float32
         else:
             assert_close(got, op(*args, **named))
@@ -86,6 +88,15 @@ def test_rules_of_narrow_integers(op: torch._ops.OpOverload, dtype: torch.dtype)
         assert got is NotImplemented
     else:
         assert got.dtype is expected.dtype and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64], ids=str)
+def test_a_number_to_the_power_of_integers_is_an_integer(dtype: torch.dtype) -> None:
+    exponents = torch.tensor([0, 1, 3, 0]).to(dtype)
+    for base in (2, -3) if dtype is torch.bool else (2, -3, True):
+        got, expected = EXACT[aten.pow.Scalar](base, exponents), torch.pow(base, exponents)
+        assert got.dtype is expected.dtype and torch.equal(got, expected)
+    assert EXACT[aten.pow.Scalar](2.5, exponents) is NotImplemented
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
