@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import resource
 import statistics
+from collections import deque
 
 from ltc_core.executors.openmp import can_spin_briefly
 
@@ -50,14 +51,14 @@ class Places:
     """Measures the placements of one program, in one tier and one rhythm of steps, and chooses the fastest.
 
     Attributes:
-        chosen: where the next launch runs.
+        chosen: where the last launch was to run.
         best_ns: duration of a step with the placement that was chosen; 0 while they are measured.
         sample_ns: from the launch before to the last one; 0 if it does not count.
     """
 
     __slots__ = (
-        "_count", "_is_busy", "_last_ns", "_lost_cores", "_medians", "_runs", "_samples", "_slow", "best_ns",
-        "chosen", "sample_ns",
+        "_count", "_is_busy", "_last_ns", "_lost_cores", "_medians", "_place", "_runs", "_samples", "_slow",
+        "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -66,13 +67,14 @@ class Places:
 
     def begin(self) -> None:
         """Measure anew."""
-        self.chosen = Placement.WORKER
+        self._place = self.chosen = Placement.WORKER  # what is measured, or was the best
         self.best_ns = 0.0
         self.sample_ns = 0
         self._slow = 0  # how often in a row a step was much slower than the best
         self._count = 0  # launches with this placement
         self._samples: list[int] = []  # from launch to launch
-        self._runs: list[int] = []
+        # In the worker. Some runs are not placed, because they cost too little.
+        self._runs: deque[int] = deque(maxlen=_UNSETTLED + _MEASURED)
         self._lost_cores = 0  # by this process, at the first sample
         self._is_busy = False
         self._medians: dict[Placement, float] = {}
@@ -112,10 +114,9 @@ class Places:
             limit_ns: the duration of a step in another tier: what is much slower is not measured to the end.
             given: where the launch runs anyway; it is measured all the same.
         """
-        if given is not None:
-            self.chosen = given
-        elif not self._count and not self._medians:
-            self.chosen = self._next(num_threads, cost_ns, may_spare)
+        if given is None and not self._count and not self._medians and not self.is_settled:
+            self._place = self._next(num_threads, cost_ns, may_spare)
+        self.chosen = given or self._place
         count, last = self._count, self._last_ns
         self._count, self._last_ns = count + 1, now_ns
         is_first = count <= _UNSETTLED and given is None and not self.is_settled
@@ -128,20 +129,21 @@ class Places:
             if count >= _LASTS or self._has_slowed():
                 self.begin()
         elif len(self._samples) == _MEASURED or self._is_hopeless(limit_ns):
-            if given is not None:
-                self.best_ns = self._step_ns()
-                self._forget()
-            else:
+            if given is None:
                 self._end_placement(num_threads, cost_ns, may_spare)
+                self.chosen = self._place
+            else:
+                self._place, self.best_ns = given, self._step_ns()
+                self._forget()
         return self.chosen
 
     def _end_placement(self, num_threads: int, cost_ns: float, may_spare: bool) -> None:
-        if self.chosen is Placement.HERE:
+        if self._place is Placement.HERE:
             lost = _lost_cores() - self._lost_cores
             self._is_busy = lost > _BUSY * len(self._samples)
-        self._medians[self.chosen] = self._step_ns()
+        self._medians[self._place] = self._step_ns()
         self._forget()
-        self.chosen = self._next(num_threads, cost_ns, may_spare)
+        self._place = self._next(num_threads, cost_ns, may_spare)
 
     def _forget(self) -> None:
         self._samples.clear()

@@ -73,10 +73,8 @@ class TierChoice:
                 self._compiled_ns = mine.best_ns
                 self._try(replay)
         elif self._phase is not _Phase.KNOWN and tier is not self.wanted:
-            self._phase = (
-                _Phase.KNOWN
-            )  # it cannot be replayed, or its compiled code does not fit any more
-            self.wanted = Tier.COMPILED
+            # It cannot be replayed, or its compiled code does not fit any more.
+            self._phase, self.wanted = _Phase.KNOWN, Tier.COMPILED
         elif self._phase is _Phase.REPLAY_SETTLES:
             if mine.is_settled:
                 self._begin_turns(mine.best_ns)

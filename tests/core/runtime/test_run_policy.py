@@ -232,6 +232,24 @@ def test_launches_that_come_quickly_while_the_queue_fills_do_not_count() -> None
     assert set(Loop(here_ns=8, there_ns=5, elapsed_ns=7).steps(60)[30:]) == {WORKER}
 
 
+def test_runs_that_are_not_placed_are_not_kept() -> None:
+    """A program that costs little is launched by C++, again and again, and never settles."""
+    loop = Loop(8, 10)
+    loop.steps(2)
+    for _ in range(1000):
+        loop.policy.note_run(1, 1)
+    assert all(len(places._runs) < 20 for places in loop.policy._places.values())
+
+
+def test_a_place_that_was_given_for_a_while_does_not_replace_the_best_one() -> None:
+    loop = Loop(8, 10)
+    assert loop.steps(60)[-1] is HERE
+    loop.is_early = True
+    assert set(loop.steps(20)) == {WORKER}
+    loop.is_early = False
+    assert set(loop.steps(20)) == {HERE}
+
+
 class TestAThreadLess:
     def compiled(self, here_ns: int, there_ns: int, sparing_ns: int, run_ns: int) -> Loop:
         loop = Loop(here_ns, there_ns, sparing_ns, run_ns)
