@@ -1,8 +1,8 @@
 """A repair of PyTorch's compiler: in tiles of two dims, it added values at wrong positions, also beyond the memory.
 
 Where the elements of an operand lie along another dim than those of the result, as in channels-last images, a loop runs
-over tiles: vectors along one dim, elements along the other one. For sums at computed positions (folding, the gradient of
-unfolding, `index_put` that accumulates) the position within the tile was put into the index twice. Used by
+over tiles: vectors along one dim, elements along the other one. For sums at computed positions (folding, the gradient
+of unfolding, `index_put` that accumulates) the position within the tile was put into the index twice. Used by
 `build_artifact`, in the compiler's process only.
 """
 
