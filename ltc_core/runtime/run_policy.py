@@ -78,16 +78,18 @@ class RunPolicy:
         if choice is None:
             choice = self._choices[is_waited] = TierChoice()
         may_spare = may_choose and tier is Tier.COMPILED
-        limit_ns = min(
-            (known.best_ns for known in self._places.values() if known.is_settled),
-            default=float("inf"),
-        )
+        limit_ns = float("inf") if places.is_settled else self._best_ns()
         placement = places.choose(
             now_ns, num_threads, self.cost.cost_ns, may_spare, limit_ns, given
         )
         if may_choose:
             self._choose_tier(program, choice, places, is_waited)
         return placement
+
+    def _best_ns(self) -> float:
+        """Duration of the quickest steps that were measured."""
+        known = (places.best_ns for places in self._places.values() if places.is_settled)
+        return min(known, default=float("inf"))
 
     def _places_of(self, is_waited: bool, tier: Tier) -> Places:
         key = is_waited, tier

@@ -67,12 +67,12 @@ class TierChoice:
         self._phase = _Phase.KNOWN
 
     def note(self, tier: Tier, mine: Places, replay: Places) -> None:
-        """A launch in a tier, which `mine` has placed. `replay` are the places of replay."""
+        """A launch in a tier, which `mine` has placed, while the choice is open. `replay` are the places of replay."""
         if self._phase is _Phase.COMPILED_SETTLES:
             if tier is Tier.COMPILED and mine.is_settled:
                 self._compiled_ns = mine.best_ns
                 self._try(replay)
-        elif self._phase is not _Phase.KNOWN and tier is not self.wanted:
+        elif tier is not self.wanted:
             # It cannot be replayed, or its compiled code does not fit any more.
             self._phase, self.wanted = _Phase.KNOWN, Tier.COMPILED
         elif self._phase is _Phase.REPLAY_SETTLES:

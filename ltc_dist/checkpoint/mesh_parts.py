@@ -16,9 +16,9 @@ from ltc_core.api.sharding import Part, parts_of
 from ltc_core.errors import CheckpointError, CheckpointFormatError
 from ltc_core.serialization.cpu_copy import CpuCopies, is_on_device, memory_key
 from ltc_core.serialization.directory import StoredTensor
-from ltc_core.serialization.tree import map_leaves
+from ltc_core.serialization.tree import leaves, map_leaves
 
-__all__ = ["Divider", "numbers_in", "put_together"]
+__all__ = ["Divider", "put_together"]
 
 _NOTE = "__divided_tensor__"
 
@@ -69,18 +69,6 @@ class Divider:
         return number
 
 
-def numbers_in(tree: Any) -> set[int]:
-    """Numbers of the divided tensors that have notes in a tree."""
-    found: set[int] = set()
-
-    def note(leaf: Any) -> Any:
-        found.add(leaf[_NOTE])
-        return leaf
-
-    map_leaves(_is_note, note, tree)
-    return found
-
-
 def put_together(
     tree: Any,
     tensors: list[dict[str, Any]],
@@ -98,7 +86,7 @@ def put_together(
 
     Cost: host memory of the tensors, and of one part.
     """
-    numbers = numbers_in(tree)
+    numbers = {leaf[_NOTE] for leaf in leaves(_is_note, tree)}
     if not numbers:
         return tree
     if not numbers <= set(range(len(tensors))) or not all(map(_is_described, tensors)):

@@ -87,7 +87,7 @@ class Checkpoint:
         """
         manifest = Manifest.read(self.path)
         with _part(self.path, manifest, SHARED) as part:
-            found: dict[str, Any] = _shared(self.path, manifest, part, "objects")
+            found: dict[str, Any] = _whole(self.path, manifest, part, part.read("objects"))
         return found
 
 
@@ -140,7 +140,7 @@ def inspect(root: str, step: int) -> Checkpoint:
     for name in manifest.parts:
         _check_part(path, manifest, name)
     with _part(path, manifest, SHARED) as part:
-        values = _shared(path, manifest, part, "values")
+        values = _whole(path, manifest, part, part.read("values"))
         return Checkpoint(step, path, manifest.world_size, values)
 
 
@@ -276,8 +276,8 @@ def read(
             if _needs_cutting(part, is_same, "objects", name):
                 shards[name] = [_outline(path, SHARED, part, "objects", name)]
             else:
-                objects[name] = _shared(path, manifest, part, "objects", name)
-        values = _shared(path, manifest, part, "values")
+                objects[name] = part.read("objects", name)
+        objects, values = _whole(path, manifest, part, (objects, part.read("values")))
         checkpoint = Checkpoint(step, path, manifest.world_size, values)
     parts: dict[int, dict[str, Any]] = {}
     for number in [rank] if is_same else range(manifest.world_size):
@@ -298,9 +298,8 @@ def read(
     return Contents(checkpoint, [*names, *mine], objects, parts, refused)
 
 
-def _shared(path: str, manifest: Manifest, part: Reader, *place: str) -> Any:
-    """What is the same in all processes, with the tensors of which each process has written parts."""
-    found = part.read(*place)
+def _whole(path: str, manifest: Manifest, part: Reader, found: Any) -> Any:
+    """What was read of what is the same in all processes, with the tensors of which each has written parts."""
     if "divided" not in part.keys():
         return found
 

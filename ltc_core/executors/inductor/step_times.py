@@ -25,10 +25,8 @@ def file_of(root: Path, keys: Sequence[str]) -> Path:
     return root / keys[0] / f"steps-{name}.json"
 
 
-_NAMES = {
-    True: "waited",
-    False: "free",
-}  # whether the script waits for each step -> name in the file
+# Whether the script waits for each step -> name in the file.
+_NAMES = {True: "waited", False: "free"}
 
 
 def read(path: Path) -> dict[bool, StepTimes]:

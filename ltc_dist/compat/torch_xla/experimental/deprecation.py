@@ -46,5 +46,5 @@ def mark_deprecated(new: Function, extra_msg: str | None = None) -> Callable[[Fu
 
 
 def register_deprecated(module: ModuleType, new: Function) -> None:
-    """Give `new` to a module under its own name, as deprecated there."""
+    """Add `new` to a module; the first call of it there logs a warning."""
     setattr(module, new.__name__, deprecated(module, new))
