@@ -32,7 +32,8 @@ QUICK_TESTS := tests/test_imports.py tests/test_documents.py tests/core/graph te
     tests/core/record/test_random_state.py tests/core/shapes/test_shape_inference.py \
     tests/core/executors/test_null.py tests/core/executors/test_reference.py tests/core/program/test_salvage.py \
     tests/core/ops/test_special.py tests/core/ops/test_composites.py tests/core/runtime/test_worker.py \
-    tests/core/runtime/test_run_policy.py tests/core/runtime/test_program_cache.py tests/core/api/test_closures.py \
+    tests/core/runtime/test_run_policy.py tests/core/runtime/test_probe.py \
+    tests/core/runtime/test_program_cache.py tests/core/api/test_closures.py \
     tests/core/programs/test_control_flow.py tests/core/test_errors.py tests/dist/job/test_ranks.py \
     tests/dist/data/test_batch.py tests/launch/test_spec.py
 # What runs with another PyTorch: the quick ones, programs, a sample of its operators, compiled programs, processes.

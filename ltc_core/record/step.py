@@ -14,13 +14,14 @@ class Step:
     """One recorded op in the trie.
 
     `inputs` are the values first read here: (number, meta). `programs` caches the programs of cuts that end here, and
-    `known` is the one of them that C++ ran last (`DeviceContext._cut_known`).
+    `known` is the one of them that C++ ran last (`DeviceContext._cut_known`). `probes` are the programs of single
+    values, by number (`runtime.probe`); None for one that can have none.
     Of a dynamic step (`record.dynamic_shapes`), the metas of the node and of the inputs are those of one call.
     """
 
     __slots__ = (
         "children", "dynamic", "end", "expected", "inputs", "known", "lenses", "next", "next_key", "node",
-        "num_scalars", "parent", "patterns", "programs",
+        "num_scalars", "parent", "patterns", "probes", "programs",
     )  # fmt: skip
 
     def __init__(
@@ -36,6 +37,7 @@ class Step:
         self.next: Step | None = None
         self.programs: dict[Any, Any] | None = None
         self.known: Any = None
+        self.probes: dict[int, Any] | None = None
         self.lenses: tuple[Any, ...] | None = None
         self.expected: Any = None  # `Expected` of `csrc/expected.h`
         self.end = 0  # count of the trace's values after this step

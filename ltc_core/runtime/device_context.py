@@ -28,6 +28,7 @@ from ltc_core.runtime.found_steps import FoundSteps
 from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.probe import Probes
 from ltc_core.runtime.program_cache import CompiledGraph, ProgramCache
 from ltc_core.runtime.reads import Reads
 from ltc_core.runtime.streaming import Streaming
@@ -92,6 +93,7 @@ class DeviceContext:
         self.streaming = Streaming(self.trace, may_overlap)
         self.early = EarlyRuns(self.trace, self.worker, may_overlap)
         self.reads = Reads(self.trace)
+        self.probes = Probes(self.trace, self.executor)
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -362,7 +364,9 @@ class DeviceContext:
         self.raise_failure()
 
     def value_data(self, cell: Cell, reason: str) -> Any:
-        """Current data of a cell, not to be written by the caller. Cost: cuts and waits if pending.
+        """Current data of a cell, not to be written by the caller.
+
+        Cost: cuts and waits if it is pending, unless a probe can compute it (`probe`).
 
         Raises:
             DeviceError: a finalizer reads a value that is not computed yet, in the thread that computes it.
@@ -374,6 +378,12 @@ class DeviceContext:
             value = cell.value
             if value.buffer is None and value.epoch != self.trace.epoch:
                 return self._zeros(cell.meta)
+        if value.buffer is None and not self.worker.is_this_thread:
+            is_busy = not self.worker.is_idle and not self.early.has_begun
+            probed = self.probes.data(value, is_busy)
+            if probed is not None:
+                self.raise_failure(all_of_them=False)
+                return probed
         if value.buffer is None or value.buffer.is_pending:
             self._check_thread()
             with slices.watched("fetch") as seen:

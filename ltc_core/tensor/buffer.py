@@ -88,9 +88,15 @@ class MemoryCounter:
 
 
 class Buffer:
-    """The device memory of one value. `take()` returns the data, or raises the error of the op that failed."""
+    """The device memory of one value. `take()` returns the data, or raises the error of the op that failed.
 
-    __slots__ = ("__weakref__", "_job", "_memory", "_nbytes", "_pending", "data", "error")
+    Attributes:
+        is_given: whether the data came from the host, as an upload does, and not from a program.
+    """
+
+    __slots__ = (
+        "__weakref__", "_job", "_memory", "_nbytes", "_pending", "data", "error", "is_given",
+    )  # fmt: skip
 
     def __init__(self, memory: MemoryCounter, nbytes: int, pending: bool = True) -> None:
         """Make a buffer; the caller counts its bytes."""
@@ -98,6 +104,7 @@ class Buffer:
         self._nbytes = nbytes
         self._job: Waitable | None = None
         self._pending = pending
+        self.is_given = False
         # `data` is None while the buffer is pending or failed; `error` is what the op raised that failed.
         self.data: Any = None
         self.error: BaseException | None = None
@@ -106,6 +113,7 @@ class Buffer:
     def ready(cls, memory: MemoryCounter, data: Any, nbytes: int) -> Buffer:
         buffer = cls(memory, nbytes, pending=False)
         buffer.data = data
+        buffer.is_given = True
         memory.add(nbytes)
         return buffer
 

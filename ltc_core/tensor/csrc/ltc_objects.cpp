@@ -160,7 +160,7 @@ struct Buffer {
   MemoryCounter* memory;
   PyObject *data, *error, *job;
   Py_ssize_t nbytes;
-  char is_pending;
+  char is_pending, is_given;
   PyObject* weak_references;
 };
 
@@ -234,6 +234,7 @@ PyObject* ready_buffer(PyObject*, PyObject* given) {
     return nullptr;
   auto* buffer = new_buffer(memory, nbytes, false);
   if (buffer) {
+    buffer->is_given = true;
     replace(buffer->data, data);
     count(buffer->memory, nbytes, 0);
   }
@@ -335,6 +336,7 @@ PyMemberDef buffer_members[] = {
     {"job", T_OBJECT, offsetof(Buffer, job), READONLY, nullptr},
     {"nbytes", T_PYSSIZET, offsetof(Buffer, nbytes), READONLY, nullptr},
     {"is_pending", T_BOOL, offsetof(Buffer, is_pending), READONLY, nullptr},
+    {"is_given", T_BOOL, offsetof(Buffer, is_given), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
 // ---- what a cut takes ----------------------------------------------------------------------------------------------

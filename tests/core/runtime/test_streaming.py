@@ -147,13 +147,15 @@ def test_another_thread_reads_in_the_middle_of_a_step() -> None:
     before = parts()
     with ThreadPoolExecutor(1) as other:
         layer = nn.Linear(next(widths), 1).to("ltc")
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
         x = torch.ones(4, layer.in_features).to("ltc")
         programs = None
         for k in range(60):
             loss = layer(x).tanh().square().sum()
             loss.backward()
             assert other.submit(kept.cpu).result()[0] == 1.0
-            layer.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
             loss.item()
             if k == 40:
                 programs = metrics.counter_value("UncachedCompile")

@@ -1,0 +1,190 @@
+"""Probes: a recorded value that needs little of a step is computed by itself, and the step goes on.
+
+A read of a recorded value usually ends the graph: all that was recorded before it runs, and the reader waits for that
+and for the steps before. Many reads need little of it. Libraries ask whether a mask is all ones, or how long the
+longest sequence is, in the middle of each forward pass. A probe runs the few ops that such a value depends on, in the
+thread that reads, on inputs that are there. The trace stays as it is: the step remains one graph, and runs beside the
+recording. Whatever needs the value later computes it again, with its graph.
+
+A value is probed if it depends only on integers and bools from the host: masks, lengths, ids, labels. What parameters
+enter is what a step is cut for. Its ops must draw no random numbers and run no collectives. They are few beside those
+recorded, or the worker is busy with a step before, for which a cut would wait. Asked by `device_context` before it cuts
+for a read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+import time
+from typing import Any
+
+from ltc_core import metrics
+from ltc_core.executors import Executor
+from ltc_core.executors.reference.executor import ReferenceExecutor
+from ltc_core.graph import collective
+from ltc_core.graph.ir import Graph, Node, references
+from ltc_core.graph.passes import prune
+from ltc_core.program.failure import NodeFailure
+from ltc_core.program.program import Program
+from ltc_core.record.step import Step
+from ltc_core.record.trace import Trace
+from ltc_core.runtime import execution_gate
+from ltc_core.settings import settings
+from ltc_core.tensor.handles import Value
+from ltc_core.thread_state import in_own_state, num_dispatch_modes
+from ltc_core.timeline import slices
+from ltc_core.uninterrupted import uninterrupted
+
+__all__ = ["Probes"]
+
+_MOST_OPS = 32
+_MOST_BYTES = 1 << 20  # of the values, inputs included
+# Where the worker is idle, a cut of few values costs as much as a probe.
+_LEAST_RECORDED = 32
+_SHARE = 4  # factor by which more values must be recorded than a probe has ops
+_MOST_READS = 4  # of one trace: a script that reads nothing else would record for ever
+_MOST_NS = 300_000  # of a run: a value that takes longer is not computed twice
+_SLOW = 3  # runs of more than that: the first ones load kernels
+
+_number = operator.itemgetter(0)  # of a row of `Trace.inputs`
+
+
+class _Probe:
+    """The program of one value at one step of the trie.
+
+    Attributes:
+        run: computes the value.
+        inputs: numbers of the inputs.
+        num_ops: its ops.
+        is_chosen: whether the value was probed before: then it always is, so that steps keep to one graph.
+        num_slow: runs that took long.
+    """
+
+    __slots__ = ("inputs", "is_chosen", "num_ops", "num_slow", "run")
+
+    def __init__(self, program: Program, graph: Graph) -> None:
+        self.run = in_own_state(program.run)
+        self.inputs = tuple(graph.inputs)
+        self.num_ops = len(graph.nodes)
+        self.is_chosen = False
+        self.num_slow = 0
+
+    def is_worth_it(self, num_recorded: int, is_busy: bool) -> bool:
+        is_small = max(_LEAST_RECORDED, _SHARE * self.num_ops) <= num_recorded
+        return self.is_chosen or is_busy or is_small
+
+
+class Probes:
+    """The probes of one device.
+
+    Args:
+        trace: that of the device.
+        executor: probes run on the CPU, by the reference executor or one that is based on it.
+    """
+
+    def __init__(self, trace: Trace, executor: Executor) -> None:
+        self._trace = trace
+        self._executor = executor
+        is_reference = isinstance(executor, ReferenceExecutor)
+        self._is_possible = is_reference and executor.hardware.type == "cpu"
+        self._epoch = self._num_reads = 0  # the trace that was last probed, and how often
+
+    def data(self, value: Value, is_busy: bool) -> Any | None:
+        """The data of a value that is only recorded, not to be written; None if it needs a cut.
+
+        Args:
+            is_busy: whether a cut would wait for a step before.
+
+        Cost: 15 us, and the run, where the read repeats; 1 us for a value that needs a cut.
+        """
+        if not self._is_possible or settings.eager or execution_gate.is_closed:
+            return None
+        trace = self._trace
+        known = trace.cursor.probes
+        if known is not None and value.index in known:
+            probe = known[value.index]
+            if probe is None or not probe.is_worth_it(trace.count, is_busy):
+                return None
+        if num_dispatch_modes():  # they see the ops of a cut
+            return None
+        with trace.lock:
+            return self._data(value, is_busy)
+
+    @uninterrupted  # a signal handler may cut, and then a program may write to the inputs
+    def _data(self, value: Value, is_busy: bool) -> Any | None:
+        trace = self._trace
+        step = trace.cursor
+        if value.epoch != trace.epoch or value.buffer is not None or step.dynamic is not None:
+            return None
+        probe = self._probe(step, value.index)
+        if probe is None or not probe.is_worth_it(trace.count, is_busy):
+            return None
+        inputs = self._inputs(probe)
+        if inputs is None or not self._count_read():
+            return None
+        probe.is_chosen = True
+        started_ns = time.perf_counter_ns()
+        with slices.watched("probe"):
+            try:
+                (data,) = probe.run(inputs, trace.scalars)
+            except NodeFailure:  # the cut's program fails, too, and says where
+                return None
+        self._note(probe, step, value.index, time.perf_counter_ns() - started_ns)
+        metrics.count("ProbedRead")
+        return data
+
+    def _count_read(self) -> bool:
+        """Count a read of this trace; False if there were too many."""
+        if self._epoch != self._trace.epoch:
+            self._epoch, self._num_reads = self._trace.epoch, 0
+        self._num_reads += 1
+        return self._num_reads <= _MOST_READS
+
+    def _inputs(self, probe: _Probe) -> list[Any] | None:
+        """The data of a probe's inputs; None if a program made one."""
+        rows = self._trace.inputs
+        found = []
+        for number in probe.inputs:
+            buffer = rows[bisect.bisect_left(rows, number, key=_number)][2]
+            if buffer is None or not buffer.is_given or buffer.data is None:
+                return None
+            found.append(buffer.data)
+        return found
+
+    def _note(self, probe: _Probe, step: Step, number: int, took_ns: int) -> None:
+        if took_ns < _MOST_NS:
+            probe.num_slow = 0
+            return
+        probe.num_slow += 1
+        if probe.num_slow == _SLOW and step.probes is not None:
+            step.probes[number] = None
+
+    def _probe(self, step: Step, number: int) -> _Probe | None:
+        """The probe of a value at the step that was recorded last; None if it may have none."""
+        if step.probes is None:
+            step.probes = {}
+        if number not in step.probes:
+            step.probes[number] = self._build(step, number)
+        return step.probes[number]  # type: ignore[no-any-return]
+
+    def _build(self, step: Step, number: int) -> _Probe | None:
+        path = self._trace.path(step)
+        nodes = prune([each.node for each in path if each.node is not None], (number,))
+        if len(nodes) > _MOST_OPS or collective.lines_of(nodes) or any(map(_draws, nodes)):
+            return None
+        read = {i for node in nodes for i in references(node)}
+        metas = {index: meta for each in path for index, meta in each.inputs if index in read}
+        if any(meta.dtype.is_floating_point or meta.dtype.is_complex for meta in metas.values()):
+            return None
+        if any(old in metas for node in nodes for old in node.writes):
+            return None  # a state of the script, not data
+        graph = Graph(nodes, metas, (number,))
+        if sum(meta.nbytes for meta in graph.metas().values()) > _MOST_BYTES:
+            return None
+        assert isinstance(self._executor, ReferenceExecutor)
+        return _Probe(in_own_state(self._executor.interpret)(graph), graph)
+
+
+def _draws(node: Node) -> bool:
+    return "generator" in node.kwargs
