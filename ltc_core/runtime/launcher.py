@@ -295,6 +295,7 @@ class Launcher:
         return compiled.policy.choose(
             compiled.program,
             time.perf_counter_ns(),
+            time.thread_time_ns(),
             num_threads,
             is_waited,
             is_async,

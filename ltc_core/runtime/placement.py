@@ -6,6 +6,10 @@ step in the worker, 47 in the thread that cuts, 41 alone). Where recording takes
 best to leave one core to it (MLP: 4.9 ms in the thread that cuts, 3.9 with one thread in the
 worker). Where other processes use the cores, threads that wait must give them up (see `openmp`). On other machines it
 is the other way round, so `Places` measures, and measures again when steps become slow.
+
+A script that waits for each step begins in the thread that cuts, which is as quick as eager. One that goes on begins in
+the worker; where that is far quicker than recording and running one after the other would be, the thread that cuts is
+not tried, since nine steps of that are what a user sees first.
 One for each program, tier and rhythm of steps, made by `run_policy`.
 """
 
@@ -29,6 +33,9 @@ _HOPELESS = 3.0  # factor by which steps must be slower than other ones to end m
 _BUSY = 1  # times that a step must have lost a core to another thread, where cores are busy
 # Factor by which another placement must be faster than the worker, where a step costs the caller nothing.
 _GAIN = 0.97
+_OVERLAPS = (
+    0.85  # steps in the worker, as a part of recording and running in turn, that need no comparison
+)
 
 
 class Placement(enum.Enum):
@@ -50,6 +57,9 @@ class Placement(enum.Enum):
 class Places:
     """Measures the placements of one program, in one tier and one rhythm of steps, and chooses the fastest.
 
+    Args:
+        is_waited: the rhythm: whether the script waits for each step.
+
     Attributes:
         chosen: where the last launch was to run.
         best_ns: duration of a step with the placement that was chosen; 0 while they are measured.
@@ -57,12 +67,13 @@ class Places:
     """
 
     __slots__ = (
-        "_count", "_is_busy", "_last_ns", "_lost_cores", "_medians", "_place", "_runs", "_samples", "_slow",
-        "best_ns", "chosen", "sample_ns",
+        "_count", "_is_busy", "_is_waited", "_last_cpu_ns", "_last_ns", "_lost_cores", "_medians", "_place",
+        "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
-    def __init__(self) -> None:
-        self._last_ns = 0
+    def __init__(self, is_waited: bool) -> None:
+        self._is_waited = is_waited
+        self._last_ns = self._last_cpu_ns = 0
         self.begin()
 
     def begin(self) -> None:
@@ -73,6 +84,8 @@ class Places:
         self._slow = 0  # how often in a row a step was much slower than the best
         self._count = 0  # launches with this placement
         self._samples: list[int] = []  # from launch to launch
+        self._recorded: list[int] = []  # CPU time of the thread that launches, in the meantime
+        self._serial_ns = 0.0  # a step that is recorded and run in turn, by CPU time
         # In the worker. Some runs are not placed, because they cost too little.
         self._runs: deque[int] = deque(maxlen=_UNSETTLED + _MEASURED)
         self._lost_cores = 0  # by this process, at the first sample
@@ -98,6 +111,7 @@ class Places:
     def choose(
         self,
         now_ns: int,
+        cpu_ns: int,
         num_threads: int,
         cost_ns: float,
         may_spare: bool,
@@ -108,6 +122,7 @@ class Places:
 
         Args:
             now_ns: the time.
+            cpu_ns: CPU time of the thread that launches, up to now.
             num_threads: available ones.
             cost_ns: CPU time of a run.
             may_spare: whether the program may round as with fewer threads.
@@ -125,6 +140,8 @@ class Places:
             self._lost_cores = _lost_cores()
         if self.sample_ns:
             self._samples.append(self.sample_ns)
+        if not self.is_settled:
+            self._note_recording(cpu_ns)
         if self.is_settled:
             if count >= _LASTS or self._has_slowed():
                 self.begin()
@@ -137,7 +154,14 @@ class Places:
                 self._forget()
         return self.chosen
 
+    def _note_recording(self, cpu_ns: int) -> None:
+        if self.sample_ns:
+            self._recorded.append(cpu_ns - self._last_cpu_ns)
+        self._last_cpu_ns = cpu_ns
+
     def _end_placement(self, num_threads: int, cost_ns: float, may_spare: bool) -> None:
+        if self._place is Placement.WORKER:
+            self._serial_ns = statistics.median(self._recorded) + cost_ns
         if self._place is Placement.HERE:
             lost = _lost_cores() - self._lost_cores
             self._is_busy = lost > _BUSY * len(self._samples)
@@ -147,6 +171,7 @@ class Places:
 
     def _forget(self) -> None:
         self._samples.clear()
+        self._recorded.clear()
         self._runs.clear()
         self._count = 0
 
@@ -175,13 +200,12 @@ class Places:
         return max(launches, statistics.median(self._runs))
 
     def _next(self, num_threads: int, cost_ns: float, may_spare: bool) -> Placement:
-        """The next placement to measure, or the best one after all are measured.
-
-        The first one is as quick as eager, and shows whether others use the cores.
-        """
+        """The next placement to measure, or the best one after all are measured."""
         found = self._medians
-        if Placement.HERE not in found:
-            return Placement.HERE
+        if not found and not self._is_waited:
+            return Placement.WORKER
+        if Placement.HERE not in found and not self._overlaps():
+            return Placement.HERE  # it shows whether others use the cores
         if (
             self._is_busy
             and num_threads > 1
@@ -202,9 +226,13 @@ class Places:
         self.best_ns = found[best]
         return best
 
+    def _overlaps(self) -> bool:
+        """Whether steps in the worker were far quicker than recording and running in turn would be."""
+        return self._medians.get(Placement.WORKER, float("inf")) < _OVERLAPS * self._serial_ns
+
     def _can_spare(self, num_threads: int, cost_ns: float) -> bool:
         """Whether recording takes longer than the program would with a thread less."""
-        recording_ns = self._medians[Placement.HERE] - cost_ns
+        recording_ns = self._medians.get(Placement.HERE, self._serial_ns) - cost_ns
         return num_threads > 1 and recording_ns > cost_ns / num_threads
 
 

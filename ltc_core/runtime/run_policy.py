@@ -53,6 +53,7 @@ class RunPolicy:
         self,
         program: Program,
         now_ns: int,
+        cpu_ns: int,
         num_threads: int,
         is_waited: bool,
         may_choose: bool,
@@ -63,6 +64,7 @@ class RunPolicy:
         Args:
             program: the program. If another tier is to run next, it is told.
             now_ns: the time.
+            cpu_ns: CPU time of the thread that launches, up to now.
             num_threads: available ones.
             is_waited: the rhythm of steps.
             may_choose: whether runs may round otherwise than before: as with fewer threads, and as in another tier.
@@ -80,7 +82,7 @@ class RunPolicy:
         may_spare = may_choose and tier is Tier.COMPILED
         limit_ns = float("inf") if places.is_settled else self._best_ns()
         placement = places.choose(
-            now_ns, num_threads, self.cost.cost_ns, may_spare, limit_ns, given
+            now_ns, cpu_ns, num_threads, self.cost.cost_ns, may_spare, limit_ns, given
         )
         if may_choose:
             self._choose_tier(program, choice, places, is_waited)
@@ -95,7 +97,7 @@ class RunPolicy:
         key = is_waited, tier
         found = self._places.get(key)
         if found is None:
-            found = self._places[key] = Places()
+            found = self._places[key] = Places(is_waited)
         return found
 
     def _choose_tier(

@@ -117,6 +117,8 @@ def test_a_step_written_with_grad_is_one_graph() -> None:
     assert counted.syncs == {"MarkStep": 1} and not counted.fallbacks and not counted.compiles
 
 
+# PyTorch's own rules for jvp are scripts; the first use of one in a process warns.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_a_step_written_with_jvp_is_one_graph() -> None:
     """Forward-mode autograd asks for sizes and memory, which are known without values."""
     device = ltc.lazy_device()

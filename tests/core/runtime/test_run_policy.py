@@ -97,6 +97,7 @@ class Loop:
         self.run_ns = run_ns or here_ns
         self.elapsed_ns = elapsed_ns
         self.now_ns = 1
+        self.cpu_ns, self.recording_ns = 0, 0
 
     def steps(self, n: int, num_threads: int = 2) -> list[Placement]:
         places = []
@@ -105,6 +106,7 @@ class Loop:
             place = self.policy.choose(
                 self.program,  # type: ignore[arg-type]
                 self.now_ns,
+                self.cpu_ns,
                 num_threads,
                 self.is_waited,
                 self.may_choose,
@@ -112,15 +114,31 @@ class Loop:
             )
             places.append(place)
             self.now_ns += self.lengths[place]
+            self.cpu_ns += self.recording_ns
             self.policy.note_run(self.run_ns, self.elapsed_ns)
         return places
 
 
 def test_both_places_are_tried_and_the_quicker_one_is_kept() -> None:
     for here_ns, there_ns, wanted in ((8, 10, HERE), (10, 8, WORKER)):
-        places = Loop(here_ns, there_ns).steps(60)
-        assert places[0] is HERE and set(places[:30]) == {HERE, WORKER}
+        places = Loop(here_ns, there_ns, run_ns=4).steps(60)
+        assert places[0] is WORKER and set(places[:30]) == {HERE, WORKER}
         assert set(places[30:]) == {wanted}
+
+
+def test_a_script_that_waits_begins_where_steps_are_as_quick_as_eagers() -> None:
+    loop = Loop(8, 10)
+    loop.is_waited = True
+    places = loop.steps(60)
+    assert places[0] is HERE and WORKER in places[:30]
+
+
+def test_where_the_overlap_gains_much_the_thread_that_cuts_is_not_tried() -> None:
+    for recording_ns, is_tried in ((900, False), (10, True)):
+        loop = Loop(here_ns=1900, there_ns=1000, run_ns=1000)
+        loop.recording_ns = recording_ns
+        places = loop.steps(60)
+        assert (HERE in places) is is_tried and places[-1] is WORKER
 
 
 def test_another_tier_is_measured_anew() -> None:
@@ -299,9 +317,10 @@ class TestBusyCores:
         assert set(self.busy().steps(60)[40:]) == {YIELDING}
 
     def test_what_is_much_slower_is_not_measured_to_the_end(self) -> None:
-        assert (
-            self.busy().steps(60).count(WORKER) == 6
-        )  # two that do not count, three, and the next choice
+        loop = self.busy()
+        loop.is_waited = True  # the worker is not the first to be measured
+        # Two that do not count, three, and the next choice.
+        assert loop.steps(60).count(WORKER) == 6
 
     def test_not_where_no_core_is_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(placement, "_lost_cores", lambda: 0)
