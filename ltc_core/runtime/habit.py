@@ -20,6 +20,8 @@ _MOST_SURE = 8
 _GAIN = 0.97  # factor by which steps must be quicker with it
 _BLOCK = 5  # steps that are measured one way, the first of which does not count
 _NUM_BLOCKS = 4  # early, whole, early, whole
+_CLEAR = 1.1  # factor by which the other way was quicker than each of
+_CLEAR_STEPS = 3  # steps in a row: then the rest need not be measured
 _LASTS = 2000  # steps until it is measured again
 
 
@@ -54,11 +56,22 @@ class Choice:
             return
         if self._count % _BLOCK != 1:
             self._samples[self.is_early].append(took_ns)
+        if self._is_clear():
+            self._count = measured
+            self.is_early, self.is_known = not self.is_early, True
+            return
         if self._count % _BLOCK == 0:
             self.is_early = not self.is_early
         if self._count == measured:
             early, whole = (statistics.median(self._samples[way]) for way in (True, False))
             self.is_early, self.is_known = early < _GAIN * whole, True
+
+    def _is_clear(self) -> bool:
+        """Whether the way that is measured is much slower than the other one."""
+        other, last = self._samples[not self.is_early], self._samples[self.is_early]
+        if not other or len(last) < _CLEAR_STEPS:
+            return False
+        return min(last[-_CLEAR_STEPS:]) > _CLEAR * statistics.median(other)
 
 
 class Habit:

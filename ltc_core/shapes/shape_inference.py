@@ -159,7 +159,10 @@ def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         result = schema.op(*map_leaves(_to_meta, list(args)), **meta_kwargs)
     except Exception as error:
-        raise Unknown(str(error)) from error
+        own = _OWN_RULES.get(schema.name)
+        if own is None or settings.device != "cpu":
+            raise Unknown(str(error)) from error
+        return own(*args, **kwargs)
     return with_kernel_strides(
         schema, args, kwargs, _as_processor_gives(schema, args, kwargs, _metas(result))
     )
@@ -188,6 +191,22 @@ def _as_processor_gives(schema: OpSchema, args: Any, kwargs: dict[str, Any], met
         return _of_norm(metas, args[0]._h.meta.dtype, parameters, _trains(schema, args, kwargs))
     return metas
 
+
+def _of_grouped_mm(
+    a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> TensorMeta:
+    """Products of groups of rows: the groups' ends are numbers that decide no size."""
+    first, second = a._h.meta, b._h.meta
+    size = first.size[:-1] + second.size[-1:]
+    if len(first.size) == 2 == len(second.size):
+        size = offs._h.meta.size + size
+    elif len(first.size) == 3 and len(second.size) == 2:
+        size = size[1:]
+    return TensorMeta.packed(size, out_dtype or first.dtype)
+
+
+# Ops whose kernels for `meta` refuse what the CPU computes: other dtypes than bfloat16.
+_OWN_RULES = {"_grouped_mm": _of_grouped_mm}
 
 # Norms, and where their arguments have weight, bias and running statistics.
 _PARAMETERS_OF_NORMS = {

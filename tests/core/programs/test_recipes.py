@@ -19,6 +19,7 @@ from tests.core.counting import Counting
 pytestmark = pytest.mark.usefixtures("marked_steps")
 
 D = torch.distributions
+aten = torch.ops.aten
 
 
 def end_step(device: torch.device) -> None:
@@ -154,6 +155,27 @@ def variational(device: torch.device) -> Any:
     return losses
 
 
+def experts(device: torch.device) -> Any:
+    """Rows go to one of three experts each, and are multiplied in groups: libraries write mixtures of experts so."""
+    router = nn.Linear(8, 3).to(device)
+    weights = torch.randn(3, 8, 8).to(device).requires_grad_()
+    optimizer = torch.optim.AdamW([*router.parameters(), weights], lr=0.01)
+    losses = []
+    for step in range(4):
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(step)).to(device)
+        scores, chosen = router(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        ends = torch.bincount(chosen, minlength=3).cumsum(0).to(torch.int32)
+        out = aten._grouped_mm(x[order], weights, ends) * scores[order].unsqueeze(1)
+        optimizer.zero_grad()
+        loss = out.square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        end_step(device)
+    return losses
+
+
 ONE_CUT_A_STEP: dict[str, Callable[[torch.device], Any]] = {
     "gan": gan,
     "seq2seq": seq2seq,
@@ -170,6 +192,13 @@ def test_recipe(name: str) -> None:
         beside_eager(ONE_CUT_A_STEP[name], rtol=1e-4, atol=1e-5, rounds=1)
     assert not counted.fallbacks
     assert counted.syncs.keys() <= {"MarkStep", "ToCpu"} and counted.syncs["MarkStep"] >= 3
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this PyTorch multiplies no groups")
+def test_a_mixture_of_experts_that_multiplies_groups() -> None:
+    with Counting() as counted:
+        beside_eager(experts, rtol=1e-4, atol=1e-5, rounds=1)
+    assert "_grouped_mm" not in "".join(counted.fallbacks)
 
 
 def test_policy_gradient() -> None:

@@ -28,6 +28,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(early_run, "_LEAST_NS", 1)
     monkeypatch.setattr(early_run, "_PART_NS", 1)
     monkeypatch.setattr(habit, "_GAIN", 1e9)
+    monkeypatch.setattr(habit, "_CLEAR", 1e9)
     monkeypatch.setattr(early_run, "num_cores", lambda: 2)
     device = context(0)
     device.wait()
@@ -298,6 +299,7 @@ from ltc_core.runtime import early_run, habit
 early_run._LEAST_NS = early_run._PART_NS = 1
 early_run.num_cores = lambda: 2
 habit._GAIN = 1e9
+habit._CLEAR = 1e9
 weight, calls = torch.eye(4).to(device) + 0, []
 
 def handler(number, frame):

@@ -227,6 +227,30 @@ def test_a_wrong_call_is_unknown_with_atens_reason_as_cause() -> None:
 # -- calls like an earlier one ---------------------------------------------------------------------
 
 
+GROUPED = {
+    "rows and matrices": ((12, 8), (3, 8, 16)),
+    "matrices and columns": ((3, 5, 8), (8, 12)),
+    "rows and columns": ((16, 12), (12, 8)),
+    "matrices": ((3, 5, 8), (3, 8, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", GROUPED.values(), ids=GROUPED)
+def test_products_of_groups_of_rows(
+    sizes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    """ATen's kernel for `meta` takes bfloat16 only."""
+    a, b = (torch.randn(size).to(dtype) for size in sizes)
+    ends = None if a.dim() == 3 == b.dim() else torch.tensor([4, 7, 12], dtype=torch.int32)
+    try:
+        eager = aten._grouped_mm.default(a, b, ends)
+    except (RuntimeError, NotImplementedError) as refused:
+        pytest.skip(f"this PyTorch refuses it: {str(refused).splitlines()[0]}")
+    lazy_ends = None if ends is None else lazy(ends)
+    assert told(aten._grouped_mm.default, lazy(a), lazy(b), lazy_ends) == TensorMeta.like(eager)
+
+
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, empty_cache: dict[Any, Any]) -> list[Any]:
     """Counts the calls that were not known: each asks ATen."""
