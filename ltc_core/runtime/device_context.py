@@ -379,8 +379,8 @@ class DeviceContext:
             if value.buffer is None and value.epoch != self.trace.epoch:
                 return self._zeros(cell.meta)
         if value.buffer is None and not self.worker.is_this_thread:
-            is_busy = not self.worker.is_idle and not self.early.has_begun
-            probed = self.probes.data(value, is_busy)
+            goes_on = not self.reads.is_waited and not self.early.has_begun
+            probed = self.probes.data(value, goes_on)
             if probed is not None:
                 self.raise_failure(all_of_them=False)
                 return probed

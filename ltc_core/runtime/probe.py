@@ -6,10 +6,10 @@ longest sequence is, in the middle of each forward pass. A probe runs the few op
 thread that reads, on inputs that are there. The trace stays as it is: the step remains one graph, and runs beside the
 recording. Whatever needs the value later computes it again, with its graph.
 
-A value is probed if it depends only on integers and bools from the host: masks, lengths, ids, labels. What parameters
-enter is what a step is cut for. Its ops must draw no random numbers and run no collectives. They are few beside those
-recorded, or the worker is busy with a step before, for which a cut would wait. Asked by `device_context` before it cuts
-for a read.
+A value is probed if it depends only on integers and bools that the script gave: masks, lengths, ids, labels. What
+parameters enter is what a step is cut for. Its ops must draw no random numbers and run no collectives. They are few
+beside those recorded, or the script does not wait for its steps: then a cut would wait for the step before. Asked by
+`device_context` before it cuts for a read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ltc_core import metrics
 from ltc_core.executors import Executor
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph import collective
-from ltc_core.graph.ir import Graph, Node, references
+from ltc_core.graph.ir import Graph, Node, TensorMeta, references
 from ltc_core.graph.passes import prune
 from ltc_core.program.failure import NodeFailure
 from ltc_core.program.program import Program
@@ -40,7 +40,7 @@ __all__ = ["Probes"]
 
 _MOST_OPS = 32
 _MOST_BYTES = 1 << 20  # of the values, inputs included
-# Where the worker is idle, a cut of few values costs as much as a probe.
+# Where the script waits anyway, a cut of few values costs as much as a probe.
 _LEAST_RECORDED = 32
 _SHARE = 4  # factor by which more values must be recorded than a probe has ops
 _MOST_READS = 4  # of one trace: a script that reads nothing else would record for ever
@@ -70,9 +70,9 @@ class _Probe:
         self.is_chosen = False
         self.num_slow = 0
 
-    def is_worth_it(self, num_recorded: int, is_busy: bool) -> bool:
+    def is_worth_it(self, num_recorded: int, goes_on: bool) -> bool:
         is_small = max(_LEAST_RECORDED, _SHARE * self.num_ops) <= num_recorded
-        return self.is_chosen or is_busy or is_small
+        return self.is_chosen or goes_on or is_small
 
 
 class Probes:
@@ -86,15 +86,18 @@ class Probes:
     def __init__(self, trace: Trace, executor: Executor) -> None:
         self._trace = trace
         self._executor = executor
-        is_reference = isinstance(executor, ReferenceExecutor)
-        self._is_possible = is_reference and executor.hardware.type == "cpu"
+        self._is_possible = (
+            isinstance(executor, ReferenceExecutor)
+            and not executor.stores_narrow
+            and executor.hardware.type == "cpu"
+        )
         self._epoch = self._num_reads = 0  # the trace that was last probed, and how often
 
-    def data(self, value: Value, is_busy: bool) -> Any | None:
+    def data(self, value: Value, goes_on: bool) -> Any | None:
         """The data of a value that is only recorded, not to be written; None if it needs a cut.
 
         Args:
-            is_busy: whether a cut would wait for a step before.
+            goes_on: whether the script does not wait for its steps.
 
         Cost: 15 us, and the run, where the read repeats; 1 us for a value that needs a cut.
         """
@@ -104,21 +107,21 @@ class Probes:
         known = trace.cursor.probes
         if known is not None and value.index in known:
             probe = known[value.index]
-            if probe is None or not probe.is_worth_it(trace.count, is_busy):
+            if probe is None or not probe.is_worth_it(trace.count, goes_on):
                 return None
         if num_dispatch_modes():  # they see the ops of a cut
             return None
         with trace.lock:
-            return self._data(value, is_busy)
+            return self._data(value, goes_on)
 
     @uninterrupted  # a signal handler may cut, and then a program may write to the inputs
-    def _data(self, value: Value, is_busy: bool) -> Any | None:
+    def _data(self, value: Value, goes_on: bool) -> Any | None:
         trace = self._trace
         step = trace.cursor
         if value.epoch != trace.epoch or value.buffer is not None or step.dynamic is not None:
             return None
         probe = self._probe(step, value.index)
-        if probe is None or not probe.is_worth_it(trace.count, is_busy):
+        if probe is None or not probe.is_worth_it(trace.count, goes_on):
             return None
         inputs = self._inputs(probe)
         if inputs is None or not self._count_read():
@@ -175,7 +178,8 @@ class Probes:
             return None
         read = {i for node in nodes for i in references(node)}
         metas = {index: meta for each in path for index, meta in each.inputs if index in read}
-        if any(meta.dtype.is_floating_point or meta.dtype.is_complex for meta in metas.values()):
+        made = (meta for node in nodes if not references(node) for meta in node.outs)
+        if not all(_is_exact(meta) for meta in (*metas.values(), *made)):
             return None
         if any(old in metas for node in nodes for old in node.writes):
             return None  # a state of the script, not data
@@ -184,6 +188,11 @@ class Probes:
             return None
         assert isinstance(self._executor, ReferenceExecutor)
         return _Probe(in_own_state(self._executor.interpret)(graph), graph)
+
+
+def _is_exact(meta: TensorMeta | None) -> bool:
+    """Whether a value is of integers or bools."""
+    return meta is None or not (meta.dtype.is_floating_point or meta.dtype.is_complex)
 
 
 def _draws(node: Node) -> bool:

@@ -140,23 +140,40 @@ def test_a_loss_ends_its_step() -> None:
         assert cuts() - before == 1
 
 
-def test_what_is_all_that_is_recorded_is_cut() -> None:
+def test_what_is_all_that_is_recorded_is_cut_where_steps_are_waited_for() -> None:
     x = torch.ones(4, dtype=torch.long).to("ltc")
-    before = cuts()
-    assert (x * 2).sum().item() == 8
-    assert cuts() - before == 1
+    found = []
+    for k in range(6):
+        before = cuts()
+        assert (x * k).sum().item() == 4 * k
+        found.append(cuts() - before)
+    assert found[-2:] == [1, 1]
+
+
+def goes_on() -> None:
+    """Steps whose values nobody reads."""
+    x = torch.ones(4, device="ltc")
+    for _ in range(5):
+        x = x * 2
+        ltc.mark_step()
+    context(0).worker.drain()
+    assert not context(0).reads.is_waited
 
 
 def test_a_read_does_not_wait_for_a_step_before() -> None:
     x, mask = torch.ones(4).to("ltc"), torch.ones(4, dtype=torch.long).to("ltc")
+    goes_on()
     gate, worker = threading.Event(), context(0).worker
     assert worker.start()
     worker.submit(Job(gate.wait))
+    in_the_end = threading.Timer(20, gate.set)
+    in_the_end.start()
     try:
         assert (mask > 0).all().item() is True
         assert not worker.is_idle
     finally:
         gate.set()
+        in_the_end.cancel()
     y = x * 3
     assert y.tolist() == [3.0] * 4
 
