@@ -16,7 +16,7 @@ from ltc_core.graph.ir import Graph, Node
 from ltc_core.graph.passes import origins
 from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
 from ltc_core.program.plan import plan
-from ltc_core.program.program import Program, run_to_end
+from ltc_core.program.program import Program, Watch, run_to_end
 from ltc_core.program.salvage import salvage
 from ltc_core.program.scalar_inputs import same_scalar
 from ltc_core.program.subgraph import Subgraph
@@ -117,7 +117,7 @@ class PartitionedProgram(Program):
         return run_to_end(self.run_in_steps(inputs, scalars))
 
     def run_in_steps(
-        self, inputs: Sequence[Any], scalars: Sequence[Any]
+        self, inputs: Sequence[Any], scalars: Sequence[Any], watch: Watch | None = None
     ) -> Generator[None, None, list[Any]]:
         """Run; yield before each subgraph that blocks on a collective."""
         values = dict(zip(self._inputs, inputs, strict=True))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 from ltc_core.program.failure import Salvaged
 
-__all__ = ["Program", "StepTimes", "Tier", "run_to_end"]
+__all__ = ["Program", "StepTimes", "Tier", "Watch", "run_to_end"]
 
 
 def run_to_end(steps: Generator[None, None, list[Any]]) -> list[Any]:
@@ -48,6 +48,18 @@ class StepTimes:
     compiled_ns: float
 
 
+class Watch(NamedTuple):
+    """Outputs that somebody waits for, while the rest of the program may still run.
+
+    Attributes:
+        outputs: their positions among the graph's outputs.
+        publish: called at most once, in the thread that runs, with their data as soon as all of them are there.
+    """
+
+    outputs: tuple[int, ...]
+    publish: Callable[[list[Any]], None]
+
+
 class Program(abc.ABC):
     """A compiled graph.
 
@@ -77,9 +89,13 @@ class Program(abc.ABC):
         """
 
     def run_in_steps(
-        self, inputs: Sequence[Any], scalars: Sequence[Any]
+        self, inputs: Sequence[Any], scalars: Sequence[Any], watch: Watch | None = None
     ) -> Generator[None, None, list[Any]]:
-        """As `run`, but yield before the program blocks on a collective: the rest may run in another thread."""
+        """As `run`, but yield before the program blocks on a collective: the rest may run in another thread.
+
+        Args:
+            watch: what to give away early. A program that cannot leaves it alone.
+        """
         return self.run(inputs, scalars)
         yield
 

@@ -25,7 +25,7 @@ from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import execution_gate, fork_gate
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
-from ltc_core.runtime.launch import Failure, Launch, lost_at_a_fork
+from ltc_core.runtime.launch import Failure, Launch, Published, lost_at_a_fork
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.probe import Probes
@@ -409,10 +409,12 @@ class DeviceContext:
         assert value.buffer is not None
         job = value.buffer.job
         if value.buffer.is_pending:
+            if isinstance(job, Launch):
+                job.note_awaited(value.buffer)
             with metrics.timer("DeviceLockWait"):
                 value.buffer.wait_done()
             self._mark()
-            if seen is not None and isinstance(job, Launch):
+            if seen is not None and isinstance(job, Launch | Published):
                 seen.end_arrow(job.arrow)
                 job.arrow = 0  # ended
 

@@ -92,13 +92,13 @@ class EarlyRuns:
         if compiled is None or not self._is_on_path(compiled):
             return self._drop()
         native = compiled.program.native if first else self._native
-        if native is None or (first and not (self._worker.is_idle and self._worker.start())):
+        if native is None or (first and not self._worker.start()):
             return None
         slots, rows = compiled.input_slots, self._trace.inputs
         until = bisect.bisect_left(slots, len(rows))
         positions = list(range(self._num_inputs, until))
-        data = [rows[slots[k]][2].data for k in positions]
-        if any(each is None for each in data):  # computed by a program that has not run
+        buffers = [rows[slots[k]][2] for k in positions]
+        if any(each.error is not None for each in buffers):
             return self._drop()
         if first:
             self._native, self._epoch = native, self._trace.epoch
@@ -106,7 +106,7 @@ class EarlyRuns:
         self._num_inputs = until
         count = self._trace.count
         end = bisect.bisect_right(compiled.habit.ends, count)
-        given = (first, positions, data, list(self._trace.scalars), end)
+        given = (first, positions, buffers, list(self._trace.scalars), end)
         self._worker.submit(Job(partial(_run, native, given, compiled, torch.get_num_threads())))
         if count + self._size < compiled.habit.num_values:
             self._run_at(count + self._size)
@@ -203,7 +203,12 @@ def _run(native: Any, given: tuple[Any, ...], compiled: CompiledGraph, num_threa
     with slices.watched("run early") as seen:
         if seen is not None:
             seen.note(compiled.described())
-        native.begin(*given)
+        first, positions, buffers, scalars, end = given
+        data = [
+            buffer.data for buffer in buffers
+        ]  # the step before, which may make some, has ended
+        if all(each is not None for each in data):
+            native.begin(first, positions, data, scalars, end)
     cost_ns, elapsed_ns = compiled.begun_ns
     cost_ns += time.thread_time_ns() - started_cpu_ns
     compiled.begun_ns = cost_ns, elapsed_ns + time.perf_counter_ns() - started_ns

@@ -19,6 +19,7 @@ from ltc_core import errors, metrics
 from ltc_core.executors.openmp import use_threads
 from ltc_core.graph.ir import Graph, Node, TensorMeta, references
 from ltc_core.program.failure import NodeFailure
+from ltc_core.program.program import Watch
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
@@ -27,7 +28,24 @@ from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import slices
 from ltc_core.timeline.slices import Slice
 
-__all__ = ["Failure", "Launch", "lost_at_a_fork", "note_run"]
+__all__ = ["Failure", "Launch", "Published", "lost_at_a_fork", "note_run"]
+
+
+_MOST_WATCHED = 4  # outputs: a script that reads all of them waits for the last one anyway
+
+
+class Published(Job):
+    """Done when the watched outputs of a launch are there, or will never be."""
+
+    __slots__ = ("arrow",)
+
+    def __init__(self, arrow: int) -> None:
+        super().__init__(_nothing)
+        self.arrow = arrow  # that of the launch
+
+
+def _nothing() -> None:
+    pass
 
 
 class Failure(NamedTuple):
@@ -63,7 +81,8 @@ class Launch(Job):
 
     __slots__ = (
         "_compiled", "_cost_ns", "_device", "_earlier", "_failures", "_inputs", "_is_eager", "_memory",
-        "_num_threads", "_outputs", "_scalars", "_sized", "_started_ns", "_steps", "arrow", "step",
+        "_num_threads", "_outputs", "_published", "_scalars", "_sized", "_started_ns", "_steps", "_watched", "arrow",
+        "step",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +111,10 @@ class Launch(Job):
         self._earlier: Sequence[Job] = ()
         self._started_ns = self._cost_ns = 0
         self._steps: Generator[None, None, list[Any]] | None = None
+        self._watched: tuple[
+            int, ...
+        ] = ()  # positions of outputs that may be read before the run ends
+        self._published: Published | None = None
         self.arrow = 0  # for the timeline: from the cut to this run, and on to who waits for it
         self.step = 0
 
@@ -100,6 +123,19 @@ class Launch(Job):
     def run_after(self, jobs: Sequence[Job]) -> None:
         """Make the worker wait for these jobs of other devices first."""
         self._earlier = jobs
+
+    def watch(self, positions: tuple[int, ...]) -> None:
+        """Have these outputs read as soon as they are there, while the rest of the program still runs."""
+        self._watched, self._published = positions, Published(self.arrow)
+        for k in positions:
+            self._outputs[k].made_by(self._published)
+
+    def note_awaited(self, buffer: Buffer) -> None:
+        """The script waits for one of the outputs: the next runs of this program are watched for it."""
+        watched = self._compiled.watched
+        for k, each in enumerate(self._outputs):
+            if each is buffer and k not in watched and len(watched) < _MOST_WATCHED:
+                self._compiled.watched = (*watched, k)
 
     @in_own_state
     def begin(self) -> bool:
@@ -139,7 +175,8 @@ class Launch(Job):
         program = self._compiled.program
         if lost is None:
             self._memory.note_peak(self._compiled.peak_bytes(self._sized))
-            self._steps = program.run_in_steps(data, self._scalars)
+            watch = Watch(self._watched, self._publish) if self._watched else None
+            self._steps = program.run_in_steps(data, self._scalars, watch)
             return
         _use_threads(self._num_threads)
         found = program.salvage(data, self._scalars)
@@ -168,9 +205,22 @@ class Launch(Job):
 
     # -- its ends ------------------------------------------------------------------------------
 
+    def _publish(self, data: list[Any]) -> None:
+        """Fill the outputs that are watched. The program has not ended."""
+        outputs = self._outputs
+        for k, result in zip(self._watched, data, strict=True):
+            outputs[k].set(result)
+        self._note_published()
+
+    def _note_published(self) -> None:
+        if self._published is not None:
+            self._published.cancel()
+
     def _finish(self, results: Sequence[Any], last_cost_ns: int) -> None:
         for buffer, result in zip(self._take_outputs(), results, strict=True):
-            buffer.set(result)
+            if buffer.is_pending:
+                buffer.set(result)
+        self._note_published()
         elapsed_ns = time.perf_counter_ns() - self._started_ns
         note_run(self._compiled, self._cost_ns + last_cost_ns, elapsed_ns, self._is_eager)
 
@@ -230,10 +280,13 @@ class Launch(Job):
         kept, others = kept or {}, others or {}
         for number, buffer in zip(self._compiled.graph.outputs, self._take_outputs(), strict=True):
             data = kept.get(number)
+            if not buffer.is_pending:  # it was read before the failure
+                continue
             if data is not None:
                 buffer.set(data)
             else:
                 buffer.fail(others.get(number, error))
+        self._note_published()
 
     def _take_outputs(self) -> list[Buffer]:
         """The output buffers; the launch no longer keeps them alive."""

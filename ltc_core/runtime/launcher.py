@@ -124,6 +124,8 @@ class Launcher:
         launch.run_after(earlier)
         for buffer in outputs:
             buffer.made_by(launch)
+        if compiled.watched:
+            launch.watch(compiled.watched)
         release_team()
         self._worker_has_team |= num_threads > 1
         try:

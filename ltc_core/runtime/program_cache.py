@@ -62,6 +62,7 @@ class CompiledGraph:
         "program",
         "recorded",
         "runs",
+        "watched",
         "whole_for",
     )
 
@@ -89,6 +90,7 @@ class CompiledGraph:
         self.facts = ""
         self.num_parts = 0  # in which steps are quicker (`streaming`); 0: whole, or not measured
         self.habit = Habit()
+        self.watched: tuple[int, ...] = ()  # positions of the outputs that the script waits for
         self.begun_ns = (0, 0)  # CPU time and duration of what has run early, until the run ends
         self.whole_for = 0  # steps until parts are tried again
         self._largest, self._peak_bytes = 0, program.peak_bytes

@@ -43,7 +43,7 @@ from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.program.failure import Salvaged
 from ltc_core.program.partitioned import PartitionedProgram
-from ltc_core.program.program import Program, StepTimes, Tier, run_to_end
+from ltc_core.program.program import Program, StepTimes, Tier, Watch, run_to_end
 from ltc_core.program.scalar_inputs import vector_metas
 from ltc_core.program.specialize import Specialized
 from ltc_core.program.subgraph import Subgraph
@@ -127,7 +127,7 @@ class TieredProgram(Program, Reported):
         return run_to_end(self.run_in_steps(inputs, scalars))
 
     def run_in_steps(
-        self, inputs: Sequence[Any], scalars: Sequence[Any]
+        self, inputs: Sequence[Any], scalars: Sequence[Any], watch: Watch | None = None
     ) -> Generator[None, None, list[Any]]:
         compiled = None if self._is_slower else self._program_for(scalars)
         # For the reports: 0.5 us a launch (two busy cores; `timeit` of these lines).
@@ -139,7 +139,8 @@ class TieredProgram(Program, Reported):
             metrics.count(COMPILED_RUNS)
         self._fits_none = compiled is None and len(self._programs) > 0 and not self._is_slower
         if compiled is None:
-            return self._counted((yield from self._reference.run_in_steps(inputs, scalars)))
+            steps = self._reference.run_in_steps(inputs, scalars, watch)
+            return self._counted((yield from steps))
         return (yield from compiled.run_in_steps(inputs, scalars))
 
     @property

@@ -7,7 +7,9 @@ value's memory if the plan (`program.plan`) allows it, else a copy. From its sec
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import operator
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -22,13 +24,17 @@ from ltc_core.graph.ir import Graph, Node
 from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.program.plan import MemoryPlan
-from ltc_core.program.program import Program, Tier
+from ltc_core.program.program import Program, Tier, Watch
 from ltc_core.program.salvage import salvage
 from ltc_core.settings import settings
 from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import op_times
 
 __all__ = ["ReferenceProgram", "rest_runner"]
+
+_Watched = tuple[
+    list[int], int, Callable[[list[Any]], None]
+]  # numbers, instructions before, publish
 
 
 def _generator(hardware: torch.device) -> torch.Generator:
@@ -92,6 +98,7 @@ class ReferenceProgram(Program):
         self._plan = memory if can_replay else None  # until it is built
         self._replay: replay.Replay | None = None
         self._num_runs = 0  # in Python, before the replay is built
+        self._watch: _Watched | None = None  # of the next replay
 
     @property
     def tier(self) -> Tier:  # type: ignore[override]
@@ -110,11 +117,28 @@ class ReferenceProgram(Program):
             raise self._salvaged(failure, inputs, scalars) from failure.__cause__
 
     def run_in_steps(
-        self, inputs: Sequence[Any], scalars: Sequence[Any]
+        self, inputs: Sequence[Any], scalars: Sequence[Any], watch: Watch | None = None
     ) -> Generator[None, None, list[Any]]:
         if self._may_block:
             yield
+        self._watch = self._watched(watch)
         return self.run(inputs, scalars)
+
+    def _watched(self, watch: Watch | None) -> _Watched | None:
+        """What C++ is told of the outputs that are waited for; None if it cannot give them before the others."""
+        if watch is None or self._replay is None:
+            return None
+        rows = [self._outputs[k] for k in watch.outputs]
+        if any(copied for _, copied, _ in rows):
+            return None
+        numbers = [number for number, _, _ in rows]
+        return numbers, max(self._made_at(number) for number in numbers), watch.publish
+
+    def _made_at(self, number: int) -> int:
+        """How many of the nodes must have run for a value."""
+        if number in self._inputs:
+            return 0
+        return bisect.bisect_right(self._nodes, number, key=operator.attrgetter("first"))
 
     @property
     def native(self) -> Any | None:
@@ -190,7 +214,9 @@ class ReferenceProgram(Program):
         self, program: replay.Replay, inputs: Sequence[Any], scalars: Sequence[Any]
     ) -> list[Any] | None:
         """Results of a run in C++; None if it does not take these scalars, and Python has to run it."""
-        return self._results(program.run(inputs if type(inputs) is list else list(inputs), scalars))
+        watched, self._watch = self._watch, None
+        given = inputs if type(inputs) is list else list(inputs)
+        return self._results(program.run(given, scalars, watched))
 
     def _results(self, found: list[Any] | replay.Failed | None) -> list[Any] | None:
         if found is None:

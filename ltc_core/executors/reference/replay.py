@@ -73,15 +73,18 @@ class Replay:
         self.num_native = num_native
         self.is_native = is_native
 
-    def run(self, inputs: list[Any], scalars: Sequence[Any]) -> list[torch.Tensor] | Failed | None:
+    def run(
+        self, inputs: list[Any], scalars: Sequence[Any], watched: tuple[Any, ...] | None = None
+    ) -> list[torch.Tensor] | Failed | None:
         """Outputs of the graph; None if a scalar is no number of Python's, and nothing has run.
 
         It runs in the state of a new thread, with grad mode off.
 
         Args:
             inputs: in the graph's order. Those that are donated are taken out: they die at their last use.
+            watched: numbers of outputs, how many nodes must have run for them, and what to call with them then.
         """
-        return outcome(self.program.run(inputs, list(scalars)))
+        return outcome(self.program.run(inputs, list(scalars), *(watched or ())))
 
 
 def outcome(returned: Any) -> list[torch.Tensor] | Failed | None:

@@ -40,7 +40,13 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
     ltc.wait_device_ops()
     found = Others()
     monkeypatch.setattr(Launcher, "placement", lambda *args: Placement.HERE)
-    monkeypatch.setattr(TieredProgram, "run_in_steps", lambda *args: found.run(*args))
+
+    def run_in_steps(
+        self: TieredProgram, inputs: Any, scalars: Any, watch: Any
+    ) -> Generator[None, None, list[Any]]:
+        return found.run(self, inputs, scalars)
+
+    monkeypatch.setattr(TieredProgram, "run_in_steps", run_in_steps)
     yield found
     found.came.set()
     ltc.wait_device_ops()

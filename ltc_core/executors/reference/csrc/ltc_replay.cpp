@@ -225,11 +225,15 @@ PyObject* py_drop(PyObject* self, PyObject*) {
 }
 
 PyObject* py_run(PyObject* self, PyObject* args) {
-  PyObject *inputs, *numbers;
-  if (!PyArg_ParseTuple(args, "O!O!:run", &PyList_Type, &inputs, &PyList_Type, &numbers))
+  PyObject *inputs, *numbers, *slots = nullptr;
+  Watch watch;
+  if (!PyArg_ParseTuple(
+          args, "O!O!|OiO:run", &PyList_Type, &inputs, &PyList_Type, &numbers, &slots, &watch.at, &watch.publish))
     return nullptr;
   return guarded([&]() -> PyObject* {
     auto& program = program_of(self);
+    if (slots && !ints_of(slots, watch.slots))
+      return nullptr;
     if (PyList_GET_SIZE(inputs) != static_cast<Py_ssize_t>(program.inputs.size()))
       return PyErr_Format(PyExc_TypeError, "expected %zu inputs, got %zd", program.inputs.size(), PyList_GET_SIZE(inputs));
     std::vector<c10::Scalar> scalars;
@@ -269,7 +273,7 @@ PyObject* py_run(PyObject* self, PyObject* args) {
         PyList_SetItem(inputs, static_cast<Py_ssize_t>(i), Py_None);
       }
     std::vector<at::Tensor> outputs;
-    const int32_t position = run.all(outputs, begun ? begun->next : 0);
+    const int32_t position = run.all(outputs, begun ? begun->next : 0, slots ? &watch : nullptr);
     if (position >= 0)
       return failure(run, position);
     return wrap(outputs);
@@ -297,7 +301,8 @@ PyMethodDef program_methods[] = {
      "`run` does the rest. False if the next one has to wait for it. The scalars are all those known so far."},
     {"drop", py_drop, METH_NOARGS, "drop(): forget what was begun."},
     {"run", py_run, METH_VARARGS,
-     "run(inputs, scalars): outputs; (position, exception, values) if an op failed; None for scalars of other types."},
+     "run(inputs, scalars[, slots, at, publish]): outputs; (position, exception, values) if an op failed; None for "
+     "scalars of other types. `publish` is called with the values of the slots once the instructions before `at` have run."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot program_slots[] = {

@@ -74,6 +74,13 @@ struct Output {
   c10::ScalarType dtype;
 };
 
+// Outputs that somebody waits for: `publish` gets them as soon as the instructions before `at` have run.
+struct Watch {
+  std::vector<int32_t> slots;
+  int32_t at = 0;
+  PyObject* publish = nullptr; // the caller of the run holds it
+};
+
 // A run that was begun before the inputs and scalars of its last instructions were known.
 struct Begun {
   std::vector<IValue> values;

@@ -295,8 +295,32 @@ struct Run {
     PyEval_RestoreThread(state);
   }
 
+  // Gives the watched outputs to Python. No later instruction writes to their memory: they live to the end.
+  void publish(const Watch& watch) {
+    for (const int32_t slot : watch.slots)
+      if (!values[slot].isTensor() || !values[slot].toTensor().defined())
+        return;
+    stack.clear();
+    const c10::impl::ForceDispatchKeyGuard as_outside(outside);
+    PyEval_RestoreThread(state);
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(watch.slots.size()));
+    for (size_t i = 0; list && i < watch.slots.size(); ++i) {
+      PyObject* item = THPVariable_Wrap(unshared(values[watch.slots[i]].toTensor()));
+      if (item)
+        PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), item);
+      else
+        Py_CLEAR(list);
+    }
+    PyObject* told = list ? PyObject_CallOneArg(watch.publish, list) : nullptr;
+    if (!told)
+      PyErr_WriteUnraisable(watch.publish);
+    Py_XDECREF(told);
+    Py_XDECREF(list);
+    state = PyEval_SaveThread();
+  }
+
   // Runs all from `at` on; the position of the instruction that failed, or -1. Begins and ends with the GIL held.
-  int32_t all(std::vector<at::Tensor>& outputs, int32_t at = 0) {
+  int32_t all(std::vector<at::Tensor>& outputs, int32_t at, const Watch* watch) {
     std::exception_ptr problem;
     state = PyEval_SaveThread();
     {
@@ -304,6 +328,10 @@ struct Run {
       const auto count = static_cast<int32_t>(program.code.size());
       int32_t ungrouped = 0; // instructions before this one run one by one
       for (; at < count; ++at) {
+        if (watch && at >= watch->at) {
+          publish(*watch);
+          watch = nullptr;
+        }
         const auto group = at < ungrouped ? program.groups.end() : program.groups.find(at);
         if (group != program.groups.end()) {
           const int32_t first = at;
