@@ -6,10 +6,10 @@ longest sequence is, in the middle of each forward pass. A probe runs the few op
 thread that reads, on inputs that are there. The trace stays as it is: the step remains one graph, and runs beside the
 recording. Whatever needs the value later computes it again, with its graph.
 
-A value is probed if it depends only on integers and bools that the script gave: masks, lengths, ids, labels. What
-parameters enter is what a step is cut for. Its ops must draw no random numbers and run no collectives. They are few
-beside those recorded, or the script does not wait for its steps: then a cut would wait for the step before. Asked by
-`device_context` before it cuts for a read.
+A value is probed if it depends only on constants, and on integers and bools that the script gave: masks, lengths, ids,
+labels. What parameters enter is what a step is cut for. Its ops must draw no random numbers and run no collectives.
+They are few beside those recorded, or the script does not wait for its steps and the value is made of what it gave:
+then a cut would wait for the step before. Asked by `device_context` before it cuts for a read.
 """
 
 from __future__ import annotations
@@ -57,22 +57,25 @@ class _Probe:
         run: computes the value.
         inputs: numbers of the inputs.
         num_ops: its ops.
+        has_floats: whether a constant of floats enters.
         is_chosen: whether the value was probed before: then it always is, so that steps keep to one graph.
         num_slow: runs that took long.
     """
 
-    __slots__ = ("inputs", "is_chosen", "num_ops", "num_slow", "run")
+    __slots__ = ("has_floats", "inputs", "is_chosen", "num_ops", "num_slow", "run")
 
     def __init__(self, program: Program, graph: Graph) -> None:
         self.run = in_own_state(program.run)
         self.inputs = tuple(graph.inputs)
         self.num_ops = len(graph.nodes)
+        made = (meta for node in graph.nodes if not references(node) for meta in node.outs)
+        self.has_floats = not all(map(_is_exact, made))
         self.is_chosen = False
         self.num_slow = 0
 
     def is_worth_it(self, num_recorded: int, goes_on: bool) -> bool:
         is_small = max(_LEAST_RECORDED, _SHARE * self.num_ops) <= num_recorded
-        return self.is_chosen or goes_on or is_small
+        return self.is_chosen or is_small or (goes_on and not self.has_floats)
 
 
 class Probes:
@@ -178,8 +181,7 @@ class Probes:
             return None
         read = {i for node in nodes for i in references(node)}
         metas = {index: meta for each in path for index, meta in each.inputs if index in read}
-        made = (meta for node in nodes if not references(node) for meta in node.outs)
-        if not all(_is_exact(meta) for meta in (*metas.values(), *made)):
+        if not all(map(_is_exact, metas.values())):
             return None
         if any(old in metas for node in nodes for old in node.writes):
             return None  # a state of the script, not data

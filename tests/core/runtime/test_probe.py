@@ -193,6 +193,17 @@ def test_what_a_program_is_computing_is_waited_for() -> None:
     later.join()
 
 
+def test_a_mask_that_is_made_on_the_device() -> None:
+    before = probed()
+    for _ in range(3):
+        kept = long(torch.ones(3, device="ltc"))
+        mask = torch.ones(4, 8, device="ltc")
+        assert mask.bool().all().item() is True
+        ltc.mark_step()
+        del kept
+    assert probed() - before == 3
+
+
 def test_random_numbers_are_drawn_once() -> None:
     found = []
     for device in ("cpu", "ltc"):
