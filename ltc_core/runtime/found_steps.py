@@ -159,7 +159,8 @@ class FoundSteps:
         place, trace = source.user_place(), self._trace
         epoch, count = self._uploads.get(place, (-1, 0))
         is_loop = epoch == trace.epoch and trace.count - count >= _FEWEST_VALUES
-        if is_loop and self._backward_in != epoch:  # else gradients are accumulated
+        # Where gradients are made, they are accumulated; what the layers of a model upload is no batch.
+        if is_loop and self._backward_in != epoch and not source.is_in_module():
             metrics.count("FoundStep")
             self._cut("Upload")
         self._uploads[place] = trace.epoch, trace.count

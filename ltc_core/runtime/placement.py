@@ -7,9 +7,8 @@ best to leave one core to it (MLP: 4.9 ms in the thread that cuts, 3.9 with one 
 worker). Where other processes use the cores, threads that wait must give them up (see `openmp`). On other machines it
 is the other way round, so `Places` measures, and measures again when steps become slow.
 
-A script that waits for each step begins in the thread that cuts, which is as quick as eager. One that goes on begins in
-the worker; where that is far quicker than recording and running one after the other would be, the thread that cuts is
-not tried, since nine steps of that are what a user sees first.
+It begins in the worker. Where that is far quicker than recording and running one after the other would be, the thread
+that cuts is not tried: nine such steps are what a user sees first.
 One for each program, tier and rhythm of steps, made by `run_policy`.
 """
 
@@ -57,9 +56,6 @@ class Placement(enum.Enum):
 class Places:
     """Measures the placements of one program, in one tier and one rhythm of steps, and chooses the fastest.
 
-    Args:
-        is_waited: the rhythm: whether the script waits for each step.
-
     Attributes:
         chosen: where the last launch was to run.
         best_ns: duration of a step with the placement that was chosen; 0 while they are measured.
@@ -67,12 +63,11 @@ class Places:
     """
 
     __slots__ = (
-        "_count", "_is_busy", "_is_waited", "_last_cpu_ns", "_last_ns", "_lost_cores", "_medians", "_place",
+        "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lost_cores", "_medians", "_place",
         "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
-    def __init__(self, is_waited: bool) -> None:
-        self._is_waited = is_waited
+    def __init__(self) -> None:
         self._last_ns = self._last_cpu_ns = 0
         self.begin()
 
@@ -85,7 +80,7 @@ class Places:
         self._count = 0  # launches with this placement
         self._samples: list[int] = []  # from launch to launch
         self._recorded: list[int] = []  # CPU time of the thread that launches, in the meantime
-        self._serial_ns = 0.0  # a step that is recorded and run in turn, by CPU time
+        self._serial_ns = float("inf")  # a step that is recorded and run in turn, by CPU time
         # In the worker. Some runs are not placed, because they cost too little.
         self._runs: deque[int] = deque(maxlen=_UNSETTLED + _MEASURED)
         self._lost_cores = 0  # by this process, at the first sample
@@ -141,7 +136,7 @@ class Places:
         if self.sample_ns:
             self._samples.append(self.sample_ns)
         if not self.is_settled:
-            self._note_recording(cpu_ns)
+            self._note_recording(cpu_ns, cost_ns)
         if self.is_settled:
             if count >= _LASTS or self._has_slowed():
                 self.begin()
@@ -154,14 +149,13 @@ class Places:
                 self._forget()
         return self.chosen
 
-    def _note_recording(self, cpu_ns: int) -> None:
-        if self.sample_ns:
+    def _note_recording(self, cpu_ns: int, cost_ns: float) -> None:
+        if self.sample_ns and self._place is Placement.WORKER:
             self._recorded.append(cpu_ns - self._last_cpu_ns)
+            self._serial_ns = statistics.median(self._recorded) + cost_ns
         self._last_cpu_ns = cpu_ns
 
     def _end_placement(self, num_threads: int, cost_ns: float, may_spare: bool) -> None:
-        if self._place is Placement.WORKER:
-            self._serial_ns = statistics.median(self._recorded) + cost_ns
         if self._place is Placement.HERE:
             lost = _lost_cores() - self._lost_cores
             self._is_busy = lost > _BUSY * len(self._samples)
@@ -186,7 +180,7 @@ class Places:
 
     def _is_hopeless(self, limit_ns: float) -> bool:
         """Whether three steps were so slow that the rest need not be waited for."""
-        limit = _HOPELESS * min([limit_ns, *self._medians.values()])
+        limit = _HOPELESS * min([limit_ns, self._serial_ns, *self._medians.values()])
         return sum(sample > limit for sample in self._samples) == 3
 
     def _step_ns(self) -> float:
@@ -202,7 +196,7 @@ class Places:
     def _next(self, num_threads: int, cost_ns: float, may_spare: bool) -> Placement:
         """The next placement to measure, or the best one after all are measured."""
         found = self._medians
-        if not found and not self._is_waited:
+        if Placement.WORKER not in found:
             return Placement.WORKER
         if Placement.HERE not in found and not self._overlaps():
             return Placement.HERE  # it shows whether others use the cores
@@ -213,8 +207,6 @@ class Places:
             and Placement.YIELDING not in found
         ):
             return Placement.YIELDING
-        if Placement.WORKER not in found:
-            return Placement.WORKER
         if Placement.SPARING not in found and may_spare and self._can_spare(num_threads, cost_ns):
             return Placement.SPARING
         best = Placement.WORKER
@@ -228,7 +220,7 @@ class Places:
 
     def _overlaps(self) -> bool:
         """Whether steps in the worker were far quicker than recording and running in turn would be."""
-        return self._medians.get(Placement.WORKER, float("inf")) < _OVERLAPS * self._serial_ns
+        return self._medians[Placement.WORKER] < _OVERLAPS * self._serial_ns
 
     def _can_spare(self, num_threads: int, cost_ns: float) -> bool:
         """Whether recording takes longer than the program would with a thread less."""

@@ -97,7 +97,7 @@ class RunPolicy:
         key = is_waited, tier
         found = self._places.get(key)
         if found is None:
-            found = self._places[key] = Places(is_waited)
+            found = self._places[key] = Places()
         return found
 
     def _choose_tier(

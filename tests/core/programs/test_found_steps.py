@@ -153,6 +153,39 @@ def predicted(device: torch.device) -> Iterator[torch.Tensor]:
             yield net(x).sum().clone()
 
 
+class Scaled(nn.Module):
+    """A layer that uploads a constant in each call, as the caches of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.layer(x).tanh() * 1.5
+        return x * torch.tensor([1.0, 2, 3, 4, 5, 6], device=x.device)
+
+
+def with_uploads(device: torch.device) -> Iterator[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(Scaled(), Scaled(), Scaled()).to(device).eval()
+    with torch.no_grad():
+        for x, _ in batches():
+            yield net(x.to(device)).sum()
+
+
+def trained_with_uploads(device: torch.device) -> Iterator[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(Scaled(), Scaled(), Scaled()).to(device)
+    optimizer = adam(net)
+    for x, _ in batches():
+        loss = net(x.to(device)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.detach()
+
+
 def attacked(device: torch.device) -> Iterator[torch.Tensor]:
     """Gradients that no optimizer uses, and a value that is read, before batches that are only evaluated."""
     net = model(device)
@@ -162,8 +195,10 @@ def attacked(device: torch.device) -> Iterator[torch.Tensor]:
     yield from predicted(device)
 
 
-TRAINED = [plain, zeroed_at_the_end, accumulated, adversarial, with_an_average, in_data_on_the_device]  # fmt: skip
-EVALUATED = [evaluated, predicted, attacked]
+TRAINED = [
+    plain, zeroed_at_the_end, accumulated, adversarial, with_an_average, in_data_on_the_device, trained_with_uploads,
+]  # fmt: skip
+EVALUATED = [evaluated, predicted, attacked, with_uploads]
 Script = Callable[[torch.device], Iterator[torch.Tensor]]
 
 
