@@ -363,8 +363,11 @@ class DeviceContext:
         self._after_read()
         self.raise_failure()
 
-    def value_data(self, cell: Cell, reason: str) -> Any:
+    def value_data(self, cell: Cell, reason: str, may_probe: bool = False) -> Any:
         """Current data of a cell, not to be written by the caller.
+
+        Args:
+            may_probe: whether equal data will do that is not the cell's own memory.
 
         Cost: cuts and waits if it is pending, unless a probe can compute it (`probe`).
 
@@ -378,7 +381,7 @@ class DeviceContext:
             value = cell.value
             if value.buffer is None and value.epoch != self.trace.epoch:
                 return self._zeros(cell.meta)
-        if value.buffer is None and not self.worker.is_this_thread:
+        if may_probe and value.buffer is None and not self.worker.is_this_thread:
             goes_on = not self.reads.is_waited and not self.early.has_begun
             probed = self.probes.data(value, goes_on)
             if probed is not None:

@@ -132,7 +132,7 @@ def real(handle: Handle, reason: str) -> torch.Tensor:
     Cost: syncs if they are pending.
     """
     ctx = context_of(handle)
-    data = ctx.value_data(base_of(handle), reason)
+    data = ctx.value_data(base_of(handle), reason, may_probe=True)
     # A mode of the user sees that a tensor is asked what it is.
     is_plain = type(handle) is Cell and type(data) is torch.Tensor and not num_function_modes()
     if is_plain and data.is_cpu and data.dtype is handle.meta.dtype:

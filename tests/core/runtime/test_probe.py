@@ -204,6 +204,16 @@ def test_a_mask_that_is_made_on_the_device() -> None:
     assert probed() - before == 3
 
 
+def test_who_wants_the_memory_itself_gets_no_copy() -> None:
+    x = torch.ones(4, dtype=torch.long).to("ltc")
+    kept = long(torch.ones(3, device="ltc"))
+    y = x * 2
+    before = probed()
+    data = context(0).value_data(y._h, "Pointer")
+    assert probed() == before and data is context(0).value_data(y._h, "Pointer")
+    del kept
+
+
 def test_random_numbers_are_drawn_once() -> None:
     found = []
     for device in ("cpu", "ltc"):
