@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 
 from ltc_core.device.register import hold_gloo_threads
-from ltc_core.errors import CollectiveError
+from ltc_core.errors import CollectiveError, PeerEndedError
 from ltc_core.graph.buckets import deal
 from ltc_core.graph.collective import (
     COMBINE,
@@ -269,17 +269,24 @@ class Line:
         is_done = _is_done_on_gpu if is_on_gpus() else _is_done
         patience = Patience(self._store)
         tells = False
+        gone: PeerEndedError | None = None
         while True:
             try:
                 if is_done(work):
                     break
             except RuntimeError as error:
                 self._disagree(call, error, 2 * LOOK_S)
+            if gone is not None:
+                raise gone
             self._tell()
             tells = True
             self._check_others(call)
             if looks_for_ended:
-                self._look_for_ended(call)
+                try:
+                    self._look_for_ended(call)
+                except PeerEndedError as error:
+                    gone = error  # it may have come here and ended since the last look at `work`
+                    continue
             if patience.is_over():
                 raise too_late("one of the others", self._rank, f"is at {call}")
         if tells:

@@ -26,6 +26,7 @@ import torch.distributed
 import ltc_core as ltc
 from ltc_core.errors import (
     LtcError,
+    PeerEndedError,
     RankEndedError,
     RankError,
     RankTimeoutError,
@@ -324,7 +325,12 @@ def wait_checking(keys: Sequence[str], check: Callable[[bool], None], store: Any
     while not store.check(list(keys)):
         now = time.monotonic()
         if now - looked >= look_s:
-            check(patience.is_over())
+            try:
+                check(patience.is_over())
+            except (PeerEndedError, RankEndedError):
+                if store.check(list(keys)):  # it has written its key and ended since the last look
+                    return
+                raise
             looked = now
         time.sleep(min(max(_FIRST_PAUSE_S, (now - start) / 20), _LAST_PAUSE_S))
 
