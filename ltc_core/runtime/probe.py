@@ -121,7 +121,7 @@ class Probes:
     def _data(self, value: Value, goes_on: bool) -> Any | None:
         trace = self._trace
         step = trace.cursor
-        if value.epoch != trace.epoch or value.buffer is not None or step.dynamic is not None:
+        if value.epoch != trace.epoch or value.buffer is not None:
             return None
         probe = self._probe(step, value.index)
         if probe is None or not probe.is_worth_it(trace.count, goes_on):
@@ -185,7 +185,7 @@ class Probes:
             return None
         if any(old in metas for node in nodes for old in node.writes):
             return None  # a state of the script, not data
-        graph = Graph(nodes, metas, (number,))
+        graph = Graph(nodes, metas, (number,), dynamic=step.dynamic is not None)
         if sum(meta.nbytes for meta in graph.metas().values()) > _MOST_BYTES:
             return None
         assert isinstance(self._executor, ReferenceExecutor)

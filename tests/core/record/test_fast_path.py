@@ -422,11 +422,11 @@ def test_a_call_that_is_not_recorded_is_not_taken_for_the_step_of_another_thread
     found = DeviceContext.value_data
     flipped: list[torch.Tensor] = []
 
-    def meanwhile(*args: Any) -> Any:
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
         thread = threading.Thread(target=lambda: flipped.append(y.flip(0)))
         thread.start()
         thread.join()
-        return found(*args)
+        return found(*args, **kwargs)
 
     x, y = torch.ones(4, device=device), torch.arange(4.0, device=device)
     for _ in range(ROUNDS):

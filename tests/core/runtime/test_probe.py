@@ -1,5 +1,6 @@
 """Probes: a read that needs little of a step does not end it."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 
@@ -202,6 +203,28 @@ def test_a_mask_that_is_made_on_the_device() -> None:
         ltc.mark_step()
         del kept
     assert probed() - before == 3
+
+
+def test_batches_of_any_length() -> None:
+    torch.manual_seed(0)
+    layers = {"cpu": [nn.Linear(8, 8) for _ in range(12)]}
+    layers["ltc"] = [copy.deepcopy(layer).to("ltc") for layer in layers["cpu"]]
+    before, cuts_before = probed(), cuts()
+    for k in range(30):
+        length = 3 + k % 7
+        x, mask = torch.randn(2, length, 8), torch.randint(0, 2, (2, length))
+        found: dict[str, tuple[object, ...]] = {}
+        ends = {}
+        for device, net in layers.items():
+            y, m = x.to(device), mask.to(device)
+            for layer in net:
+                y = layer(y).tanh()
+            found[device] = m.sum().item(), m.bool().all().item(), (m * 2)[:, 1].tolist()
+            ends[device] = y.sum()
+        ltc.mark_step()
+        assert found["ltc"] == found["cpu"]
+        torch.testing.assert_close(ends["ltc"].cpu(), ends["cpu"], rtol=1e-4, atol=1e-5)
+    assert probed() - before == 90 and cuts() - cuts_before == 30
 
 
 def test_who_wants_the_memory_itself_gets_no_copy() -> None:
