@@ -204,9 +204,8 @@ def _run(native: Any, given: tuple[Any, ...], compiled: CompiledGraph, num_threa
         if seen is not None:
             seen.note(compiled.described())
         first, positions, buffers, scalars, end = given
-        data = [
-            buffer.data for buffer in buffers
-        ]  # the step before, which may make some, has ended
+        # The step before, which may make some of them, has ended.
+        data = [buffer.data for buffer in buffers]
         if all(each is not None for each in data):
             native.begin(first, positions, data, scalars, end)
     cost_ns, elapsed_ns = compiled.begun_ns

@@ -1,8 +1,9 @@
 """One launch of a program: it runs in a thread, fills the output buffers, and reports failures.
 
 A `Launch` is made by `device_context` at a cut. It runs in the thread that cuts (`begin`) or in the device's worker
-(`execute`), and the worker continues where `begin` blocked on other processes. Whatever happens, each output buffer
-ends with a value or with an error.
+(`execute`), and the worker continues where `begin` blocked on other processes. Outputs that the script has waited for
+in earlier runs are filled before the rest of the program has run (`watch`). Whatever happens, each output buffer ends
+with a value or with an error.
 """
 
 from __future__ import annotations
@@ -111,9 +112,7 @@ class Launch(Job):
         self._earlier: Sequence[Job] = ()
         self._started_ns = self._cost_ns = 0
         self._steps: Generator[None, None, list[Any]] | None = None
-        self._watched: tuple[
-            int, ...
-        ] = ()  # positions of outputs that may be read before the run ends
+        self._watched: tuple[int, ...] = ()  # positions of outputs that are read before the end
         self._published: Published | None = None
         self.arrow = 0  # for the timeline: from the cut to this run, and on to who waits for it
         self.step = 0

@@ -32,9 +32,8 @@ from ltc_core.timeline import op_times
 
 __all__ = ["ReferenceProgram", "rest_runner"]
 
-_Watched = tuple[
-    list[int], int, Callable[[list[Any]], None]
-]  # numbers, instructions before, publish
+# What C++ is told of a `Watch`: numbers of the outputs, how many nodes must have run for them, and whom to give them.
+_Watched = tuple[list[int], int, Callable[[list[Any]], None]]
 
 
 def _generator(hardware: torch.device) -> torch.Generator:
