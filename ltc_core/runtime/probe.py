@@ -23,13 +23,13 @@ from ltc_core import metrics
 from ltc_core.executors import Executor
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph import collective
-from ltc_core.graph.ir import Graph, Node, TensorMeta, references
-from ltc_core.graph.passes import prune
+from ltc_core.graph.ir import Graph, TensorMeta, references
 from ltc_core.program.failure import NodeFailure
 from ltc_core.program.program import Program
 from ltc_core.record.step import Step
 from ltc_core.record.trace import Trace
 from ltc_core.runtime import execution_gate
+from ltc_core.runtime.program_cache import graph_of
 from ltc_core.settings import settings
 from ltc_core.tensor.handles import Value
 from ltc_core.thread_state import in_own_state, num_dispatch_modes
@@ -175,17 +175,15 @@ class Probes:
         return step.probes[number]  # type: ignore[no-any-return]
 
     def _build(self, step: Step, number: int) -> _Probe | None:
-        path = self._trace.path(step)
-        nodes = prune([each.node for each in path if each.node is not None], (number,))
-        if len(nodes) > _MOST_OPS or collective.lines_of(nodes) or any(map(_draws, nodes)):
+        graph = graph_of(self._trace.path(step), (number,))
+        nodes = graph.nodes
+        draws = any("generator" in node.kwargs for node in nodes)
+        if len(nodes) > _MOST_OPS or draws or collective.lines_of(nodes):
             return None
-        read = {i for node in nodes for i in references(node)}
-        metas = {index: meta for each in path for index, meta in each.inputs if index in read}
-        if not all(map(_is_exact, metas.values())):
+        if not all(map(_is_exact, graph.inputs.values())):
             return None
-        if any(old in metas for node in nodes for old in node.writes):
+        if any(old in graph.inputs for node in nodes for old in node.writes):
             return None  # a state of the script, not data
-        graph = Graph(nodes, metas, (number,), dynamic=step.dynamic is not None)
         if sum(meta.nbytes for meta in graph.metas().values()) > _MOST_BYTES:
             return None
         assert isinstance(self._executor, ReferenceExecutor)
@@ -195,7 +193,3 @@ class Probes:
 def _is_exact(meta: TensorMeta | None) -> bool:
     """Whether a value is of integers or bools."""
     return meta is None or not (meta.dtype.is_floating_point or meta.dtype.is_complex)
-
-
-def _draws(node: Node) -> bool:
-    return "generator" in node.kwargs

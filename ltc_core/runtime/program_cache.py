@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ltc_core import metrics
@@ -31,7 +31,7 @@ from ltc_core.settings import settings
 from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import slices
 
-__all__ = ["CompiledGraph", "ProgramCache"]
+__all__ = ["CompiledGraph", "ProgramCache", "graph_of"]
 
 
 class CompiledGraph:
@@ -169,27 +169,22 @@ class ProgramCache:
     ) -> CompiledGraph:
         started = time.perf_counter_ns()
         path = trace.path(cut.path)
-        nodes = [step.node for step in path if step.node is not None]
-        kept = prune(nodes, outputs)
-        metas = {index: meta for step in path for index, meta in step.inputs}
-        read = _inputs_read(kept, metas)
-        inputs = {i: metas[i] for i in metas if i in read}
-        is_dynamic = cut.path.dynamic is not None
-        graph = Graph(kept, inputs, outputs, frozenset(donated) & read, is_dynamic)
+        graph = graph_of(path, outputs, frozenset(donated))
         if settings.check_graphs or settings.debug:
             check(graph)
-        slots = tuple(k for k, (index, _, _) in enumerate(cut.inputs) if index in read)
+        slots = tuple(k for k, (index, _, _) in enumerate(cut.inputs) if index in graph.inputs)
         program = self.executor.compile(graph)
         metric = "EagerOpCompileTime" if settings.eager else "CompileTime"
         metrics.observe(metric, time.perf_counter_ns() - started)
-        metrics.observe("TensorsGraphSize", len(kept))
+        metrics.observe("TensorsGraphSize", len(graph.nodes))
         metrics.observe("InputOutputAliasCount", len(program.reuses))
         results = self._outputs(graph, program)
         known_cut = None
-        if not is_dynamic:
+        if not graph.dynamic:
             is_donated = tuple(value is None for _, value, _ in cut.inputs)
             known_cut = fast_path.known_cut(outputs, is_donated, slots, results, program.peak_bytes)
-        return CompiledGraph(graph, program, slots, results, count_ops(nodes), known_cut)
+        recorded = count_ops([step.node for step in path if step.node is not None])
+        return CompiledGraph(graph, program, slots, results, recorded, known_cut)
 
     def _outputs(self, graph: Graph, program: Program) -> tuple[tuple[int, int], ...]:
         metas = graph.metas()
@@ -228,5 +223,17 @@ class ProgramCache:
         self._known.forget()
 
 
-def _inputs_read(nodes: Any, metas: dict[int, TensorMeta]) -> set[int]:
-    return {i for node in nodes for i in references(node) if i in metas}
+def graph_of(
+    path: Sequence[Step], outputs: tuple[int, ...], donated: frozenset[int] = frozenset()
+) -> Graph:
+    """The graph of what some values of a path need.
+
+    Args:
+        path: the steps from the first one on (`Trace.path`).
+        donated: inputs that nothing else holds, among them some that the graph does not read.
+    """
+    nodes = prune([step.node for step in path if step.node is not None], outputs)
+    read = {i for node in nodes for i in references(node)}
+    inputs = {index: meta for step in path for index, meta in step.inputs if index in read}
+    is_dynamic = bool(path) and path[-1].dynamic is not None
+    return Graph(nodes, inputs, outputs, donated.intersection(inputs), is_dynamic)

@@ -97,7 +97,6 @@ class ReferenceProgram(Program):
         self._plan = memory if can_replay else None  # until it is built
         self._replay: replay.Replay | None = None
         self._num_runs = 0  # in Python, before the replay is built
-        self._watch: _Watched | None = None  # of the next replay
 
     @property
     def tier(self) -> Tier:  # type: ignore[override]
@@ -109,9 +108,11 @@ class ReferenceProgram(Program):
         is_near = self._plan is not None and replay.extension.loaded is not None
         return settings.replay != "never" and (self._replay is not None or is_near)
 
-    def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    def run(
+        self, inputs: Sequence[Any], scalars: Sequence[Any], watch: Watch | None = None
+    ) -> list[Any]:
         try:
-            return self.run_or_stop(inputs, scalars)
+            return self.run_or_stop(inputs, scalars, watch)
         except SubgraphFailure as failure:
             raise self._salvaged(failure, inputs, scalars) from failure.__cause__
 
@@ -120,13 +121,10 @@ class ReferenceProgram(Program):
     ) -> Generator[None, None, list[Any]]:
         if self._may_block:
             yield
-        self._watch = self._watched(watch)
-        return self.run(inputs, scalars)
+        return self.run(inputs, scalars, watch)
 
-    def _watched(self, watch: Watch | None) -> _Watched | None:
+    def _watched(self, watch: Watch) -> _Watched | None:
         """What C++ is told of the outputs that are waited for; None if it cannot give them before the others."""
-        if watch is None or self._replay is None:
-            return None
         rows = [self._outputs[k] for k in watch.outputs]
         if any(copied for _, copied, _ in rows):
             return None
@@ -154,7 +152,9 @@ class ReferenceProgram(Program):
             raise self._salvaged(failure, inputs, scalars) from failure.__cause__
         return in_own_state(self.run)(inputs, scalars) if results is None else results
 
-    def run_or_stop(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    def run_or_stop(
+        self, inputs: Sequence[Any], scalars: Sequence[Any], watch: Watch | None = None
+    ) -> list[Any]:
         """As `run`, but without computing what is left after a failure.
 
         Raises:
@@ -163,7 +163,7 @@ class ReferenceProgram(Program):
         if self._plan is not None and settings.replay != "never":
             self._choose()
         if self._replay is not None:
-            results = self._run_replay(self._replay, inputs, scalars)
+            results = self._run_replay(self._replay, inputs, scalars, watch)
             if results is not None:
                 return results
         self.is_replayed = False
@@ -210,10 +210,14 @@ class ReferenceProgram(Program):
         )
 
     def _run_replay(
-        self, program: replay.Replay, inputs: Sequence[Any], scalars: Sequence[Any]
+        self,
+        program: replay.Replay,
+        inputs: Sequence[Any],
+        scalars: Sequence[Any],
+        watch: Watch | None,
     ) -> list[Any] | None:
         """Results of a run in C++; None if it does not take these scalars, and Python has to run it."""
-        watched, self._watch = self._watch, None
+        watched = None if watch is None else self._watched(watch)
         given = inputs if type(inputs) is list else list(inputs)
         return self._results(program.run(given, scalars, watched))
 

@@ -17,7 +17,7 @@ from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.program.plan import plan
-from ltc_core.program.program import Program, Tier
+from ltc_core.program.program import Program, Tier, Watch
 from ltc_core.runtime import device_context as context_module
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.program_cache import ProgramCache
@@ -287,9 +287,9 @@ class FreeProgram(ReferenceProgram):
     native = None  # type: ignore[assignment]
     threads: list[str] = []
 
-    def run(self, inputs: Any, scalars: Any) -> list[Any]:
+    def run(self, inputs: Any, scalars: Any, watch: Watch | None = None) -> list[Any]:
         self.threads.append(threading.current_thread().name)
-        return super().run(inputs, scalars)
+        return super().run(inputs, scalars, watch)
 
 
 def test_native_programs_are_tried_here_and_in_the_worker_in_the_order_of_their_cuts(

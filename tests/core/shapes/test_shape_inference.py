@@ -224,9 +224,6 @@ def test_a_wrong_call_is_unknown_with_atens_reason_as_cause() -> None:
     assert isinstance(unknown.value.__cause__, IndexError)
 
 
-# -- calls like an earlier one ---------------------------------------------------------------------
-
-
 GROUPED = {
     "rows and matrices": ((12, 8), (3, 8, 16)),
     "matrices and columns": ((3, 5, 8), (8, 12)),
@@ -249,6 +246,9 @@ def test_products_of_groups_of_rows(
         pytest.skip(f"this PyTorch refuses it: {str(refused).splitlines()[0]}")
     lazy_ends = None if ends is None else lazy(ends)
     assert told(aten._grouped_mm.default, lazy(a), lazy(b), lazy_ends) == TensorMeta.like(eager)
+
+
+# -- calls like an earlier one ---------------------------------------------------------------------
 
 
 @pytest.fixture
