@@ -114,7 +114,6 @@ class TestPicklers:
         torch.save([x, Nested()], io.BytesIO())
 
     def test_pickle_and_copies_are_no_business_of_it(self, x: torch.Tensor) -> None:
-        first, second = pickle.loads(pickle.dumps([x, x[1:]]))
-        assert first.equal(x) and second.equal(x[1:])
-        first, second = copy.deepcopy([x, x[1:]])
-        assert first.equal(x) and second.equal(x[1:])
+        for pair in (pickle.loads(pickle.dumps([x, x[1:]])), copy.deepcopy([x, x[1:]])):
+            assert [t.tolist() for t in pair] == [x.tolist(), x[1:].tolist()]
+            assert pair[0].equal(x) and pair[1].equal(x[1:])

@@ -46,7 +46,8 @@ def loop(model, loader, device, context, losses=None):
 
 # A loop whose second replica acts while the first one waits in its collective, in each step.
 def while_it_waits(act, steps=1):
-    waits = threading.Event()
+    # One permit for each collective: a read of the loss does not wait for the collective after it.
+    waits = threading.Semaphore(0)
 
     def loop(model, loader, device, context):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -56,12 +57,11 @@ def while_it_waits(act, steps=1):
             loss = model(x.to(device)).square().mean()
             loss.backward()
             if device.index == 1:
-                assert waits.wait(30)
-                waits.clear()
+                assert waits.acquire(timeout=30)
                 time.sleep(0.2)  # by now the other one waits
                 act(device)
             else:
-                waits.set()
+                waits.release()
             ltd.optimizer_step(optimizer)
             losses.append(loss.item())
         return losses + [p.sum().item() for p in model.parameters()]
