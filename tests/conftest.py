@@ -202,6 +202,15 @@ def _settle_devices() -> list[str]:
     return unseen
 
 
+def _forget_the_script() -> None:
+    """Forget what is known of the script of this process: whether it marks its steps, its optimizers, its uploads."""
+    found_steps = sys.modules.get("ltc_core.runtime.found_steps")
+    if found_steps is not None:
+        found_steps._script.__init__()
+        for found in found_steps._of_device.values():
+            found.__init__(found._trace, found._cut)
+
+
 def _cached_results(module: ModuleType) -> int:
     """How many results the functions of a test module keep that are under functools.cache."""
     return sum(
@@ -290,6 +299,7 @@ def _no_leaks(_tmp_root: Path, request: pytest.FixtureRequest) -> Iterator[None]
     before = Snapshot(request.module)
     yield
     unseen = _settle_devices()
+    _forget_the_script()
     if before.leaked_bytes():
         gc.collect()
     deadline = time.monotonic() + GRACE_S

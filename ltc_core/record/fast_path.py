@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ltc_core import uninterrupted
-from ltc_core.graph.ir import Node, TensorMeta
+from ltc_core import source, uninterrupted
+from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
-from ltc_core.record import random_state
+from ltc_core.record import modules, random_state
 from ltc_core.record.dynamic_shapes import Dynamic, Entry
 from ltc_core.record.dynamic_steps import OFTEN
 from ltc_core.record.trace import Step, Trace, epochs
@@ -55,7 +55,7 @@ def install() -> bool:
     if _native is not None or native is None:
         return _native is not None
     types = (
-        LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry,
+        LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, Ref, Scalar,
     )  # fmt: skip
     aten = torch.ops.aten
     detach, empty = aten.detach.default, aten.empty_strided.default
@@ -67,7 +67,15 @@ def install() -> bool:
                 objects = native_objects.native
                 native.use_locks(objects.Lock, objects.lock_functions)
             native.setup(
-                detach, dispatch, make_empty, empty, random_state.stream, epochs, *types, OFTEN
+                detach,
+                dispatch,
+                make_empty,
+                empty,
+                random_state.stream,
+                epochs,
+                *types,
+                OFTEN,
+                _place,
             )
             wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
@@ -86,9 +94,14 @@ def add_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) ->
     with _lock:
         if names in _ops:  # its handler was chosen anew
             return
-        _ops[names] = kind, schema.draws, schema.args, writes
+        _ops[names] = kind, schema.draws, schema.args, writes, schema
         if _native is not None:
             _native.add(*names, *_ops[names])
+
+
+def _place() -> tuple[str, str]:
+    """Where a call is: the user's line, and the module."""
+    return source.user_line(), modules.module_path()
 
 
 def enable(on: bool) -> bool:

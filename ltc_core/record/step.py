@@ -69,6 +69,11 @@ class Step:
                 key: child for key, child in self.children.items() if child is not step
             }
 
+    def forget(self) -> None:
+        """Forget what follows, and the programs of what ends here. Whoever holds the step still knows its path."""
+        self.children = self.next_key = self.next = self.patterns = None
+        self.programs = self.known = self.probes = None
+
     @property
     def outs(self) -> tuple[TensorMeta | None, ...]:
         """Metas of the results of the call that was recorded last."""

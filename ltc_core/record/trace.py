@@ -293,7 +293,16 @@ class Trace:
         return cut
 
     def forget(self) -> None:
-        """Drop the trie and the programs that its steps cache; the running trace must be empty."""
+        """Drop the trie and the programs that its steps cache; the running trace must be empty.
+
+        The garbage collector does not look at steps that C++ made: the cycles are ended here.
+        """
+        ways = [self.root]
+        while ways:
+            step = ways.pop()
+            ways += [child for _, child in step.all_children()]
+            ways += [child for _, child in step.patterns or ()]
+            step.forget()
         self.root = Step(None, None, ())
         self.steps = 0
         self._restart()

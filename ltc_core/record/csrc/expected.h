@@ -56,6 +56,9 @@ struct Noted {
   size_t numbers = 0;
   std::vector<PyObject*> metas; // of its inputs
   std::vector<size_t> want_of; // argument -> its want
+  std::vector<bool> is_left_out; // argument -> whether Python does not get it
+  std::vector<PyObject*> operands; // metas of its tensors: of what is read, of the whole cell that is written
+  std::vector<bool> are_written;
 
   ~Noted() {
     if (!expected)
@@ -65,9 +68,11 @@ struct Noted {
       *object = Object();
   }
 
-  // Stores `expected` in the step that Python recorded for the call, which returned `returned`. Stores nothing unless
-  // exactly one step was recorded since, and this call recorded it.
-  void keep(c10::ArrayRef<IValue> returned) {
+  // Stores `expected` in the step that Python recorded for the call, which returned `returned`; calls `then` with that
+  // step and its key, if it is not dynamic. Does neither unless exactly one step was recorded since, and this call
+  // recorded it.
+  template <typename Then>
+  void keep(c10::ArrayRef<IValue> returned, const Then& then) {
     if (!trace)
       return;
     const Gil gil;
@@ -95,6 +100,8 @@ struct Noted {
     if (node_of.uses_default_dtype.of(step_of.node.of(step)) == Py_True)
       reinterpret_cast<Expected*>(expected.get())->default_dtype = c10::get_default_dtype_as_scalartype();
     step_of.expected.set(step, expected.get());
+    if (!is_dynamic)
+      then(step, step_of.next_key.of(before.get()));
   }
 
  private:
@@ -162,11 +169,14 @@ class Noter : Operands {
     for (size_t i = 0; i < args.size(); ++i) {
       noted.want_of.push_back(wants->size());
       const bool is_left_out = arguments[i].kwarg_only() ? is_default(arguments[i], args[i]) : i >= given;
+      noted.is_left_out.push_back(is_left_out);
       if (is_left_out)
         wants->push_back({Want::kSame, args[i]});
       else if (!note_argument(args[i], op.codes[i], op.writes[i]))
         return;
     }
+    noted.operands = std::move(operands);
+    noted.are_written = std::move(are_written);
     if (op.draws && !note_stream())
       return;
     note_shared_reads();
@@ -189,6 +199,8 @@ class Noter : Operands {
   std::vector<Want>* wants = nullptr;
   Written written;
   std::vector<Read> reads;
+  std::vector<PyObject*> operands;
+  std::vector<bool> are_written;
 
   static bool is_default(const c10::Argument& argument, const IValue& a) {
     return argument.default_value() && same_value(*argument.default_value(), a);
@@ -230,13 +242,16 @@ class Noter : Operands {
     const Object handle(handle_of(a.toTensor()));
     if (!handle)
       return false;
+    const bool is_part = is_type(handle.get(), view_type);
+    are_written.push_back(is_written);
     if (!is_written) {
+      operands.push_back(is_part ? view_of.meta.of(handle.get()) : cell_of.meta.of(handle.get()));
       if (op.writes_any)
         reads.push_back({wants->size(), handle.get()});
       return note_operand(handle.get(), nullptr, -1);
     }
-    const bool is_part = is_type(handle.get(), view_type);
     PyObject* whole = is_part ? view_of.base.of(handle.get()) : handle.get();
+    operands.push_back(cell_of.meta.of(whole));
     return note_operand(whole, is_part ? view_of.lens.of(handle.get()) : nullptr, written.add(whole));
   }
 

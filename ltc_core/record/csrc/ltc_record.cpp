@@ -4,10 +4,11 @@
 // nearly every call repeats the step that followed here last time, or one that did before. This file registers a kernel
 // (`Follower`) for each op at the dispatcher's key for Python. When Python records a call, the kernel keeps with the
 // step what to expect of a repetition (`Expected`, expected.h). A call that meets it moves the cursor, and its results
-// are made in C++ (`NextStep`, next_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
+// are made in C++ (`NextStep`, next_step.h). So are those of a call that was recorded at another place: its step is a copy
+// (`CopiedStep`, copied_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
+#include "copied_step.h"
 #include "known_cut.h"
 #include "locked.h"
-#include "next_step.h"
 #include "view_function.h"
 
 #include <ATen/core/stack.h>
@@ -23,6 +24,7 @@ namespace {
 
 constexpr Py_ssize_t kMostWays = 16;
 
+bool copies = true; // read and changed under the GIL
 thread_local bool is_for_python = false; // `Follower` leaves the last call to Python because of `is_of_other_mode`
 
 // The kernel of one op: records a call that repeats a known step, else calls Python.
@@ -44,11 +46,14 @@ class Follower final : public c10::OperatorKernel {
         return;
     }
     python.callBoxed(handle, keys, stack);
-    noted.keep(torch::jit::last(*stack, op.handle.schema().returns().size()));
+    noted.keep(torch::jit::last(*stack, op.handle.schema().returns().size()), [&](PyObject* step, PyObject* key) {
+      originals.add(op, noted, step, key);
+    });
   }
 
  private:
   const Op op;
+  Originals& originals = *new Originals(); // read and changed under the GIL; leaked: kernels outlive the interpreter
   const bool writes_list, takes_masks;
   const c10::SafeKernelFunction python;
 
@@ -102,6 +107,8 @@ class Follower final : public c10::OperatorKernel {
       std::optional<NextStep> call;
       bool is_next = call.emplace(op, trace, args).is_next() || (!PyErr_Occurred() && is_other(trace, args, call));
       if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).begin_memory() && !PyErr_Occurred())
+        is_next = call.emplace(op, trace, args).is_next();
+      if (!is_next && !PyErr_Occurred() && copies && CopiedStep(op, trace, args).put(originals))
         is_next = call.emplace(op, trace, args).is_next();
       if (PyErr_Occurred())
         throw_python_error();
@@ -174,12 +181,12 @@ PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) {
 
 // ---- the module ----------------------------------------------------------------------------------------------------
 
-// add(name, overload name, kind, draws, codes, writes): register the kernel of an op.
+// add(name, overload name, kind, draws, codes, writes, schema): register the kernel of an op.
 PyObject* add(PyObject*, PyObject* given) {
   const char *name, *overload, *kind;
   int draws;
-  PyObject *codes, *writes;
-  if (!PyArg_ParseTuple(given, "ssspO!O!", &name, &overload, &kind, &draws, &PyTuple_Type, &codes, &PyTuple_Type, &writes))
+  PyObject *codes, *writes, *schema;
+  if (!PyArg_ParseTuple(given, "ssspO!O!O", &name, &overload, &kind, &draws, &PyTuple_Type, &codes, &PyTuple_Type, &writes, &schema))
     return nullptr;
   const std::string word(kind);
   const Kind which = word == "view" ? kView : word == "share" ? kShare : kRecorded;
@@ -196,6 +203,7 @@ PyObject* add(PyObject*, PyObject* given) {
         PyErr_SetString(PyExc_ValueError, "not as many arguments as the op has");
       return nullptr;
     }
+    op.schema = Py_NewRef(schema);
     auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Follower>(std::move(op)));
     static auto* all = new std::vector<c10::RegistrationHandleRAII>(); // leaked: ops are called until the very end
     all->push_back(dispatcher.registerImpl(
@@ -208,10 +216,10 @@ PyObject* add(PyObject*, PyObject* given) {
 }
 
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, epochs,
-//       LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, OFTEN)
+//       LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, Ref, Scalar, OFTEN, place)
 PyObject* setup(PyObject*, PyObject* given) {
-  PyObject *op, *python, *empty, *memory, *stream, *numbers, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOOOn", &op, &python, &empty, &memory, &stream, &numbers, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry, &often))
+  PyObject *op, *python, *empty, *memory, *stream, *numbers, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry, *ref, *scalar, *place;
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOOOOOnO", &op, &python, &empty, &memory, &stream, &numbers, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry, &ref, &scalar, &often, &place))
     return nullptr;
   const auto find = [](PyObject* type, std::initializer_list<std::pair<Slot*, const char*>> slots) {
     for (const auto& [slot, name] : slots) {
@@ -224,16 +232,22 @@ PyObject* setup(PyObject*, PyObject* given) {
       find(trace, {{&trace_of.lock, "lock"}, {&trace_of.epoch, "epoch"}, {&trace_of.cursor, "cursor"},
                    {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.values, "values"},
                    {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.sized, "sized"}, {&trace_of.device, "device"},
-                   {&trace_of.root, "root"}, {&trace_of.first_limit, "first_limit"}}) &&
+                   {&trace_of.root, "root"}, {&trace_of.first_limit, "first_limit"},
+                   {&trace_of.steps, "steps"}}) &&
       find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
                   {&step_of.next_key, "next_key"}, {&step_of.children, "children"}, {&step_of.node, "node"},
                   {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},
-                  {&step_of.expected, "expected"}, {&step_of.dynamic, "dynamic"}}) &&
+                  {&step_of.expected, "expected"}, {&step_of.dynamic, "dynamic"}, {&step_of.end, "end"},
+                  {&step_of.patterns, "patterns"}, {&step_of.programs, "programs"}, {&step_of.known, "known"},
+                  {&step_of.probes, "probes"}}) &&
       find(dynamic, {{&dynamic_of.known, "known"}, {&dynamic_of.infer, "infer"}, {&dynamic_of.places, "places"},
                      {&dynamic_of.closed, "closed"}}) &&
       find(entry, {{&entry_of.outs, "outs"}, {&entry_of.lenses, "lenses"}, {&entry_of.uses, "uses"}}) &&
       find(node, {{&node_of.outs, "outs"}, {&node_of.result, "result"},
-                  {&node_of.uses_default_dtype, "uses_default_dtype"}}) &&
+                  {&node_of.uses_default_dtype, "uses_default_dtype"}, {&node_of.op, "op"}, {&node_of.args, "args"},
+                  {&node_of.kwargs, "kwargs"}, {&node_of.first, "first"}, {&node_of.writes, "writes"},
+                  {&node_of.view, "view"}, {&node_of.line, "line"}, {&node_of.module, "module"},
+                  {&node_of.reads, "_reads"}}) &&
       find(cell, {{&cell_of.trace, "trace"}, {&cell_of.value, "value"}, {&cell_of.meta, "meta"},
                   {&cell_of.version, "version"}}) &&
       find(view, {{&view_of.base, "base"}, {&view_of.lens, "lens"}, {&view_of.meta, "meta"},
@@ -249,6 +263,11 @@ PyObject* setup(PyObject*, PyObject* given) {
   make_empty = Py_NewRef(empty);
   empty_op = Py_NewRef(memory);
   find_stream = Py_NewRef(stream);
+  find_place = Py_NewRef(place);
+  step_type = Py_NewRef(step);
+  node_type = Py_NewRef(node);
+  ref_type = Py_NewRef(ref);
+  scalar_type = Py_NewRef(scalar);
   epochs = Py_NewRef(numbers);
   buffer_type = Py_NewRef(buffer);
   lazy_tensor = Py_NewRef(tensor);
@@ -299,6 +318,12 @@ PyObject* wrap_handle(PyObject*, PyObject* handle) {
   const at::Tensor tensor = share(handle);
   return tensor.defined() ? THPVariable_Wrap(tensor) : nullptr;
 }
+// copy_steps(on): whether calls that were recorded elsewhere get copies of those steps. Returns the previous setting.
+PyObject* copy_steps(PyObject*, PyObject* on) {
+  const bool were_on = copies;
+  copies = PyObject_IsTrue(on) == 1;
+  return PyBool_FromLong(were_on);
+}
 // count(): the number of calls that the kernels have handled without Python so far.
 PyObject* count(PyObject*, PyObject*) {
   return PyLong_FromSsize_t(num_followed);
@@ -311,6 +336,7 @@ PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},
     {"enable", enable, METH_O, nullptr},
+    {"copy_steps", copy_steps, METH_O, nullptr},
     {"wrap", wrap_handle, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},
     {"rename_view", rename_view, METH_VARARGS, nullptr},

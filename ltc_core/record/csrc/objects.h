@@ -89,10 +89,11 @@ class Slot {
 };
 
 inline struct {
-  Slot lock, epoch, cursor, count, limit, values, inputs, scalars, sized, device, root, first_limit;
+  Slot lock, epoch, cursor, count, limit, values, inputs, scalars, sized, device, root, first_limit, steps;
 } trace_of;
 inline struct {
-  Slot parent, next, next_key, children, node, inputs, num_scalars, lenses, expected, dynamic;
+  Slot parent, next, next_key, children, node, inputs, end, num_scalars, lenses, expected, dynamic, patterns, programs,
+      known, probes;
 } step_of;
 inline struct {
   Slot known, infer, places, closed;
@@ -101,7 +102,7 @@ inline struct {
   Slot outs, lenses, uses;
 } entry_of;
 inline struct {
-  Slot outs, result, uses_default_dtype;
+  Slot op, args, kwargs, first, outs, writes, view, result, line, uses_default_dtype, module, reads;
 } node_of;
 inline struct {
   Slot trace, value, meta, version;
@@ -120,6 +121,7 @@ inline Slot buffer_error, buffer_data;
 inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type, *buffer_type; // set by `setup`, never released
 inline PyObject *name_acquire, *name_release, *name_handle, *name_rewind;
 inline PyObject *name_run, *name_set, *name_add, *name_note_peak, *name_mark_donated;
+inline PyObject *step_type, *node_type, *ref_type, *scalar_type; // likewise
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL
 inline Py_ssize_t num_followed = 0;
@@ -134,6 +136,7 @@ inline struct {
 } lock_functions;
 inline PyObject* epochs; // an iterator over the numbers of traces
 inline PyObject* find_stream; // (trace, generator) -> the cell of a random stream
+inline PyObject* find_place; // () -> (the user's line, the module that called the op)
 
 inline bool is_type(PyObject* object, PyObject* type) {
   return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type;

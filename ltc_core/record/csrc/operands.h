@@ -24,6 +24,7 @@ struct Op {
   std::vector<bool> writes;
   c10::OperatorHandle handle;
   bool writes_any = false;
+  PyObject* schema = nullptr; // its `OpSchema`, with which its keys begin; never freed
 
   // Whether the kernel must increment the tensors' version counters. Autograd does not for a list: it relies on the ops
   // that eager PyTorch calls for each tensor.

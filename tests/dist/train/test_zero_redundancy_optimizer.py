@@ -11,7 +11,6 @@ import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core.api.grad_scaler import GradScaler
 from ltc_core.errors import CheckpointError, CollectiveError, DeviceError
-from ltc_core.settings import settings
 from ltc_dist.train.zero_redundancy_optimizer import UnsupportedOptionError, ZeroRedundancyOptimizer
 from tests.core.counting import Counting
 
@@ -230,9 +229,7 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    # Each step is marked here; whether that is known yet depends on the tests before this one.
-    with settings.override(steps="marked"):
-        work(0, str(tmp_path))
+    work(0, str(tmp_path))
     check(torch.load(tmp_path / "0.pt"), 0, 1)
 
 

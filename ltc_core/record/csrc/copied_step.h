@@ -1,0 +1,590 @@
+// A step for a call that was recorded at another place of the trie: a copy of the step there, with other numbers.
+//
+// Layers repeat each other, and so do the first steps of a training loop. Where the operands of a call have the metas of
+// an earlier call of the op, and its other arguments are equal, Python would infer the same results and make the same
+// node. Only the numbers of its operands, its scalars and its results differ. `Originals` keeps the steps that Python
+// made; `CopiedStep` puts the copy of one after the cursor, where `NextStep` then finds it.
+#pragma once
+#include "next_step.h"
+
+#include <memory>
+#include <string>
+
+namespace ltc {
+
+// An operand of a call.
+struct Operand {
+  PyObject* handle; // its tensor holds it
+  PyObject* whole; // the cell
+  PyObject* meta; // of what is read; of the whole cell if a part is written
+  const void* tensor;
+  bool is_written, is_part;
+  Py_ssize_t cell = -1; // index of the written cell that it is, or is a part of
+  bool is_twin = false; // it is read, and the same tensor is written
+};
+
+// The operands of a call, in order.
+class OperandList {
+ public:
+  c10::SmallVector<Operand, 8> items;
+  std::vector<PyObject*> metas;
+
+  // False, without an error, if one of the tensors is none of this trace.
+  bool find(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args) {
+    Written written;
+    for (size_t i = 0; i < args.size(); ++i) {
+      if (args[i].isTensor() && !add(args[i].toTensor(), trace, op.writes[i], written))
+        return false;
+      if (!args[i].isTensorList() && !args[i].isOptionalTensorList())
+        continue;
+      for (const IValue& item : args[i].toListRef())
+        if (item.isTensor() && !add(item.toTensor(), trace, op.writes[i], written))
+          return false;
+    }
+    for (Operand& each : items) {
+      metas.push_back(each.meta);
+      if (each.is_written || (each.cell = written.find(each.whole)) < 0)
+        continue;
+      for (const Operand& other : items)
+        each.is_twin |= other.is_written && other.tensor == each.tensor;
+    }
+    return true;
+  }
+
+ private:
+  bool add(const at::Tensor& tensor, PyObject* trace, bool is_written, Written& written) {
+    if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number())
+      return true;
+    const Object handle(handle_of(tensor));
+    if (!handle || trace_of_handle(handle.get()) != trace)
+      return false;
+    const bool is_part = is_type(handle.get(), view_type);
+    PyObject* whole = is_part ? view_of.base.of(handle.get()) : handle.get();
+    PyObject* meta = is_part && !is_written ? view_of.meta.of(handle.get()) : cell_of.meta.of(whole);
+    const Py_ssize_t cell = is_written ? written.add(whole) : -1;
+    items.push_back({handle.get(), whole, meta, tensor.unsafeGetTensorImpl(), is_written, is_part, cell});
+    return true;
+  }
+};
+
+// Where an operand or a scalar stands in the key of a step and in its node.
+struct Place {
+  size_t want;
+  size_t argument;
+  Py_ssize_t item; // in a list; -1: it is the argument itself
+  bool is_ref = false; // a `Ref` in the node: an operand that is read
+};
+
+// A step that Python made.
+struct Original {
+  Object key, node, lenses, expected;
+  std::vector<PyObject*> metas; // of the operands; never freed
+  std::vector<Py_ssize_t> key_at; // argument -> its place in the key; -1: it has none
+  std::vector<Place> places;
+
+  const std::vector<Want>& wants() const { return *reinterpret_cast<Expected*>(expected.get())->wants; }
+};
+
+// The node's value of an argument, borrowed: by position, or by name. Null if the node has none.
+inline PyObject* node_argument(const Op& op, PyObject* args, PyObject* kwargs, size_t argument) {
+  if (static_cast<Py_ssize_t>(argument) < PyTuple_GET_SIZE(args))
+    return PyTuple_GET_ITEM(args, argument);
+  return PyDict_GetItemString(kwargs, op.handle.schema().arguments()[argument].name().c_str());
+}
+
+// The steps that Python made for the calls of one op.
+class Originals {
+ public:
+  using Row = std::vector<std::shared_ptr<const Original>>;
+
+  // Those whose operands may have these metas; null if there are none.
+  std::shared_ptr<const Row> find(const std::vector<PyObject*>& metas) const {
+    const auto found = rows.find(hash_of(metas));
+    return found == rows.end() ? nullptr : found->second;
+  }
+
+  // Keeps a step, unless its key or its node is not what a call like this makes: a handler may have changed the call.
+  void add(const Op& op, const Noted& noted, PyObject* step, PyObject* key) {
+    auto made = std::make_shared<Original>();
+    made->metas = noted.operands;
+    made->node = Object(Py_NewRef(step_of.node.of(step)));
+    made->key = Object(Py_NewRef(key));
+    made->expected = Object(Py_NewRef(step_of.expected.of(step)));
+    if (!step_of.lenses.is_none(step))
+      made->lenses = Object(Py_NewRef(step_of.lenses.of(step)));
+    if (!find_places(op, noted, *made))
+      return;
+    if (++count > kMost) {
+      rows.clear();
+      count = 1;
+    }
+    auto& row = rows[hash_of(made->metas)];
+    auto longer = row ? std::make_shared<Row>(*row) : std::make_shared<Row>();
+    longer->push_back(std::move(made));
+    row = std::move(longer);
+  }
+
+ private:
+  static constexpr size_t kMost = 2048;
+  std::unordered_map<size_t, std::shared_ptr<const Row>> rows;
+  size_t count = 0;
+
+  static size_t hash_of(const std::vector<PyObject*>& metas) {
+    size_t hash = metas.size();
+    for (PyObject* meta : metas)
+      hash = hash * 1000003 ^ (reinterpret_cast<size_t>(meta) >> 4);
+    return hash;
+  }
+
+  static bool is_dropped(const std::string& name) { // as `signature.DROPPED`
+    return name == "device" || name == "pin_memory" || name == "non_blocking" || name == "generator";
+  }
+
+  // As `recorder._signature` and `view_recorder.record_view` put the arguments into the key.
+  static bool find_places(const Op& op, const Noted& noted, Original& made) {
+    PyObject* key = made.key.get();
+    if (!PyTuple_CheckExact(key) || PyTuple_GET_ITEM(key, 0) != op.schema || !PyTuple_CheckExact(args_of(made)))
+      return false;
+    const auto& arguments = op.handle.schema().arguments();
+    Py_ssize_t at = 1;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      made.key_at.push_back(-1);
+      const bool is_named = arguments[i].kwarg_only() && op.kind != kView;
+      if (noted.is_left_out[i] || (is_named && is_dropped(arguments[i].name())))
+        continue;
+      at += is_named;
+      made.key_at.back() = at++;
+    }
+    size_t want = 0, operand = 0;
+    const auto add = [&](size_t argument, Py_ssize_t item) {
+      const Want& each = made.wants()[want];
+      const Place place{want++, argument, item};
+      if (each.what == Want::kSame)
+        return true;
+      const bool is_operand = each.what != Want::kType;
+      if (is_operand && operand >= noted.are_written.size())
+        return false;
+      const bool is_written = is_operand && noted.are_written[operand];
+      operand += is_operand;
+      at += is_operand && !is_written && each.cell >= 0; // it is in the key again, as a `SharedRead`
+      return add_place(op, made, place, is_written);
+    };
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const Want& each = made.wants()[want];
+      want += each.what == Want::kItems;
+      for (Py_ssize_t item = 0; each.what == Want::kItems && item < each.number; ++item)
+        if (!add(i, item))
+          return false;
+      if (each.what != Want::kItems && !add(i, -1))
+        return false;
+    }
+    at += op.draws;
+    at += node_of.uses_default_dtype.of(made.node.get()) == Py_True;
+    return at == PyTuple_GET_SIZE(key);
+  }
+
+  static PyObject* args_of(const Original& made) { return node_of.args.of(made.node.get()); }
+
+  static bool add_place(const Op& op, Original& made, Place place, bool is_written) {
+    const Want& want = made.wants()[place.want];
+    const Py_ssize_t key_at = made.key_at[place.argument];
+    PyObject* part = key_at < 0 || key_at >= PyTuple_GET_SIZE(made.key.get()) ? nullptr : PyTuple_GET_ITEM(made.key.get(), key_at);
+    PyObject* argument = node_argument(op, args_of(made), node_of.kwargs.of(made.node.get()), place.argument);
+    if (place.item >= 0) {
+      const bool are_lists = part && argument && PyTuple_CheckExact(part) && PyTuple_GET_SIZE(part) > place.item &&
+          PyList_CheckExact(argument) && PyList_GET_SIZE(argument) > place.item;
+      part = are_lists ? PyTuple_GET_ITEM(part, place.item) : nullptr;
+      argument = are_lists ? PyList_GET_ITEM(argument, place.item) : nullptr;
+    }
+    if (!part || !argument)
+      return false;
+    place.is_ref = is_type(argument, ref_type);
+    made.places.push_back(place);
+    if (want.what == Want::kType)
+      return PyType_Check(part) && is_type(argument, scalar_type);
+    if (is_written && (place.is_ref || (want.lens != nullptr && !PyTuple_CheckExact(part))))
+      return false;
+    PyObject* number = PyTuple_CheckExact(part) ? PyTuple_GET_ITEM(part, 0) : part;
+    if (want.what == Want::kFirstRead)
+      return number == want.meta;
+    return PyLong_CheckExact(number) &&
+        (PyLong_AsSsize_t(number) == want.number || (is_written && PyLong_AsSsize_t(number) == ~want.cell));
+  }
+};
+
+// Copies a step for a call.
+class CopiedStep : Operands {
+ public:
+  CopiedStep(const Op& op, PyObject* trace, c10::ArrayRef<IValue> args) : Operands(op, trace, args) {}
+
+  // Puts the copy of a step after the cursor, if that has no next one and an original is known. An error is left set.
+  bool put(const Originals& originals) {
+    const Object cursor(Py_NewRef(trace_of.cursor.of(trace)));
+    if (!is_tip(cursor.get()) || count >= trace_of.limit.number(trace) || !operands.find(op, trace, args))
+      return false;
+    const auto row = originals.find(operands.metas);
+    if (!row)
+      return false;
+    // These run Python, and so signal handlers, which may record ops.
+    const Object place(PyObject_CallNoArgs(find_place));
+    const Object stream_cell(place && op.draws ? stream().release() : nullptr);
+    if (!place || (op.draws && !stream_cell))
+      return false;
+    if (trace_of.cursor.of(trace) != cursor.get() || trace_of.epoch.number(trace) != epoch ||
+        trace_of.count.number(trace) != count || !is_tip(cursor.get()))
+      return false;
+    for (const auto& original : *row) {
+      if (original->metas == operands.metas && is_like(*original))
+        return take_numbers(stream_cell.get()) && link(*original, cursor.get(), place.get());
+    }
+    return false;
+  }
+
+ private:
+  struct Number {
+    Py_ssize_t value;
+    PyObject* meta; // where it is read for the first time, else null
+  };
+  OperandList operands;
+  c10::SmallVector<Number, 8> taken; // of the operands, and of the stream after them
+
+  static bool is_tip(PyObject* step) {
+    return step_of.next.is_none(step) && step_of.children.is_none(step) && step_of.patterns.is_none(step) &&
+        step_of.dynamic.is_none(step);
+  }
+
+  // -- comparing
+
+  bool is_like(const Original& original) {
+    const auto& expected = *reinterpret_cast<Expected*>(original.expected.get());
+    if (expected.default_dtype && *expected.default_dtype != c10::get_default_dtype_as_scalartype())
+      return false;
+    numbers.clear();
+    size_t at_want = 0;
+    for (const IValue& a : args)
+      if (!is_like(a, original.wants(), at_want))
+        return false;
+    size_t at = 0;
+    for (const Place& place : original.places) {
+      const Want& want = original.wants()[place.want];
+      if (want.what != Want::kType && (at == operands.items.size() || !is_like(operands.items[at++], want, place)))
+        return false;
+    }
+    return at == operands.items.size();
+  }
+
+  // Whether an argument is equal, apart from tensors.
+  bool is_like(const IValue& a, const std::vector<Want>& wants, size_t& at_want) {
+    const Want& want = wants[at_want++];
+    switch (want.what) {
+      case Want::kSame:
+        if (a.isTensor())
+          return want.value.isTensor() && !a.toTensor().defined();
+        return same_value(a, want.value);
+      case Want::kType:
+        numbers.push_back(number_of(a));
+        return numbers.back() && same_type(*numbers.back(), want.value);
+      case Want::kItems:
+        if (!a.isList() || static_cast<Py_ssize_t>(a.toListRef().size()) != want.number)
+          return false;
+        for (const IValue& item : a.toListRef())
+          if (!is_like(item, wants, at_want))
+            return false;
+        return true;
+      default:
+        return a.isTensor() && a.toTensor().defined() && !is_wrapped_number(a);
+    }
+  }
+
+  // Whether an operand shares memory with those that are written as the original's does.
+  static bool is_like(const Operand& operand, const Want& want, const Place& place) {
+    if (operand.cell != want.cell || place.is_ref == (operand.is_written || operand.is_twin))
+      return false;
+    if (!operand.is_part || operand.cell < 0)
+      return !want.lens;
+    return want.lens && equal(view_of.lens.of(operand.handle), want.lens);
+  }
+
+  // -- numbers
+
+  bool take_numbers(PyObject* stream_cell) {
+    for (const Operand& each : operands.items)
+      if (!take_number(each.is_written ? each.whole : each.handle))
+        return false;
+    return !stream_cell || take_number(stream_cell);
+  }
+
+  bool take_number(PyObject* handle) {
+    PyObject* value = value_of_handle(handle);
+    if (!value)
+      return false;
+    if (is_of_this_epoch(value)) {
+      taken.push_back({value_of.index.number(value), nullptr});
+    } else if (const auto known = input_number(value)) {
+      taken.push_back({*known, nullptr});
+    } else {
+      PyObject* meta = cell_of.meta.of(handle); // a part would be of this epoch
+      taken.push_back({count + static_cast<Py_ssize_t>(inputs.size()), meta});
+      return first_read(value, meta);
+    }
+    return true;
+  }
+
+  // -- making
+
+  // What the garbage collector need not look at: it lives as long as the trie, and `Trace.forget` ends the cycles in it.
+  static PyObject* untracked(PyObject* object) {
+    if (object && PyObject_GC_IsTracked(object))
+      PyObject_GC_UnTrack(object);
+    return object;
+  }
+
+  static PyObject* copy_of(PyObject* tuple) {
+    const Py_ssize_t n = PyTuple_GET_SIZE(tuple);
+    PyObject* copy = PyTuple_New(n);
+    for (Py_ssize_t i = 0; copy && i < n; ++i)
+      PyTuple_SET_ITEM(copy, i, Py_NewRef(PyTuple_GET_ITEM(tuple, i)));
+    return untracked(copy);
+  }
+
+  // A `Ref` or a `Scalar`. They are kept: each graph has those of the same numbers.
+  static PyObject* numbered(PyObject* type, std::vector<PyObject*>& known, Py_ssize_t number) {
+    const auto at = static_cast<size_t>(number);
+    if (at >= known.size())
+      known.resize(at + 64);
+    if (!known[at]) {
+      const Object value(PyLong_FromSsize_t(number));
+      known[at] = value ? PyObject_CallOneArg(type, value.get()) : nullptr;
+    }
+    return Py_XNewRef(known[at]);
+  }
+  static PyObject* ref(Py_ssize_t number) {
+    static auto* known = new std::vector<PyObject*>();
+    return numbered(ref_type, *known, number);
+  }
+  static PyObject* scalar(Py_ssize_t number) {
+    static auto* known = new std::vector<PyObject*>();
+    return numbered(scalar_type, *known, number);
+  }
+
+  static PyObject* number_part(const Number& number) {
+    return number.meta ? Py_NewRef(number.meta) : PyLong_FromSsize_t(number.value);
+  }
+
+  // The part of the key for an operand, in place of the original's.
+  static PyObject* key_part(PyObject* original, const Operand& operand, const Number& number) {
+    PyObject* was = PyTuple_CheckExact(original) ? PyTuple_GET_ITEM(original, 0) : original;
+    if (operand.is_written && PyLong_CheckExact(was) && PyLong_AsSsize_t(was) < 0)
+      return Py_NewRef(original); // a written cell that comes again
+    Object part(number_part(number));
+    if (part && PyTuple_CheckExact(original))
+      part = Object(untracked(PyTuple_Pack(2, part.get(), PyTuple_GET_ITEM(original, 1))));
+    return part.release();
+  }
+
+  struct Made {
+    Object key, args, kwargs;
+  };
+
+  // Key and arguments of the copy. The copy of a list is made at its first place.
+  bool copy_arguments(const Original& original, Made& made) const {
+    PyObject* kwargs = node_of.kwargs.of(original.node.get());
+    made.key = Object(copy_of(original.key.get()));
+    made.args = Object(copy_of(node_of.args.of(original.node.get())));
+    made.kwargs = Object(Py_NewRef(kwargs));
+    if (!made.key || !made.args)
+      return false;
+    size_t operand = 0, last_list = args.size();
+    Py_ssize_t next_scalar = PyList_GET_SIZE(trace_of.scalars.of(trace));
+    for (const Place& place : original.places) {
+      PyObject** part = &PyTuple_GET_ITEM(made.key.get(), original.key_at[place.argument]);
+      const bool is_named = static_cast<Py_ssize_t>(place.argument) >= PyTuple_GET_SIZE(made.args.get());
+      if (is_named && made.kwargs.get() == kwargs && !(made.kwargs = Object(PyDict_Copy(kwargs))))
+        return false;
+      Object argument(Py_XNewRef(node_argument(op, made.args.get(), made.kwargs.get(), place.argument)));
+      if (!argument)
+        return false;
+      PyObject* list = nullptr;
+      if (place.item >= 0) {
+        if (last_list != place.argument) {
+          Object tuple(copy_of(*part)), copied(PyList_GetSlice(argument.get(), 0, PyList_GET_SIZE(argument.get())));
+          if (!tuple || !copied || !set_argument(made, place.argument, copied.get()))
+            return false;
+          Py_SETREF(*part, tuple.release());
+          argument = std::move(copied);
+          last_list = place.argument;
+        }
+        part = &PyTuple_GET_ITEM(*part, place.item);
+        list = argument.get();
+      }
+      Object now;
+      if (original.wants()[place.want].what == Want::kType) {
+        now = Object(scalar(next_scalar++));
+      } else {
+        const Number& number = taken[operand];
+        const Operand& each = operands.items[operand++];
+        PyObject* in_key = key_part(*part, each, number);
+        if (!in_key)
+          return false;
+        Py_SETREF(*part, in_key);
+        if (!place.is_ref)
+          continue; // a `Write` names its cell by position
+        now = Object(ref(number.value));
+      }
+      if (!now)
+        return false;
+      if (list)
+        PyList_SetItem(list, place.item, Py_NewRef(now.get()));
+      else if (!set_argument(made, place.argument, now.get()))
+        return false;
+    }
+    return true;
+  }
+
+  bool set_argument(const Made& made, size_t argument, PyObject* value) const {
+    if (static_cast<Py_ssize_t>(argument) >= PyTuple_GET_SIZE(made.args.get()))
+      return PyDict_SetItemString(
+                 made.kwargs.get(), op.handle.schema().arguments()[argument].name().c_str(), value) == 0;
+    Py_SETREF(PyTuple_GET_ITEM(made.args.get(), argument), Py_NewRef(value));
+    return true;
+  }
+
+  // The stream's part of the key comes after those of the arguments.
+  bool set_stream(const Original& original, PyObject* key) const {
+    if (!op.draws)
+      return true;
+    Py_ssize_t at = 0;
+    for (const Py_ssize_t each : original.key_at)
+      at = std::max(at, each);
+    PyObject*& part = PyTuple_GET_ITEM(key, at + 1);
+    if (PyLong_CheckExact(part) && PyLong_AsSsize_t(part) < 0)
+      return true;
+    PyObject* now = number_part(taken.back());
+    if (now)
+      Py_SETREF(part, now);
+    return now != nullptr;
+  }
+
+  // Makes the step and has the cursor lead to it. `place` is the user's line, and the module that called the op.
+  bool link(const Original& original, PyObject* cursor, PyObject* place) {
+    Made made;
+    if (!copy_arguments(original, made) || !set_stream(original, made.key.get()))
+      return false;
+    const Object rows(input_rows()), written(written_numbers());
+    const Py_ssize_t first = count + static_cast<Py_ssize_t>(inputs.size());
+    const Object node(rows && written ? untracked(new_object(node_type)) : nullptr), number(PyLong_FromSsize_t(first));
+    const Object step(node && number ? untracked(new_object(step_type)) : nullptr);
+    if (!step)
+      return false;
+    PyObject* from = original.node.get();
+    for (const Slot* slot : {&node_of.op, &node_of.outs, &node_of.view, &node_of.result, &node_of.uses_default_dtype})
+      slot->set(node.get(), slot->of(from));
+    node_of.args.set(node.get(), made.args.get());
+    node_of.kwargs.set(node.get(), made.kwargs.get());
+    node_of.first.set(node.get(), number.get());
+    node_of.writes.set(node.get(), written.get());
+    node_of.line.set(node.get(), PyTuple_GET_ITEM(place, 0));
+    node_of.module.set(node.get(), PyTuple_GET_ITEM(place, 1));
+    node_of.reads.set(node.get(), Py_None);
+    for (const Slot* slot :
+         {&step_of.children, &step_of.next_key, &step_of.next, &step_of.programs, &step_of.known, &step_of.probes,
+          &step_of.lenses, &step_of.dynamic, &step_of.patterns})
+      slot->set(step.get(), Py_None);
+    step_of.parent.set(step.get(), cursor);
+    step_of.node.set(step.get(), node.get());
+    step_of.inputs.set(step.get(), rows.get());
+    if (original.lenses)
+      step_of.lenses.set(step.get(), original.lenses.get());
+    const Py_ssize_t end = first + PyTuple_GET_SIZE(node_of.outs.of(from));
+    const Py_ssize_t num_scalars = step_of.num_scalars.number(cursor) + static_cast<Py_ssize_t>(numbers.size());
+    const Object expected(expectation(original));
+    if (!expected || !step_of.end.set_number(step.get(), end) ||
+        !step_of.num_scalars.set_number(step.get(), num_scalars) ||
+        !trace_of.steps.set_number(trace, trace_of.steps.number(trace) + 1))
+      return false;
+    step_of.expected.set(step.get(), expected.get());
+    step_of.next.set(cursor, step.get());
+    step_of.next_key.set(cursor, made.key.get());
+    return true;
+  }
+
+  // `Step.inputs`: number and meta of each value that is first read here.
+  PyObject* input_rows() const {
+    Object rows(PyTuple_New(static_cast<Py_ssize_t>(inputs.size())));
+    for (size_t i = 0; rows && i < inputs.size(); ++i) {
+      const Object number(PyLong_FromSsize_t(count + static_cast<Py_ssize_t>(i)));
+      PyObject* row = number ? untracked(PyTuple_Pack(2, number.get(), inputs[i].meta)) : nullptr;
+      if (!row)
+        return nullptr;
+      PyTuple_SET_ITEM(rows.get(), static_cast<Py_ssize_t>(i), row);
+    }
+    return untracked(rows.release());
+  }
+
+  // `Node.writes`: the numbers of the written cells, the stream's last.
+  PyObject* written_numbers() const {
+    std::vector<Py_ssize_t> found;
+    for (size_t i = 0; i < operands.items.size(); ++i)
+      if (operands.items[i].is_written && operands.items[i].cell == static_cast<Py_ssize_t>(found.size()))
+        found.push_back(taken[i].value);
+    if (op.draws)
+      found.push_back(taken.back().value);
+    Object made(PyTuple_New(static_cast<Py_ssize_t>(found.size())));
+    for (size_t i = 0; made && i < found.size(); ++i) {
+      PyObject* number = PyLong_FromSsize_t(found[i]);
+      if (!number)
+        return nullptr;
+      PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(i), number);
+    }
+    return untracked(made.release());
+  }
+
+  // What to expect of a repetition of this call: what the original expects, with the numbers of this call.
+  PyObject* expectation(const Original& original) const {
+    Object made(expected_type.tp_alloc(&expected_type, 0));
+    if (!made)
+      return nullptr;
+    const auto& from = *reinterpret_cast<Expected*>(original.expected.get());
+    auto* to = reinterpret_cast<Expected*>(made.get());
+    to->op = from.op;
+    new (&to->default_dtype) std::optional<at::ScalarType>(from.default_dtype);
+    to->last = nullptr;
+    to->wants = new std::vector<Want>(*from.wants);
+    for (Want& want : *to->wants)
+      Py_XINCREF(want.lens);
+    std::vector<Py_ssize_t> numbers_written;
+    size_t operand = 0;
+    const auto set = [&](Want& want, const Number& number) {
+      want.number = number.value;
+      want.meta = number.meta;
+      want.what = number.meta ? Want::kFirstRead : Want::kNumbered;
+    };
+    for (const Place& place : original.places) {
+      Want& want = (*to->wants)[place.want];
+      if (want.what == Want::kType)
+        continue;
+      set(want, taken[operand]);
+      if (operands.items[operand++].is_written)
+        numbers_written.push_back(want.number);
+    }
+    if (op.draws) {
+      set(to->wants->back(), taken.back());
+      numbers_written.push_back(taken.back().value);
+    }
+    if (op.writes_any) { // as `Noter::note_shared_reads`
+      operand = 0;
+      for (const Place& place : original.places) {
+        Want& want = (*to->wants)[place.want];
+        if (want.what == Want::kType)
+          continue;
+        const Operand& each = operands.items[operand++];
+        if (!each.is_written)
+          want.may_share = each.is_part ||
+              std::find(numbers_written.begin(), numbers_written.end(), want.number) != numbers_written.end();
+      }
+    }
+    return made.release();
+  }
+};
+
+} // namespace ltc
