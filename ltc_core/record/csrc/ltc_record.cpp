@@ -106,7 +106,7 @@ class Follower final : public c10::OperatorKernel {
         throw_python_error();
       std::optional<NextStep> call;
       bool is_next = call.emplace(op, trace, args).is_next() || (!PyErr_Occurred() && is_other(trace, args, call));
-      if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).begin_memory() && !PyErr_Occurred())
+      if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).make_operands() && !PyErr_Occurred())
         is_next = call.emplace(op, trace, args).is_next();
       if (!is_next && !PyErr_Occurred() && copies && CopiedStep(op, trace, args).put(originals))
         is_next = call.emplace(op, trace, args).is_next();

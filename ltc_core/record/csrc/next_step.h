@@ -50,21 +50,21 @@ class NextStep : Operands {
     return std::nullopt;
   }
 
-  // Records memory that this call uses and that nobody wrote yet, as `_record_empty` does, if that is the next step.
-  // Returns whether it recorded any. An error is left set.
-  bool begin_memory() {
-    bool begun = false;
+  // Records what stale operands need, as `view_recorder.make_operands` does, if these are the next steps: memory that
+  // nobody wrote yet, and views of memory that was written since. Returns whether it recorded any. An error is left set.
+  bool make_operands() {
+    bool made = false;
     for (const IValue& a : args) {
       if (a.isTensor()) {
-        begun |= begin_memory(a);
+        made |= make_operand(a);
       } else if (a.isList()) {
         for (const IValue& item : a.toListRef())
-          begun |= item.isTensor() && !PyErr_Occurred() && begin_memory(item);
+          made |= item.isTensor() && !PyErr_Occurred() && make_operand(item);
       }
       if (PyErr_Occurred())
         break;
     }
-    return begun;
+    return made;
   }
 
  private:
@@ -225,11 +225,15 @@ class NextStep : Operands {
 
   // -- making
 
-  bool begin_memory(const IValue& tensor) {
+  bool make_operand(const IValue& tensor) {
     const Object handle(handle_of(tensor.toTensor()));
-    if (!handle || !is_type(handle.get(), cell_type) || cell_of.trace.of(handle.get()) != trace)
+    if (!handle || trace_of_handle(handle.get()) != trace)
       return false;
-    PyObject* value = cell_of.value.of(handle.get());
+    return is_type(handle.get(), cell_type) ? begin_memory(handle.get()) : renew_view(handle.get());
+  }
+
+  bool begin_memory(PyObject* cell) {
+    PyObject* value = cell_of.value.of(cell);
     if (is_of_this_epoch(value) || !value_of.buffer.is_none(value))
       return false;
     PyObject* cursor = trace_of.cursor.of(trace);
@@ -238,17 +242,80 @@ class NextStep : Operands {
       return false;
     PyObject* next = step_of.next.of(cursor);
     PyObject* outs = node_of.outs.of(step_of.node.of(next));
-    if (!step_of.dynamic.is_none(next) || PyTuple_GET_ITEM(outs, 0) != cell_of.meta.of(handle.get()))
+    if (!step_of.dynamic.is_none(next) || PyTuple_GET_ITEM(outs, 0) != cell_of.meta.of(cell))
       return false;
     const Object made(define());
     if (!made || !trace_of.count.set_number(trace, count) ||
-        !cell_of.version.set_number(handle.get(), cell_of.version.number(handle.get()) + 1)) {
+        !cell_of.version.set_number(cell, cell_of.version.number(cell) + 1)) {
       rewind();
       return false;
     }
     trace_of.cursor.set(trace, step_of.next.of(cursor));
-    cell_of.value.set(handle.get(), made.get());
+    cell_of.value.set(cell, made.get());
     return true;
+  }
+
+  // Records the view steps of a part whose memory was written since, if all of them are the next steps.
+  bool renew_view(PyObject* view) {
+    PyObject *base = view_of.base.of(view), *whole = cell_of.value.of(base), *lens = view_of.lens.of(view);
+    const bool is_fresh =
+        is_of_this_epoch(view_of.value.of(view)) && view_of.version.number(view) == cell_of.version.number(base);
+    if (is_fresh || !PyTuple_CheckExact(lens) || count >= trace_of.limit.number(trace))
+      return false;
+    const bool is_input = !is_of_this_epoch(whole);
+    PyObject* meta = is_input ? cell_of.meta.of(base) : nullptr;
+    if (is_input && !first_read(whole, meta))
+      return false;
+    Py_ssize_t number = is_input ? count : value_of.index.number(whole), after = count + is_input;
+    std::vector<Object> steps; // a comparison may run Python
+    PyObject* last = trace_of.cursor.of(trace);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i, meta = nullptr) {
+      const Py_ssize_t which = is_next_view(last, PyTuple_GET_ITEM(lens, i), meta, number);
+      if (which < 0) {
+        inputs.clear();
+        return false;
+      }
+      number = after + which;
+      steps.emplace_back(Py_NewRef(last = step_of.next.of(last)));
+      after += PyTuple_GET_SIZE(node_of.outs.of(step_of.node.of(last)));
+    }
+    if (steps.empty() || step_of.parent.of(steps[0].get()) != trace_of.cursor.of(trace) || !bind_inputs())
+      return false;
+    inputs.clear();
+    trace_of.cursor.set(trace, last); // from here on, `rewind` completes the steps
+    const Object value(new_object(value_type));
+    bool is_made = value && value_of.epoch.set_number(value.get(), epoch) && value_of.index.set_number(value.get(), number);
+    while (is_made && count < after)
+      is_made = take_number(Py_None);
+    if (!is_made || !trace_of.count.set_number(trace, count) ||
+        !view_of.version.set_number(view, cell_of.version.number(base))) {
+      rewind();
+      return false;
+    }
+    value_of.buffer.set(value.get(), Py_None);
+    view_of.value.set(view, value.get());
+    return true;
+  }
+
+  // Which result of the next step the step of a lens leads to, on the value of this number, or on an input of this meta
+  // that is first read there; -1: it is not the next step.
+  static Py_ssize_t is_next_view(PyObject* cursor, PyObject* view, PyObject* meta, Py_ssize_t number) {
+    PyObject *next = step_of.next.of(cursor), *key = step_of.next_key.of(cursor);
+    if (!key || !PyTuple_CheckExact(key) || !PyTuple_Check(view) || PyTuple_GET_SIZE(view) != 3 ||
+        !step_of.dynamic.is_none(next))
+      return -1;
+    PyObject *op = PyTuple_GET_ITEM(view, 0), *given = PyTuple_GET_ITEM(view, 1), *which = PyTuple_GET_ITEM(view, 2);
+    PyObject* node = step_of.node.of(next);
+    if (node_of.op.of(node) != op || node_of.view.of(node) != Py_True || !PyTuple_CheckExact(given) ||
+        PyTuple_GET_SIZE(key) != PyTuple_GET_SIZE(given) + 2)
+      return -1;
+    PyObject* operand = PyTuple_GET_ITEM(key, 1);
+    if (meta ? operand != meta : !PyLong_CheckExact(operand) || PyLong_AsSsize_t(operand) != number)
+      return -1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given); ++i)
+      if (!equal(PyTuple_GET_ITEM(key, i + 2), PyTuple_GET_ITEM(given, i)))
+        return -1;
+    return which == Py_None ? 0 : PyLong_AsSsize_t(which);
   }
 
   // Calls `Trace.rewind` after an error, which stays set.
