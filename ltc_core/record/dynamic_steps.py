@@ -11,7 +11,6 @@ way gets one then.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -65,7 +64,7 @@ def find(
         scalars: those of the call; sizes are added.
         may_close: whether a common size gets an exact way.
     """
-    grow = functools.cache(grow)  # several steps may be asked
+    grow = _Once(grow)  # several steps may be asked
     if step is None:
         for pattern, other, sizes in _patterns_of(cursor, key):
             if _is_closed(cursor, other, (*call.metas, *sizes), may_close):
@@ -82,6 +81,21 @@ def find(
     if step is not None:
         _serves(step, call.metas, (), grow)
     return key, step
+
+
+class _Once:
+    """Makes a node when it is first asked for, and returns that one again."""
+
+    __slots__ = ("_make", "_node")
+
+    def __init__(self, make: Callable[[], Node]) -> None:
+        self._make = make
+        self._node: Node | None = None
+
+    def __call__(self) -> Node:
+        if self._node is None:
+            self._node = self._make()
+        return self._node
 
 
 def _patterns_of(cursor: Step, key: Key) -> Iterator[tuple[Pattern, Step, Sizes]]:

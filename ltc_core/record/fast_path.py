@@ -20,7 +20,7 @@ from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
 from ltc_core.record import modules, random_state
-from ltc_core.record.dynamic_shapes import Dynamic, Entry
+from ltc_core.record.dynamic_shapes import ANY, AnyMeta, Dynamic, Entry
 from ltc_core.record.dynamic_steps import OFTEN
 from ltc_core.record.trace import Step, Trace, epochs
 from ltc_core.settings import settings
@@ -55,7 +55,7 @@ def install() -> bool:
     if _native is not None or native is None:
         return _native is not None
     types = (
-        LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, Ref, Scalar,
+        LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, Ref, Scalar, AnyMeta,
     )  # fmt: skip
     aten = torch.ops.aten
     detach, empty = aten.detach.default, aten.empty_strided.default
@@ -75,6 +75,7 @@ def install() -> bool:
                 epochs,
                 *types,
                 OFTEN,
+                ANY,
                 _place,
             )
             wrap_in_cpp(native.wrap)

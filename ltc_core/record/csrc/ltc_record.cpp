@@ -216,10 +216,11 @@ PyObject* add(PyObject*, PyObject* given) {
 }
 
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, epochs,
-//       LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, Ref, Scalar, OFTEN, place)
+//       LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, Ref, Scalar, AnyMeta, OFTEN, ANY,
+//       place)
 PyObject* setup(PyObject*, PyObject* given) {
-  PyObject *op, *python, *empty, *memory, *stream, *numbers, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry, *ref, *scalar, *place;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOOOOOnO", &op, &python, &empty, &memory, &stream, &numbers, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry, &ref, &scalar, &often, &place))
+  PyObject *op, *python, *empty, *memory, *stream, *numbers, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry, *ref, *scalar, *form, *any, *place;
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOOOOOOnOO", &op, &python, &empty, &memory, &stream, &numbers, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry, &ref, &scalar, &form, &often, &any, &place))
     return nullptr;
   const auto find = [](PyObject* type, std::initializer_list<std::pair<Slot*, const char*>> slots) {
     for (const auto& [slot, name] : slots) {
@@ -268,6 +269,8 @@ PyObject* setup(PyObject*, PyObject* given) {
   node_type = Py_NewRef(node);
   ref_type = Py_NewRef(ref);
   scalar_type = Py_NewRef(scalar);
+  any_meta = Py_NewRef(form);
+  any_size = Py_NewRef(any);
   epochs = Py_NewRef(numbers);
   buffer_type = Py_NewRef(buffer);
   lazy_tensor = Py_NewRef(tensor);

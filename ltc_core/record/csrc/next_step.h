@@ -97,7 +97,7 @@ class NextStep : Operands {
         PyTuple_SET_ITEM(key.get(), count + static_cast<Py_ssize_t>(i), PyLong_FromLongLong(sizes[i]));
       if (is_closed && key && PySet_Contains(dynamic_of.closed.of(step_of.dynamic.of(step)), key.get()) != 0)
         return false;
-      Object found(key ? find_known(key.get()) : nullptr);
+      Object found(key ? find_known(step_of.dynamic.of(step), key.get()) : nullptr);
       if (!found || found.get() == Py_None || (op.kind == kView && entry_of.lenses.is_none(found.get())))
         return false;
       last.metas.assign(metas.begin(), metas.end());
@@ -111,9 +111,8 @@ class NextStep : Operands {
     return uses < often && entry_of.uses.set_number(entry.get(), uses);
   }
 
-  // An entry of the step, or one that Python infers; None or null, with an error set, if there is none.
-  PyObject* find_known(PyObject* key) const {
-    PyObject* dynamic = step_of.dynamic.of(step);
+  // An entry of a step, or one that Python infers; None or null, with an error set, if there is none.
+  static PyObject* find_known(PyObject* dynamic, PyObject* key) {
     if (PyObject* found = PyDict_GetItemWithError(dynamic_of.known.of(dynamic), key))
       return Py_NewRef(found);
     if (PyErr_Occurred())
@@ -255,6 +254,13 @@ class NextStep : Operands {
     return true;
   }
 
+  // A view step that a stale part needs.
+  struct Renewed {
+    Object step, entry; // the entry of a dynamic step
+    std::vector<int64_t> sizes;
+    PyObject* outs() const { return entry ? entry_of.outs.of(entry.get()) : node_of.outs.of(step_of.node.of(step.get())); }
+  };
+
   // Records the view steps of a part whose memory was written since, if all of them are the next steps.
   bool renew_view(PyObject* view) {
     PyObject *base = view_of.base.of(view), *whole = cell_of.value.of(base), *lens = view_of.lens.of(view);
@@ -263,30 +269,37 @@ class NextStep : Operands {
     if (is_fresh || !PyTuple_CheckExact(lens) || count >= trace_of.limit.number(trace))
       return false;
     const bool is_input = !is_of_this_epoch(whole);
-    PyObject* meta = is_input ? cell_of.meta.of(base) : nullptr;
+    PyObject *meta = cell_of.meta.of(base), *cursor = trace_of.cursor.of(trace);
     if (is_input && !first_read(whole, meta))
       return false;
-    Py_ssize_t number = is_input ? count : value_of.index.number(whole), after = count + is_input;
-    std::vector<Object> steps; // a comparison may run Python
-    PyObject* last = trace_of.cursor.of(trace);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i, meta = nullptr) {
-      const Py_ssize_t which = is_next_view(last, PyTuple_GET_ITEM(lens, i), meta, number);
-      if (which < 0) {
+    Py_ssize_t number = is_input ? -1 : value_of.index.number(whole), after = count + is_input;
+    std::vector<Renewed> renewed;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i) {
+      auto& each = renewed.emplace_back();
+      PyObject* before = i ? renewed[static_cast<size_t>(i) - 1].step.get() : cursor;
+      const Py_ssize_t which = is_next_view(before, PyTuple_GET_ITEM(lens, i), meta, number, each);
+      if (which < 0 || which >= PyTuple_GET_SIZE(each.outs())) {
         inputs.clear();
         return false;
       }
       number = after + which;
-      steps.emplace_back(Py_NewRef(last = step_of.next.of(last)));
-      after += PyTuple_GET_SIZE(node_of.outs.of(step_of.node.of(last)));
+      meta = PyTuple_GET_ITEM(each.outs(), which);
+      after += PyTuple_GET_SIZE(each.outs());
     }
-    if (steps.empty() || step_of.parent.of(steps[0].get()) != trace_of.cursor.of(trace) || !bind_inputs())
+    if (renewed.empty() || cursor != trace_of.cursor.of(trace) || !bind_inputs()) {
+      inputs.clear();
       return false;
+    }
     inputs.clear();
-    trace_of.cursor.set(trace, last); // from here on, `rewind` completes the steps
+    trace_of.cursor.set(trace, renewed.back().step.get()); // from here on, `rewind` completes the steps
     const Object value(new_object(value_type));
     bool is_made = value && value_of.epoch.set_number(value.get(), epoch) && value_of.index.set_number(value.get(), number);
-    while (is_made && count < after)
-      is_made = take_number(Py_None);
+    for (const auto& each : renewed) {
+      PyObject* of_node = node_of.outs.of(step_of.node.of(each.step.get()));
+      for (Py_ssize_t k = 0; is_made && k < PyTuple_GET_SIZE(of_node); ++k)
+        is_made = note_size(PyTuple_GET_ITEM(each.outs(), k), PyTuple_GET_ITEM(of_node, k)) && take_number(Py_None);
+      is_made = is_made && add_sizes(each.sizes);
+    }
     if (!is_made || !trace_of.count.set_number(trace, count) ||
         !view_of.version.set_number(view, cell_of.version.number(base))) {
       rewind();
@@ -297,25 +310,63 @@ class NextStep : Operands {
     return true;
   }
 
-  // Which result of the next step the step of a lens leads to, on the value of this number, or on an input of this meta
-  // that is first read there; -1: it is not the next step.
-  static Py_ssize_t is_next_view(PyObject* cursor, PyObject* view, PyObject* meta, Py_ssize_t number) {
+  // Which result of the step after `cursor` the step of a lens leads to; -1: it is not that step.
+  // `number`: of the operand, or -1 if it is an input that is first read there. `meta`: the operand's.
+  Py_ssize_t is_next_view(PyObject* cursor, PyObject* view, PyObject* meta, Py_ssize_t number, Renewed& found) const {
     PyObject *next = step_of.next.of(cursor), *key = step_of.next_key.of(cursor);
-    if (!key || !PyTuple_CheckExact(key) || !PyTuple_Check(view) || PyTuple_GET_SIZE(view) != 3 ||
-        !step_of.dynamic.is_none(next))
+    if (!key || !PyTuple_CheckExact(key) || !PyTuple_Check(view) || PyTuple_GET_SIZE(view) != 3)
       return -1;
+    const bool is_open = !step_of.dynamic.is_none(next);
+    if (is_open && step_of.dynamic.is_none(cursor))
+      return -1; // where a dynamic way begins, Python counts its calls
     PyObject *op = PyTuple_GET_ITEM(view, 0), *given = PyTuple_GET_ITEM(view, 1), *which = PyTuple_GET_ITEM(view, 2);
     PyObject* node = step_of.node.of(next);
     if (node_of.op.of(node) != op || node_of.view.of(node) != Py_True || !PyTuple_CheckExact(given) ||
         PyTuple_GET_SIZE(key) != PyTuple_GET_SIZE(given) + 2)
       return -1;
+    found.step = Object(Py_NewRef(next)); // a comparison may run Python
     PyObject* operand = PyTuple_GET_ITEM(key, 1);
-    if (meta ? operand != meta : !PyLong_CheckExact(operand) || PyLong_AsSsize_t(operand) != number)
+    if (number < 0 ? operand != meta && !is_of_form(meta, operand)
+                   : !PyLong_CheckExact(operand) || PyLong_AsSsize_t(operand) != number)
       return -1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given); ++i)
-      if (!equal(PyTuple_GET_ITEM(key, i + 2), PyTuple_GET_ITEM(given, i)))
+      if (!fits(PyTuple_GET_ITEM(key, i + 2), PyTuple_GET_ITEM(given, i), found.sizes))
         return -1;
+    if (is_open && !find_view(next, meta, found))
+      return -1;
     return which == Py_None ? 0 : PyLong_AsSsize_t(which);
+  }
+
+  // Finds the results of a dynamic view step.
+  bool find_view(PyObject* dynamic_step, PyObject* meta, Renewed& found) const {
+    PyObject* dynamic = step_of.dynamic.of(dynamic_step);
+    const Object key(PyTuple_New(1 + static_cast<Py_ssize_t>(found.sizes.size())));
+    if (!key || !dynamic_of.closed.is_none(dynamic))
+      return false;
+    PyTuple_SET_ITEM(key.get(), 0, Py_NewRef(meta));
+    for (size_t i = 0; i < found.sizes.size(); ++i)
+      PyTuple_SET_ITEM(key.get(), static_cast<Py_ssize_t>(i) + 1, PyLong_FromLongLong(found.sizes[i]));
+    found.entry = Object(find_known(dynamic, key.get()));
+    return found.entry && found.entry.get() != Py_None;
+  }
+
+  static bool is_of_form(PyObject* meta, PyObject* form) { // `AnyMeta`
+    return is_type(form, any_meta) && PyTuple_GET_ITEM(form, 0) == meta_of.dtype.of(meta) &&
+        PyLong_AsSsize_t(PyTuple_GET_ITEM(form, 1)) == PyTuple_GET_SIZE(meta_of.size.of(meta));
+  }
+
+  // Whether a part of a call's key fits a part of a step's, which leaves sizes open.
+  static bool fits(PyObject* want, PyObject* part, std::vector<int64_t>& sizes) {
+    if (want == any_size) {
+      sizes.push_back(PyLong_CheckExact(part) ? PyLong_AsLongLong(part) : 0);
+      return PyLong_CheckExact(part);
+    }
+    if (!PyTuple_CheckExact(want) || !PyTuple_CheckExact(part))
+      return equal(want, part);
+    bool is_fit = PyTuple_GET_SIZE(want) == PyTuple_GET_SIZE(part);
+    for (Py_ssize_t i = 0; is_fit && i < PyTuple_GET_SIZE(want); ++i)
+      is_fit = fits(PyTuple_GET_ITEM(want, i), PyTuple_GET_ITEM(part, i), sizes);
+    return is_fit;
   }
 
   // Calls `Trace.rewind` after an error, which stays set.
@@ -346,7 +397,11 @@ class NextStep : Operands {
       if (!made || PyList_Append(trace_of.scalars.of(trace), made.get()) < 0)
         return false;
     }
-    for (const int64_t size : sizes) {
+    return add_sizes(sizes);
+  }
+
+  bool add_sizes(c10::ArrayRef<int64_t> given) const {
+    for (const int64_t size : given) {
       const Object made(PyLong_FromLongLong(size));
       if (!made || PyList_Append(trace_of.scalars.of(trace), made.get()) < 0)
         return false;

@@ -122,6 +122,7 @@ inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type, *buffer_type;
 inline PyObject *name_acquire, *name_release, *name_handle, *name_rewind;
 inline PyObject *name_run, *name_set, *name_add, *name_note_peak, *name_mark_donated;
 inline PyObject *step_type, *node_type, *ref_type, *scalar_type; // likewise
+inline PyObject *any_meta, *any_size; // `AnyMeta`, `ANY` of dynamic_shapes.py
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL
 inline Py_ssize_t num_followed = 0;

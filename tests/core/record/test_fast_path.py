@@ -229,6 +229,40 @@ def test_views_of_views_and_lists_of_views() -> None:
     follows(program)
 
 
+def test_views_of_memory_that_was_written_since() -> None:
+    """They are recorded again with the op that reads them: of a value, of an input, of one of several results."""
+
+    def program(device: torch.device) -> Any:
+        x, z = data(device, 4, 6), data(device, 4, 6)
+        a, b = x.t()[1:3], x.split(3, dim=1)[1].unsqueeze(0)
+        c, whole = z.view(6, 4), x.detach()
+        x.mul_(2)
+        found = [a + b[0, 0, 0], b * 2]
+        torch._foreach_add_([x, z], 1.5)
+        found += [a.sin(), *torch._foreach_mul([a, c], 2.0), c.t() @ whole.t()[:, :4]]
+        ltc.mark_step()
+        x.add_(1)
+        return [*found, a + 1, a.t() + b[0].sum(), b, c.t() - 1]
+
+    follows(program)
+
+
+def test_views_of_any_size_of_memory_that_was_written_since() -> None:
+    def program(device: torch.device, n: int) -> Any:
+        x, z = data(device, n, 6), data(device, n, 2, 3)
+        a, b = x.t()[1:3, 1:], z.view(n, 6).narrow(0, 1, n - 2)
+        x.mul_(2)
+        z.add_(1)
+        return a.sum(1), (a @ x[1:]).exp(), b * 2, a.t() + 1, b.t()
+
+    for n in (5, 7, 9, 11, 13, 10, 12, 6, 10):
+        with calls_of_python() as names:
+            found = program(ltc.lazy_device(), n)
+            ltc.mark_step()
+        assert_same(found, program(torch.device("cpu"), n))
+    assert not names
+
+
 def test_undefined_results_and_missing_operands() -> None:
     def program(device: torch.device) -> Any:
         x = data(device, 2, 3, 4, 4).requires_grad_()
