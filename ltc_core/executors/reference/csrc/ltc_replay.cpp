@@ -1,9 +1,10 @@
 // Replay a program: the instructions of the reference executor as a loop over boxed ATen kernels, without the GIL.
 //
-// A program is built once from rows that `executors/reference/replay.py` makes. An instruction that cannot be a boxed call (a
-// Python op, a lens that copies, a number that its parameter does not take) calls back into Python for itself alone.
-// This file is the Python module; `replay_program.h`, `replay_arguments.h` and `replay_run.h` are what it builds, of
-// what, and how that runs.
+// A program is built once from the nodes of a graph. An instruction that cannot be a boxed call (a Python op, a lens that
+// copies, a number that its parameter does not take) calls back into Python for itself alone. This file is the Python
+// module; `replay_program.h` is what it builds, `replay_nodes.h` and `replay_arguments.h` of what, and `replay_run.h` how
+// that runs.
+#include "replay_nodes.h"
 #include "replay_run.h"
 
 #include <torch/csrc/Generator.h>
@@ -34,63 +35,18 @@ PyObject* guarded(Function function) {
   }
 }
 
-PyObject* py_call(PyObject* self, PyObject* args) {
-  const char *name, *overload;
-  int how, which, with_grad;
-  PyObject* rows;
-  if (!PyArg_ParseTuple(args, "ssiO!ip:call", &name, &overload, &how, &PyList_Type, &rows, &which, &with_grad))
+PyObject* py_add(PyObject* self, PyObject* args) {
+  int with_grad;
+  PyObject *node, *in_place, *frees, *needs, *roots, *given, *device;
+  if (!PyArg_ParseTuple(
+          args, "OO!O!O!O!OpO:add", &node, &PyTuple_Type, &in_place, &PyTuple_Type, &frees, &PyTuple_Type, &needs,
+          &PyDict_Type, &roots, &given, &with_grad, &device))
     return nullptr;
   return guarded([&]() -> PyObject* {
-    auto& program = program_of(self);
-    Call call;
-    call.how = static_cast<How>(how);
-    call.which = which;
-    call.with_grad = with_grad != 0;
-    call.op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-    const auto& formal = call.op->schema().arguments();
-    if (formal.size() != static_cast<size_t>(PyList_GET_SIZE(rows))) {
-      unfit("another number of arguments");
-      return nullptr;
-    }
-    for (size_t i = 0; i < formal.size(); ++i)
-      if (!argument_of(
-              PyList_GET_ITEM(rows, static_cast<Py_ssize_t>(i)), &formal[i], formal[i].type(),
-              call.arguments.emplace_back()))
-        return nullptr;
-    program.calls.push_back(std::move(call));
-    return PyLong_FromSize_t(program.calls.size() - 1);
+    NodeReader reader(program_of(self), device == Py_None ? nullptr : device);
+    const int is_native = reader.read(node, in_place, frees, needs, roots, given, with_grad != 0);
+    return is_native < 0 ? nullptr : PyBool_FromLong(is_native);
   });
-}
-
-std::optional<c10::ScalarType> optional_dtype(PyObject* object) {
-  return object == Py_None ? std::nullopt : std::optional(reinterpret_cast<THPDtype*>(object)->scalar_type);
-}
-
-PyObject* py_add(PyObject* self, PyObject* args) {
-  int call, draws;
-  PyObject *writes, *results, *frees, *needs, *makes, *default_dtype, *dtype;
-  if (!PyArg_ParseTuple(
-          args, "iOOOOOiOO:add", &call, &writes, &results, &frees, &needs, &makes, &draws, &default_dtype, &dtype))
-    return nullptr;
-  Instruction instruction;
-  instruction.call = call;
-  instruction.draws = draws;
-  instruction.default_dtype = optional_dtype(default_dtype);
-  instruction.dtype = optional_dtype(dtype);
-  std::vector<int32_t> flat;
-  if (!ints_of(writes, flat))
-    return nullptr;
-  for (size_t i = 0; i + 2 < flat.size(); i += 3)
-    instruction.writes.push_back({flat[i], flat[i + 1], static_cast<Place>(flat[i + 2])});
-  flat.clear();
-  if (!ints_of(results, flat))
-    return nullptr;
-  for (size_t i = 0; i + 2 < flat.size(); i += 3)
-    instruction.results.push_back({flat[i], flat[i + 1], flat[i + 2]});
-  if (!ints_of(frees, instruction.frees) || !ints_of(needs, instruction.needs) || !ints_of(makes, instruction.makes))
-    return nullptr;
-  program_of(self).code.push_back(std::move(instruction));
-  Py_RETURN_NONE;
 }
 
 PyObject* py_group(PyObject* self, PyObject* args) {
@@ -291,9 +247,9 @@ void py_dealloc(PyObject* self) {
 }
 
 PyMethodDef program_methods[] = {
-    {"call", py_call, METH_VARARGS, "call(name, overload, how, rows, which, with_grad): the number of a call of an op."},
     {"add", py_add, METH_VARARGS,
-     "add(call, writes, results, frees, needs, makes, draws, default_dtype, dtype): append an instruction."},
+     "add(node, in_place, frees, needs, roots, inputs, with_grad, device): append the instruction of a node; whether it "
+     "is a call of a kernel. `needs` are the values that it reads, `roots` the values whose memory values have."},
     {"group", py_group, METH_VARARGS,
      "group(first, last, ends, frees): run instructions of the code together, chunk by chunk of their lists."},
     {"begin", py_begin, METH_VARARGS,
@@ -370,7 +326,20 @@ PyObject* py_number(PyObject*, PyObject* object) {
   }
 }
 
+// setup(Ref, Scalar, Write, facts): the types of what stands in a node's arguments, and what tells about an op.
+PyObject* py_setup(PyObject*, PyObject* args) {
+  PyObject *ref, *scalar, *write, *told;
+  if (!PyArg_ParseTuple(args, "OOOO:setup", &ref, &scalar, &write, &told))
+    return nullptr;
+  ref_type = Py_NewRef(ref);
+  scalar_type = Py_NewRef(scalar);
+  write_type = Py_NewRef(write);
+  facts_of = Py_NewRef(told);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
+    {"setup", py_setup, METH_VARARGS, "setup(Ref, Scalar, Write, facts): called once, before `program`."},
     {"number", py_number, METH_O, "number(tensor): the number of a tensor of one element; None where PyTorch has to be asked."},
     {"program", py_program, METH_VARARGS, 
      "program(size, inputs, donated, (slot, copied, ...), dtypes of outputs, in_python, generator): a Program."},
@@ -381,6 +350,11 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ltc_replay", "Replay programs.", 
 } // namespace
 
 PyMODINIT_FUNC PyInit__ltc_replay() {
+  for (const auto& [name, text] : std::initializer_list<std::pair<PyObject**, const char*>>{
+           {&name_op, "op"}, {&name_args, "args"}, {&name_kwargs, "kwargs"}, {&name_first, "first"}, {&name_outs, "outs"},
+           {&name_writes, "writes"}, {&name_result, "result"}, {&name_dtype, "dtype"},
+           {&name_uses_default_dtype, "uses_default_dtype"}})
+    *name = PyUnicode_InternFromString(text);
   program_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&program_spec));
   return program_type ? PyModule_Create(&module) : nullptr;
 }

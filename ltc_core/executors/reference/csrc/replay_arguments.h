@@ -1,4 +1,4 @@
-// Arguments of calls: numbers, constants and lists as the parameters of an op take them, from the rows of Python.
+// Numbers, constants and lists as the parameters of an op take them.
 //
 // Callers hold the GIL, except of `as_type` and `list_of`, which touch no Python object.
 #pragma once
@@ -17,12 +17,6 @@ using c10::TypeKind;
 
 inline bool is_tensor(PyObject* object) {
   return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
-}
-
-// Sets an error and gives false where a row from Python is not what this file takes: that instruction stays in Python.
-inline bool unfit(const char* what) {
-  PyErr_SetString(PyExc_TypeError, what);
-  return false;
 }
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
@@ -176,60 +170,6 @@ inline bool ints_of(PyObject* object, std::vector<int32_t>& numbers) {
     numbers.push_back(static_cast<int32_t>(PyLong_AsLong(PySequence_Fast_GET_ITEM(items, i))));
   Py_DECREF(items);
   return !PyErr_Occurred();
-}
-
-// A row: ("constant", object), ("value", slot), ("scalar", position), ("list", rows), ("lens", slot, calls),
-// ("generator",) or ("default",).
-inline bool argument_of(PyObject* row, const c10::Argument* formal, const c10::TypePtr& given, Argument& argument) {
-  if (!PyTuple_Check(row) || !PyTuple_GET_SIZE(row))
-    return unfit("an argument is not a row");
-  const std::string kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, 0));
-  PyObject* first = PyTuple_GET_SIZE(row) > 1 ? PyTuple_GET_ITEM(row, 1) : nullptr;
-  const auto& type = without_optional(*given);
-  if (kind == "default") {
-    if (formal && formal->default_value())
-      argument.constant = *formal->default_value();
-    else if (given->kind() != TypeKind::OptionalType)
-      return unfit("an argument is missing");
-    return true;
-  }
-  if (kind == "generator") {
-    argument.from = From::generator;
-    return type.kind() == TypeKind::GeneratorType || unfit("this argument is no generator");
-  }
-  if (!first)
-    return unfit("a row is too short");
-  if (kind == "constant") {
-    auto constant = constant_of(first, *given, formal ? formal->N() : std::nullopt);
-    if (!constant)
-      return PyErr_Occurred() ? false : unfit("a constant is of another type");
-    argument.constant = std::move(*constant);
-    return true;
-  }
-  if (kind == "list") {
-    if (type.kind() != TypeKind::ListType)
-      return unfit("this argument is no list");
-    argument.from = From::list;
-    argument.type = type.castRaw<c10::ListType>()->getElementType();
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(first); ++i)
-      if (!argument_of(PyList_GET_ITEM(first, i), nullptr, argument.type, argument.items.emplace_back()))
-        return false;
-    return true;
-  }
-  argument.slot = static_cast<int32_t>(PyLong_AsLong(first));
-  if (PyErr_Occurred())
-    return false;
-  if (kind == "scalar") {
-    argument.from = From::scalar;
-    argument.type = given->kind() == TypeKind::OptionalType
-        ? c10::TypePtr(given->castRaw<c10::OptionalType>()->getElementType())
-        : given;
-    return true;
-  }
-  if (type.kind() != TypeKind::TensorType)
-    return unfit("this argument is no tensor");
-  argument.from = kind == "lens" ? From::lens : From::value;
-  return kind != "lens" || ints_of(PyTuple_GET_ITEM(row, 2), argument.steps);
 }
 
 } // namespace ltc
