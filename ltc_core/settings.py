@@ -230,7 +230,7 @@ SETTINGS: tuple[Setting, ...] = (
             ("XLA_PERSISTENT_CACHE_READ_ONLY",), bool, False,
             "Load compiled programs from there, and keep new ones for this process only."),
     Setting("replay", "LTC_REPLAY", (), str, "auto",
-            "Whether ops that run one by one run in C++: from the second run of a graph, from the first, or never.",
+            "Whether ops that run one by one run in C++: once that part is built, always (wait for it), or never.",
             choices=("auto", "always", "never")),
     Setting("keep_memory", "LTC_KEEP_MEMORY", (), bool, True,
             "Keep memory that a step frees for the next one."),

@@ -52,7 +52,7 @@ class InductorExecutor(ReferenceExecutor):
         if self.hardware.type == "cuda":
             # Compiled programs of a GPU end the process without a word (torch 2.11, H200), so none is made.
             refuse(
-                "no graph is compiled for a GPU yet: each is called by C++ from its second run on",
+                "no graph is compiled for a GPU yet: C++ calls its ops",
                 "nothing: LTC_COMPILE has no effect on a GPU",
                 is_printed=False,
             )

@@ -1,8 +1,8 @@
 """The program of the reference executor: ATen on ordinary tensors, op by op. It defines the semantics of a graph.
 
 A program is a list of instructions over a list of values. A value is freed at its last use. A write overwrites the old
-value's memory if the plan (`program.plan`) allows it, else a copy. From its second run on a program runs in C++
-(`replay`). Other executors use it for subgraphs that run op by op.
+value's memory if the plan (`program.plan`) allows it, else a copy. A program runs in C++ (`replay`) once that part is
+built. Other executors use it for subgraphs that run op by op.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import bisect
 import itertools
 import operator
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,15 +41,33 @@ def _generator(hardware: torch.device) -> torch.Generator:
 
 
 class _Code:
-    """The instructions of a program, and the generator that they draw from."""
+    """The instructions of a program, which are made where they run in Python, and the generator that they draw from."""
 
-    def __init__(self, instructions: list[Instruction], hardware: torch.device) -> None:
-        self.instructions = instructions
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        memory: MemoryPlan,
+        types: StorageTypes | None,
+        hardware: torch.device,
+    ) -> None:
+        self._rows = list(zip(nodes, memory.in_place, memory.frees, strict=True))
+        self._types, self._hardware = types, hardware
+        self._made: list[Instruction | None] = [None] * len(self._rows)
         self.generator = _generator(hardware)
+
+    def at(self, position: int) -> Instruction:
+        made = self._made[position]
+        if made is None:
+            made = Instruction(*self._rows[position], self._types, self._hardware)
+            self._made[position] = made
+        return made
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return map(self.at, range(len(self._made)))
 
     def run_one(self, position: int, values: dict[int, Any], scalars: Sequence[Any]) -> None:
         """Run the instruction at a position on some of the values. Called from C++."""
-        self.instructions[position].run(values, scalars, self.generator)
+        self.at(position).run(values, scalars, self.generator)
 
 
 class ReferenceProgram(Program):
@@ -78,15 +96,7 @@ class ReferenceProgram(Program):
         self._origins = memory.origins
         self._nodes = graph.nodes
         self._may_block = collective.may_block(graph.nodes)
-        self._code = _Code(
-            [
-                Instruction(node, reuse, frees, types, hardware)
-                for node, reuse, frees in zip(
-                    graph.nodes, memory.in_place, memory.frees, strict=True
-                )
-            ],
-            hardware,
-        )
+        self._code = _Code(graph.nodes, memory, types, hardware)
         last = graph.nodes[-1] if graph.nodes else None
         self._size = max([*graph.inputs, -1]) + 1
         if last is not None:
@@ -104,7 +114,7 @@ class ReferenceProgram(Program):
 
     @property
     def can_replay(self) -> bool:
-        """Whether its next runs but one are in C++."""
+        """Whether its next runs are in C++."""
         is_near = self._plan is not None and replay.extension.loaded is not None
         return settings.replay != "never" and (self._replay is not None or is_near)
 
@@ -173,7 +183,7 @@ class ReferenceProgram(Program):
         generator = self._code.generator
         is_timed = op_times.on is not None and self._hardware.type == "cpu"
         ends_ns = [time.perf_counter_ns()]
-        for instruction in self._code.instructions:
+        for instruction in self._code:
             try:
                 instruction.run(values, scalars, generator)
             except Exception as error:
@@ -186,13 +196,12 @@ class ReferenceProgram(Program):
         return [self._output(values[i], copied, dtype) for i, copied, dtype in self._outputs]
 
     def _choose(self) -> None:
-        """Build the replay at the second run: most graphs that run once never run again.
+        """Build the replay at the first run, once the C++ part is built, which a thread of the background does.
 
-        Not before the C++ part is built, which a thread of the background does. While the ops are timed, the second
-        run is in Python, too: in the first one many ops load libraries and touch new memory.
+        While the ops are timed, two runs are in Python: in the first one many ops load libraries and touch new memory.
         """
         is_waited_for = settings.replay == "always"
-        least_runs = 1 if op_times.on is None else 2
+        least_runs = 0 if op_times.on is None else 2
         if not is_waited_for and not (self._num_runs >= least_runs and replay.extension.loaded):
             self._num_runs += 1
             return

@@ -78,6 +78,7 @@ struct Place {
 // A step that Python made.
 struct Original {
   Object key, node, lenses, expected;
+  PyObject* trace; // where it was recorded: an argument may name the device; never freed
   std::vector<PyObject*> metas; // of the operands; never freed
   std::vector<Py_ssize_t> key_at; // argument -> its place in the key; -1: it has none
   std::vector<Place> places;
@@ -106,6 +107,7 @@ class Originals {
   // Keeps a step, unless its key or its node is not what a call like this makes: a handler may have changed the call.
   void add(const Op& op, const Noted& noted, PyObject* step, PyObject* key) {
     auto made = std::make_shared<Original>();
+    made->trace = noted.trace.get();
     made->metas = noted.operands;
     made->node = Object(Py_NewRef(step_of.node.of(step)));
     made->key = Object(Py_NewRef(key));
@@ -234,7 +236,7 @@ class CopiedStep : Operands {
         trace_of.count.number(trace) != count || !is_tip(cursor.get()))
       return false;
     for (const auto& original : *row) {
-      if (original->metas == operands.metas && is_like(*original))
+      if (original->trace == trace && original->metas == operands.metas && is_like(*original))
         return take_numbers(stream_cell.get()) && link(*original, cursor.get(), place.get());
     }
     return false;

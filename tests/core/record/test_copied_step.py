@@ -243,6 +243,24 @@ def test_the_default_dtype_decides() -> None:
                 torch.set_default_dtype(torch.float32)
 
 
+def test_the_device_that_an_argument_names() -> None:
+    """A copy to the operand's own device is a step; one to another device is none."""
+    child.run(
+        """
+        import torch
+        devices = [torch.device("ltc", k) for k in range(3)]
+        for first in devices:
+            for second in devices:
+                x = torch.arange(6.0, device=first).view(2, 3)
+                y = x.t()[1:].to(second, copy=True)
+                z = torch.zeros_like(x, device=second)
+                assert y.device == z.device == second
+                assert y.tolist() == [[1.0, 4.0], [2.0, 5.0]] and z.tolist() == [[0.0] * 3] * 2
+    """,
+        LTC_NUM_DEVICES="3",
+    )
+
+
 def test_it_has_the_line_of_its_own_call() -> None:
     x = data(ltc.lazy_device(), 3)
     for _ in range(2):

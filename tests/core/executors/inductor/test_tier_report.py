@@ -68,13 +68,13 @@ def summary() -> str:
 def test_a_loop_before_while_and_after_it_is_compiled(service: Service) -> None:
     train = training()
     train(2)
-    assert "Of these runs, 2 were op by op (1 of them in C++) and 0 compiled." in summary()
+    assert "Of these runs, 2 were op by op (2 of them in C++) and 0 compiled." in summary()
     assert "ops: op by op, to be compiled if it comes back (after 3 runs, LTC_COMPILE_AFTER)." in (
         summary()
     )
     train(4)
     text = summary()
-    assert "Of these runs, 6 were op by op (5 of them in C++) and 0 compiled." in text
+    assert "Of these runs, 6 were op by op (6 of them in C++) and 0 compiled." in text
     assert re.search(
         r"The last run was a graph of \d+ ops: op by op while it is compiled in the background, for \d+ s so far. "
         r"Next: go on training; LTC_COMPILE=sync waits for the compiler before the first run;",
@@ -84,7 +84,7 @@ def test_a_loop_before_while_and_after_it_is_compiled(service: Service) -> None:
     assert "ops: compiled.\n" in summary()  # from the next run on
     train(6)
     text = summary()
-    assert "Of these runs, 6 were op by op (5 of them in C++) and 6 compiled." in text
+    assert "Of these runs, 6 were op by op (6 of them in C++) and 6 compiled." in text
     assert re.search(r"The last run was a graph of \d+ ops: compiled\.\n", text)
     assert "Not compiled" not in text and "Op by op between" not in text
 
@@ -102,7 +102,7 @@ def test_off(service: Service) -> None:
     with settings.override(compile="off"):
         training()(12)
         text = summary()
-    assert "Of these runs, 12 were op by op (11 of them in C++) and 0 compiled." in text
+    assert "Of these runs, 12 were op by op (12 of them in C++) and 0 compiled." in text
     assert "op by op, because of LTC_COMPILE=off. Next: LTC_COMPILE=async compiles graphs" in text
 
 
@@ -167,7 +167,7 @@ def test_a_graph_that_is_refused(service: Service, problem: str, next: str) -> N
     service.answer(Outcome.failed(problem))
     train(8)
     text = summary()
-    assert "Of these runs, 12 were op by op (11 of them in C++) and 0 compiled." in text
+    assert "Of these runs, 12 were op by op (12 of them in C++) and 0 compiled." in text
     assert "ops: op by op, it was refused (the reason is below)." in text
     assert re.search(
         rf"Not compiled: a graph of \d+ ops stays op by op: {re.escape(problem)}\. Next: {re.escape(next)}",
@@ -192,7 +192,7 @@ def test_a_library_that_is_refused_at_its_first_run(
     del y, z
     text = summary()
     # The third run is compiled, and checked.
-    assert "Of these runs, 7 were op by op (1 of them in C++) and 1 compiled." in text
+    assert "Of these runs, 7 were op by op (2 of them in C++) and 1 compiled." in text
     assert "a graph of 2 ops: op by op, it was refused (the reason is below)." in text
     assert (
         "Not compiled: the library of a subgraph of 2 ops did not pass the check of its first run, and its ops run "
