@@ -95,6 +95,9 @@ def _infer_of_any_size(schema: OpSchema, args: Any, kwargs: dict[str, Any], key:
     view = view_rules.view_of(schema.op, args, kwargs) if schema.view else None
     if view is not None:
         return view
+    is_plain = not kwargs and _writes_alike_lists(schema, key[2 : 2 + len(args)])
+    if is_plain and not eager_checks.is_refused(schema, args, kwargs):
+        return None
     if not size_rules.is_of_any_size(schema):
         return _run_on_meta(schema, args, kwargs)
     form, sizes = _known.form(schema, key, len(args))
@@ -104,6 +107,36 @@ def _infer_of_any_size(schema: OpSchema, args: Any, kwargs: dict[str, Any], key:
         if form is not None:
             _known.learn(schema, form, sizes, found)
     return found
+
+
+def _writes_alike_lists(schema: OpSchema, parts: tuple[Any, ...]) -> bool:
+    """Whether an op on lists only writes the first one, and eager takes what is given for it: no kernel need be asked.
+
+    Each list is of floats of the same sizes and dtypes as the first one, each number is real. An optimizer's lists have
+    hundreds of tensors.
+    """
+    if not schema.name.startswith("_foreach_") or schema.returns or schema.writes != ("self",):
+        return False
+    first = parts[0]
+    if not first or not all(meta.dtype.is_floating_point for meta in first):
+        return False
+    return all(_goes_with(part, first) for part in parts[1:])
+
+
+def _goes_with(part: Any, first: tuple[TensorMeta, ...]) -> bool:
+    if type(part) is not tuple:
+        return part in _REAL
+    if len(part) != len(first):
+        return False
+    if part[0] in _REAL:
+        return all(item in _REAL for item in part)
+    return all(
+        type(meta) is TensorMeta and meta.size == own.size and meta.dtype is own.dtype
+        for meta, own in zip(part, first, strict=True)
+    )
+
+
+_REAL = (float, int, bool)
 
 
 def _memory_shared(args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:

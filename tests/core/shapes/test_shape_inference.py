@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import ltc_core as ltc
 from ltc_core.graph.ir import TensorMeta
@@ -336,3 +337,45 @@ def test_typed_tells_apart_what_compares_equal() -> None:
 def _no_pending_work() -> Iterator[None]:
     yield
     ltc.mark_step()
+
+
+# -- ops on lists ----------------------------------------------------------------------------------
+
+_A, _B = (
+    [torch.randn(2, 3), torch.randn(4)],
+    [torch.randn(2, 3).t().contiguous().t(), torch.randn(4)],
+)
+_INTS = [torch.ones(2, 3, dtype=torch.int64), torch.ones(4, dtype=torch.int64)]
+LISTS: dict[str, tuple[Overload, tuple[Any, ...]]] = {
+    "two lists and a number": (aten._foreach_add_.List, (_A, _B)),
+    "three lists": (aten._foreach_addcmul_.Scalar, (_A, _B, _B, 2)),
+    "numbers": (aten._foreach_addcdiv_.ScalarList, (_A, _B, _B, [1.0, 2])),
+    "an integer": (aten._foreach_mul_.Scalar, (_A, True)),
+    "another number of tensors": (aten._foreach_add_.List, (_A, _B[:1])),
+    "another number of numbers": (aten._foreach_mul_.ScalarList, (_A, [1.0])),
+    "other sizes": (aten._foreach_add_.List, (_A, [_B[1], _B[0]])),
+    "sizes that are broadcast": (aten._foreach_add_.List, (_A, [torch.ones(1, 3), _B[1]])),
+    "a larger dtype": (aten._foreach_add_.List, (_A, [t.double() for t in _B])),
+    "a complex number": (aten._foreach_mul_.Scalar, (_A, 1j)),
+    "integers and a fraction": (aten._foreach_mul_.Scalar, (_INTS, 1.5)),
+    "integers and an integer": (aten._foreach_mul_.Scalar, (_INTS, 2)),
+    "no tensor": (aten._foreach_mul_.Scalar, ([], 2.0)),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_lists_that_are_written_are_taken_or_refused_as_in_eager(case: str) -> None:
+    op, args = LISTS[case]
+    device = ltc.lazy_device()
+    lazy = tree_map(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, args)
+    eager = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, args)
+    try:
+        op(*eager)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            op(*lazy)
+            ltc.mark_step()
+        return
+    op(*lazy)
+    for ours, theirs in zip(lazy[0], eager[0], strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0)
