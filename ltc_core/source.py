@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import threading
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 import typing_extensions
@@ -20,6 +21,7 @@ from torch.autograd.graph import _engine_run_backward
 __all__ = [
     "called_module",
     "is_in_module",
+    "known_places",
     "line_of_script",
     "skip_frames_of",
     "user_frames",
@@ -37,6 +39,7 @@ _INSTALLED = tuple(sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "pureli
 _is_user: dict[int, tuple[bool, CodeType]] = {}
 _described: dict[tuple[int, int], tuple[str, CodeType]] = {}
 _RUN_BACKWARD = _engine_run_backward.__code__
+IN_BACKWARD = ", in backward"
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
 
 
@@ -90,6 +93,11 @@ def user_place() -> tuple[CodeType, int] | None:
     return (frame.f_code, frame.f_lasti) if frame is not None else None
 
 
+def known_places() -> tuple[Any, ...]:
+    """What `user_line` has found out so far, and where it looks for backward. Read by `record/csrc/copied_step.h`."""
+    return _is_user, _described, _RUN_BACKWARD, IN_BACKWARD
+
+
 def user_line() -> str:
     """The line of the user's innermost frame, such as 'train.py:41 in loss_fn'; '' if there is none."""
     frame, called = _innermost()
@@ -102,7 +110,7 @@ def _innermost() -> tuple[FrameType | None, str]:
     called = ""
     while frame is not None and not _of_user(frame.f_code):
         if frame.f_code is _RUN_BACKWARD:
-            called = ", in backward"
+            called = IN_BACKWARD
         frame = frame.f_back
     return frame, called
 

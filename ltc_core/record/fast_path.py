@@ -76,7 +76,8 @@ def install() -> bool:
                 *types,
                 OFTEN,
                 ANY,
-                _place,
+                source.known_places(),
+                modules,
             )
             wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
@@ -98,11 +99,6 @@ def add_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) ->
         _ops[names] = kind, schema.draws, schema.args, writes, schema
         if _native is not None:
             _native.add(*names, *_ops[names])
-
-
-def _place() -> tuple[str, str]:
-    """Where a call is: the user's line, and the module."""
-    return source.user_line(), modules.module_path()
 
 
 def enable(on: bool) -> bool:

@@ -75,6 +75,40 @@ struct Place {
   bool is_ref = false; // a `Ref` in the node: an operand that is read
 };
 
+// The user's line (`source.user_line`), without running Python: a signal handler would run while the trace is locked.
+// Null, without an error, where a frame is not known yet: Python records the call, and has learned it then.
+inline PyObject* user_line() {
+  Object frame(Py_XNewRef(PyEval_GetFrame()));
+  bool in_backward = false;
+  while (frame) {
+    auto* of_frame = reinterpret_cast<PyFrameObject*>(frame.get());
+    const Object code(reinterpret_cast<PyObject*>(PyFrame_GetCode(of_frame))), id(PyLong_FromVoidPtr(code.get()));
+    PyObject* known = id ? PyDict_GetItemWithError(user_codes, id.get()) : nullptr;
+    if (!known) {
+      PyErr_Clear();
+      return nullptr;
+    }
+    if (PyTuple_GET_ITEM(known, 0) == Py_True) {
+      const Object number(PyLong_FromLong(PyFrame_GetLineNumber(of_frame)));
+      const Object key(number ? PyTuple_Pack(2, id.get(), number.get()) : nullptr);
+      PyObject* described = key ? PyDict_GetItemWithError(described_lines, key.get()) : nullptr;
+      PyErr_Clear();
+      if (!described)
+        return nullptr;
+      PyObject* text = PyTuple_GET_ITEM(described, 0);
+      return in_backward ? PyUnicode_Concat(text, words_in_backward) : Py_NewRef(text);
+    }
+    in_backward |= code.get() == backward_code;
+    frame = Object(reinterpret_cast<PyObject*>(PyFrame_GetBack(of_frame)));
+  }
+  return PyUnicode_FromString("");
+}
+
+// Whether a report asks for the modules that call ops.
+inline bool modules_are_on() {
+  return PyDict_GetItemString(PyModule_GetDict(modules), "is_on") != Py_False;
+}
+
 // A step that Python made.
 struct Original {
   Object key, node, lenses, expected;
@@ -116,6 +150,10 @@ class Originals {
       made->lenses = Object(Py_NewRef(step_of.lenses.of(step)));
     if (!find_places(op, noted, *made))
       return;
+    if (const auto known = find(made->metas))
+      for (const auto& other : *known)
+        if (are_alike(*other, *made)) // beside a known step, Python records what could be copied elsewhere
+          return;
     if (++count > kMost) {
       rows.clear();
       count = 1;
@@ -136,6 +174,33 @@ class Originals {
     for (PyObject* meta : metas)
       hash = hash * 1000003 ^ (reinterpret_cast<size_t>(meta) >> 4);
     return hash;
+  }
+
+  // Whether two steps are of calls that differ in numbers only.
+  static bool are_alike(const Original& a, const Original& b) {
+    const auto dtype = [](const Original& each) { return reinterpret_cast<Expected*>(each.expected.get())->default_dtype; };
+    const auto are_values = [](const Want& want) { return want.what == Want::kNumbered || want.what == Want::kFirstRead; };
+    const auto are_same = [](const IValue& one, const IValue& other) { // a tensor is an undefined one
+      return one.isTensor() || other.isTensor() ? one.isTensor() && other.isTensor() : same_value(one, other);
+    };
+    if (a.trace != b.trace || a.metas != b.metas || a.key_at != b.key_at || dtype(a) != dtype(b) ||
+        a.wants().size() != b.wants().size() || a.places.size() != b.places.size())
+      return false;
+    for (size_t i = 0; i < a.places.size(); ++i)
+      if (a.places[i].is_ref != b.places[i].is_ref)
+        return false;
+    for (size_t i = 0; i < a.wants().size(); ++i) {
+      const Want &one = a.wants()[i], &other = b.wants()[i];
+      if (are_values(one) && are_values(other)) {
+        if (one.cell != other.cell || !one.lens != !other.lens || (one.lens && !equal(one.lens, other.lens)))
+          return false;
+      } else if (one.what != other.what || one.number != other.number ||
+                 (one.what == Want::kSame && !are_same(one.value, other.value)) ||
+                 (one.what == Want::kType && !same_type(one.value, other.value))) {
+        return false;
+      }
+    }
+    return true;
   }
 
   static bool is_dropped(const std::string& name) { // as `signature.DROPPED`
@@ -227,17 +292,19 @@ class CopiedStep : Operands {
     const auto row = originals.find(operands.metas);
     if (!row)
       return false;
-    // These run Python, and so signal handlers, which may record ops.
-    const Object place(PyObject_CallNoArgs(find_place));
-    const Object stream_cell(place && op.draws ? stream().release() : nullptr);
-    if (!place || (op.draws && !stream_cell))
+    const Object line(modules_are_on() ? nullptr : user_line());
+    if (!line)
+      return false;
+    // This runs Python, and so signal handlers, which may record ops.
+    const Object stream_cell(op.draws ? stream().release() : nullptr);
+    if (op.draws && !stream_cell)
       return false;
     if (trace_of.cursor.of(trace) != cursor.get() || trace_of.epoch.number(trace) != epoch ||
         trace_of.count.number(trace) != count || !is_tip(cursor.get()))
       return false;
     for (const auto& original : *row) {
       if (original->trace == trace && original->metas == operands.metas && is_like(*original))
-        return take_numbers(stream_cell.get()) && link(*original, cursor.get(), place.get());
+        return take_numbers(stream_cell.get()) && link(*original, cursor.get(), line.get());
     }
     return false;
   }
@@ -467,8 +534,8 @@ class CopiedStep : Operands {
     return now != nullptr;
   }
 
-  // Makes the step and has the cursor lead to it. `place` is the user's line, and the module that called the op.
-  bool link(const Original& original, PyObject* cursor, PyObject* place) {
+  // Makes the step and has the cursor lead to it.
+  bool link(const Original& original, PyObject* cursor, PyObject* line) {
     Made made;
     if (!copy_arguments(original, made) || !set_stream(original, made.key.get()))
       return false;
@@ -485,8 +552,8 @@ class CopiedStep : Operands {
     node_of.kwargs.set(node.get(), made.kwargs.get());
     node_of.first.set(node.get(), number.get());
     node_of.writes.set(node.get(), written.get());
-    node_of.line.set(node.get(), PyTuple_GET_ITEM(place, 0));
-    node_of.module.set(node.get(), PyTuple_GET_ITEM(place, 1));
+    node_of.line.set(node.get(), line);
+    node_of.module.set(node.get(), node_of.module.of(from)); // '', while no report asks for modules
     node_of.reads.set(node.get(), Py_None);
     for (const Slot* slot :
          {&step_of.children, &step_of.next_key, &step_of.next, &step_of.programs, &step_of.known, &step_of.probes,

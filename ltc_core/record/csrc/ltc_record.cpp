@@ -217,10 +217,10 @@ PyObject* add(PyObject*, PyObject* given) {
 
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, epochs,
 //       LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, Ref, Scalar, AnyMeta, OFTEN, ANY,
-//       place)
+//       source's parts, modules)
 PyObject* setup(PyObject*, PyObject* given) {
-  PyObject *op, *python, *empty, *memory, *stream, *numbers, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry, *ref, *scalar, *form, *any, *place;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOOOOOOnOO", &op, &python, &empty, &memory, &stream, &numbers, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry, &ref, &scalar, &form, &often, &any, &place))
+  PyObject *op, *python, *empty, *memory, *stream, *numbers, *tensor, *trace, *step, *node, *cell, *view, *value, *buffer, *meta, *dynamic, *entry, *ref, *scalar, *form, *any, *codes, *lines, *backward, *words, *of_modules;
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOOOOOOOOOOOOnO(OOOO)O", &op, &python, &empty, &memory, &stream, &numbers, &tensor, &trace, &step, &node, &cell, &view, &value, &buffer, &meta, &dynamic, &entry, &ref, &scalar, &form, &often, &any, &codes, &lines, &backward, &words, &of_modules))
     return nullptr;
   const auto find = [](PyObject* type, std::initializer_list<std::pair<Slot*, const char*>> slots) {
     for (const auto& [slot, name] : slots) {
@@ -264,7 +264,11 @@ PyObject* setup(PyObject*, PyObject* given) {
   make_empty = Py_NewRef(empty);
   empty_op = Py_NewRef(memory);
   find_stream = Py_NewRef(stream);
-  find_place = Py_NewRef(place);
+  user_codes = Py_NewRef(codes);
+  described_lines = Py_NewRef(lines);
+  backward_code = Py_NewRef(backward);
+  words_in_backward = Py_NewRef(words);
+  modules = Py_NewRef(of_modules);
   step_type = Py_NewRef(step);
   node_type = Py_NewRef(node);
   ref_type = Py_NewRef(ref);

@@ -137,7 +137,9 @@ inline struct {
 } lock_functions;
 inline PyObject* epochs; // an iterator over the numbers of traces
 inline PyObject* find_stream; // (trace, generator) -> the cell of a random stream
-inline PyObject* find_place; // () -> (the user's line, the module that called the op)
+inline PyObject *user_codes, *described_lines, *backward_code; // `_is_user`, `_described`, `_RUN_BACKWARD` of source.py
+inline PyObject* words_in_backward; // `IN_BACKWARD` there
+inline PyObject* modules; // record/modules.py
 
 inline bool is_type(PyObject* object, PyObject* type) {
   return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type;

@@ -15,7 +15,7 @@ from ltc_core import source
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Ref, Scalar, Write
 from ltc_core.graph.op_schema import OpSchema
-from ltc_core.record import fast_path
+from ltc_core.record import fast_path, modules
 from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
 from tests.core import child
@@ -243,6 +243,39 @@ def test_the_default_dtype_decides() -> None:
                 torch.set_default_dtype(torch.float32)
 
 
+def test_while_modules_are_asked_for_python_records() -> None:
+    x = data(ltc.lazy_device(), 3)
+    found = []
+    for is_on in (False, False, False, True, False):
+        modules.is_on = is_on
+        try:
+            before = fast_path.num_fast_calls()
+            x = x.sin()
+            found.append(fast_path.num_fast_calls() - before)
+        finally:
+            modules.is_on = False
+    assert found[2:] == [1, 0, 1]
+
+
+def test_calls_that_python_records_again_are_kept_once() -> None:
+    """Beside a known step Python records each call; one of them is enough to copy."""
+    forget()
+    schema = OpSchema.of(torch.ops.aten.exp.default)
+    x = data(ltc.lazy_device(), 3)
+    for n in range(3):  # the first calls of all ops here
+        y = x.exp().sin() if n else x.exp()
+    counts = []
+    for k in range(8):
+        y = x
+        for i in range(3):
+            y = y.sin() if k >> i & 1 else y.exp()  # each turn leaves the ways before it
+        ltc.mark_step()
+        counts.append(sys.getrefcount(schema))
+    forget()
+    assert sys.getrefcount(schema) < counts[0] + 4
+    del y
+
+
 def test_the_device_that_an_argument_names() -> None:
     """A copy to the operand's own device is a step; one to another device is none."""
     child.run(
@@ -272,8 +305,7 @@ def test_it_has_the_line_of_its_own_call() -> None:
     del y, z
 
 
-def test_a_signal_handler_may_record_where_a_copy_is_made() -> None:
-    """The search for the user's line is Python, which runs handlers."""
+def test_a_signal_handler_may_record_between_copies() -> None:
     child.run("""
         import signal
         import torch
