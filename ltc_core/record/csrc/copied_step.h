@@ -540,8 +540,9 @@ class CopiedStep : Operands {
     if (!copy_arguments(original, made) || !set_stream(original, made.key.get()))
       return false;
     const Object rows(input_rows()), written(written_numbers());
+    const Object reads(written ? read_numbers(original, written.get()) : nullptr);
     const Py_ssize_t first = count + static_cast<Py_ssize_t>(inputs.size());
-    const Object node(rows && written ? untracked(new_object(node_type)) : nullptr), number(PyLong_FromSsize_t(first));
+    const Object node(rows && reads ? untracked(new_object(node_type)) : nullptr), number(PyLong_FromSsize_t(first));
     const Object step(node && number ? untracked(new_object(step_type)) : nullptr);
     if (!step)
       return false;
@@ -554,7 +555,7 @@ class CopiedStep : Operands {
     node_of.writes.set(node.get(), written.get());
     node_of.line.set(node.get(), line);
     node_of.module.set(node.get(), node_of.module.of(from)); // '', while no report asks for modules
-    node_of.reads.set(node.get(), Py_None);
+    node_of.reads.set(node.get(), reads.get());
     for (const Slot* slot :
          {&step_of.children, &step_of.next_key, &step_of.next, &step_of.programs, &step_of.known, &step_of.probes,
           &step_of.lenses, &step_of.dynamic, &step_of.patterns})
@@ -604,6 +605,30 @@ class CopiedStep : Operands {
       if (!number)
         return nullptr;
       PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(i), number);
+    }
+    return untracked(made.release());
+  }
+
+  // What `ir.references` gives for the node: what it writes, and what it reads.
+  PyObject* read_numbers(const Original& original, PyObject* written) const {
+    std::vector<Py_ssize_t> found;
+    size_t operand = 0;
+    for (const Place& place : original.places) {
+      if (original.wants()[place.want].what == Want::kType)
+        continue;
+      if (place.is_ref)
+        found.push_back(taken[operand].value);
+      ++operand;
+    }
+    const Py_ssize_t n = PyTuple_GET_SIZE(written);
+    Object made(PyTuple_New(n + static_cast<Py_ssize_t>(found.size())));
+    for (Py_ssize_t i = 0; made && i < n; ++i)
+      PyTuple_SET_ITEM(made.get(), i, Py_NewRef(PyTuple_GET_ITEM(written, i)));
+    for (size_t i = 0; made && i < found.size(); ++i) {
+      PyObject* number = PyLong_FromSsize_t(found[i]);
+      if (!number)
+        return nullptr;
+      PyTuple_SET_ITEM(made.get(), n + static_cast<Py_ssize_t>(i), number);
     }
     return untracked(made.release());
   }

@@ -13,7 +13,7 @@ from torch import nn
 import ltc_core as ltc
 from ltc_core import source
 from ltc_core.graph.arguments import leaves
-from ltc_core.graph.ir import Ref, Scalar, Write
+from ltc_core.graph.ir import Ref, Scalar, Write, references
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.record import fast_path, modules
 from ltc_core.runtime.devices import context
@@ -161,7 +161,7 @@ def of(step: Any) -> tuple[Any, ...]:
     writes = [i for i in leaves(node.args, *node.kwargs.values()) if type(i) is Write]
     return (
         node.op, node.args, node.kwargs, kinds, writes, node.first, node.outs, node.writes, node.view, node.result,
-        node.line, node.uses_default_dtype, node.module,
+        node.line, node.uses_default_dtype, node.module, references(node),
     )  # fmt: skip
 
 
