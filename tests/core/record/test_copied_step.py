@@ -305,6 +305,9 @@ def test_it_has_the_line_of_its_own_call() -> None:
     del y, z
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="tensors are made in Python, where a handler runs"
+)
 def test_a_signal_handler_may_record_between_copies() -> None:
     child.run("""
         import signal
