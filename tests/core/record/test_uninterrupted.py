@@ -183,9 +183,11 @@ def steps(x, weight):
 wanted = steps(torch.ones(4, 4), torch.eye(4))
 signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 0.003)
-equal = [torch.allclose(steps(torch.ones(4, 4, device=device), weight), wanted) for _ in range(4)]
+equal = []
+while len(equal) < 4 or len(calls) <= 20:
+    equal.append(torch.allclose(steps(torch.ones(4, 4, device=device), weight), wanted))
 signal.setitimer(signal.ITIMER_REAL, 0)
-print(equal, set(calls), len(calls) > 20, signal.getsignal(signal.SIGALRM) is handler)
+print(all(equal), set(calls), signal.getsignal(signal.SIGALRM) is handler)
 """
 
 
@@ -193,7 +195,7 @@ print(equal, set(calls), len(calls) > 20, signal.getsignal(signal.SIGALRM) is ha
 def test_a_signal_handler_reads_values(recorder: str) -> None:
     script = HANDLER.replace("sys.argv[1:]", repr([recorder]))
     out, err = child.run(script, timeout_s=100, LTC_COMPILE="off")
-    assert (out.strip(), err) == ("[True, True, True, True] {8.0} True True", "")
+    assert (out.strip(), err) == ("True {8.0} True", "")
 
 
 def test_a_handler_that_raises_raises_after_the_op() -> None:
