@@ -331,7 +331,7 @@ def test_a_signal_handler_may_record_between_copies() -> None:
                 y = y + 1 if (k >> (i % 9)) & 1 else y * 1
             assert y.tolist() == [1.0 + sum((k >> (i % 9)) & 1 for i in range(20))] * 3, (k, y)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        assert count > 10
+        assert count > 2
     """)
 
 
