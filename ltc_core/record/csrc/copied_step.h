@@ -114,6 +114,7 @@ struct Original {
   Object key, node, lenses, expected;
   PyObject* trace; // where it was recorded: an argument may name the device; never freed
   std::vector<PyObject*> metas; // of the operands; never freed
+  std::vector<bool> are_parts; // of their cells: `clone` of a whole one records nothing
   std::vector<Py_ssize_t> key_at; // argument -> its place in the key; -1: it has none
   std::vector<Place> places;
 
@@ -143,6 +144,7 @@ class Originals {
     auto made = std::make_shared<Original>();
     made->trace = noted.trace.get();
     made->metas = noted.operands;
+    made->are_parts = noted.are_parts;
     made->node = Object(Py_NewRef(step_of.node.of(step)));
     made->key = Object(Py_NewRef(key));
     made->expected = Object(Py_NewRef(step_of.expected.of(step)));
@@ -183,7 +185,7 @@ class Originals {
     const auto are_same = [](const IValue& one, const IValue& other) { // a tensor is an undefined one
       return one.isTensor() || other.isTensor() ? one.isTensor() && other.isTensor() : same_value(one, other);
     };
-    if (a.trace != b.trace || a.metas != b.metas || a.key_at != b.key_at || dtype(a) != dtype(b) ||
+    if (a.trace != b.trace || a.metas != b.metas || a.are_parts != b.are_parts || a.key_at != b.key_at || dtype(a) != dtype(b) ||
         a.wants().size() != b.wants().size() || a.places.size() != b.places.size())
       return false;
     for (size_t i = 0; i < a.places.size(); ++i)
@@ -336,8 +338,12 @@ class CopiedStep : Operands {
     size_t at = 0;
     for (const Place& place : original.places) {
       const Want& want = original.wants()[place.want];
-      if (want.what != Want::kType && (at == operands.items.size() || !is_like(operands.items[at++], want, place)))
+      if (want.what == Want::kType)
+        continue;
+      if (at == operands.items.size() || operands.items[at].is_part != original.are_parts[at] ||
+          !is_like(operands.items[at], want, place))
         return false;
+      ++at;
     }
     return at == operands.items.size();
   }

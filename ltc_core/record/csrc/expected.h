@@ -58,7 +58,7 @@ struct Noted {
   std::vector<size_t> want_of; // argument -> its want
   std::vector<bool> is_left_out; // argument -> whether Python does not get it
   std::vector<PyObject*> operands; // metas of its tensors: of what is read, of the whole cell that is written
-  std::vector<bool> are_written;
+  std::vector<bool> are_written, are_parts;
 
   ~Noted() {
     if (!expected)
@@ -177,6 +177,7 @@ class Noter : Operands {
     }
     noted.operands = std::move(operands);
     noted.are_written = std::move(are_written);
+    noted.are_parts = std::move(are_parts);
     if (op.draws && !note_stream())
       return;
     note_shared_reads();
@@ -200,7 +201,7 @@ class Noter : Operands {
   Written written;
   std::vector<Read> reads;
   std::vector<PyObject*> operands;
-  std::vector<bool> are_written;
+  std::vector<bool> are_written, are_parts;
 
   static bool is_default(const c10::Argument& argument, const IValue& a) {
     return argument.default_value() && same_value(*argument.default_value(), a);
@@ -244,6 +245,7 @@ class Noter : Operands {
       return false;
     const bool is_part = is_type(handle.get(), view_type);
     are_written.push_back(is_written);
+    are_parts.push_back(is_part);
     if (!is_written) {
       operands.push_back(is_part ? view_of.meta.of(handle.get()) : cell_of.meta.of(handle.get()));
       if (op.writes_any)

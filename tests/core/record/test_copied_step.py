@@ -177,7 +177,8 @@ def test_a_copy_is_what_python_makes(program: Program) -> None:
         num_copied = fast_path.num_fast_calls() - before
     finally:
         native().copy_steps(copies)
-    assert len(got) == len(wanted)
+    names = [[str(row[5]) for row in rows] for rows in (got, wanted)]
+    assert names[0] == names[1]
     for ours, theirs in zip(got, wanted, strict=True):
         assert ours == theirs
     assert num_copied > 0.6 * len(got)  # not memory that is made, nor views that are made again
@@ -229,6 +230,18 @@ def test_who_shares_memory_with_what_is_written() -> None:
         return found
 
     assert_same(program(ltc.lazy_device()), program(torch.device("cpu")))
+
+
+def test_a_whole_cell_and_a_part_that_looks_like_it() -> None:
+    """`clone` of a whole one records nothing, of a part an op."""
+    x = data(ltc.lazy_device(), 4, 4)
+    trace = context(0).trace
+    for _ in range(3):
+        part, whole = x[0:4].clone(), x.clone()
+        names = [str(step.node.op) for step in trace.path(trace.cursor)]
+        assert names.count("aten.clone.default") == 1
+        assert part.tolist() == whole.tolist()
+        forget()
 
 
 def test_the_default_dtype_decides() -> None:
