@@ -115,6 +115,7 @@ struct Original {
   PyObject* trace; // where it was recorded: an argument may name the device; never freed
   std::vector<PyObject*> metas; // of the operands; never freed
   std::vector<bool> are_parts; // of their cells: `clone` of a whole one records nothing
+  std::vector<bool> is_left_out; // argument -> whether Python did not get it
   std::vector<Py_ssize_t> key_at; // argument -> its place in the key; -1: it has none
   std::vector<Place> places;
 
@@ -145,6 +146,7 @@ class Originals {
     made->trace = noted.trace.get();
     made->metas = noted.operands;
     made->are_parts = noted.are_parts;
+    made->is_left_out = noted.is_left_out;
     made->node = Object(Py_NewRef(step_of.node.of(step)));
     made->key = Object(Py_NewRef(key));
     made->expected = Object(Py_NewRef(step_of.expected.of(step)));
@@ -185,7 +187,7 @@ class Originals {
     const auto are_same = [](const IValue& one, const IValue& other) { // a tensor is an undefined one
       return one.isTensor() || other.isTensor() ? one.isTensor() && other.isTensor() : same_value(one, other);
     };
-    if (a.trace != b.trace || a.metas != b.metas || a.are_parts != b.are_parts || a.key_at != b.key_at || dtype(a) != dtype(b) ||
+    if (a.trace != b.trace || a.metas != b.metas || a.are_parts != b.are_parts || a.is_left_out != b.is_left_out || a.key_at != b.key_at || dtype(a) != dtype(b) ||
         a.wants().size() != b.wants().size() || a.places.size() != b.places.size())
       return false;
     for (size_t i = 0; i < a.places.size(); ++i)
@@ -304,6 +306,7 @@ class CopiedStep : Operands {
     if (trace_of.cursor.of(trace) != cursor.get() || trace_of.epoch.number(trace) != epoch ||
         trace_of.count.number(trace) != count || !is_tip(cursor.get()))
       return false;
+    is_left_out = left_out(op, args);
     for (const auto& original : *row) {
       if (original->trace == trace && original->metas == operands.metas && is_like(*original))
         return take_numbers(stream_cell.get()) && link(*original, cursor.get(), line.get());
@@ -317,6 +320,7 @@ class CopiedStep : Operands {
     PyObject* meta; // where it is read for the first time, else null
   };
   OperandList operands;
+  std::vector<bool> is_left_out;
   c10::SmallVector<Number, 8> taken; // of the operands, and of the stream after them
 
   static bool is_tip(PyObject* step) {
@@ -329,6 +333,8 @@ class CopiedStep : Operands {
   bool is_like(const Original& original) {
     const auto& expected = *reinterpret_cast<Expected*>(original.expected.get());
     if (expected.default_dtype && *expected.default_dtype != c10::get_default_dtype_as_scalartype())
+      return false;
+    if (original.is_left_out != is_left_out)
       return false;
     numbers.clear();
     size_t at_want = 0;

@@ -48,6 +48,22 @@ inline void free_expected(PyObject* self) {
 }
 inline PyTypeObject expected_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.Expected", sizeof(Expected)};
 
+// For each argument, whether it has its default, and Python does not get it.
+inline std::vector<bool> left_out(const Op& op, c10::ArrayRef<IValue> args) {
+  const auto& arguments = op.handle.schema().arguments();
+  std::vector<bool> found;
+  for (size_t i = 0; i < args.size(); ++i)
+    found.push_back(arguments[i].default_value() && same_value(*arguments[i].default_value(), args[i]));
+  bool is_followed = false; // by a positional argument that is given
+  for (size_t i = args.size(); i-- > 0;) {
+    if (arguments[i].kwarg_only())
+      continue;
+    is_followed |= !found[i];
+    found[i] = !is_followed;
+  }
+  return found;
+}
+
 // What was noted about a call before Python records it.
 struct Noted {
   Object trace, before, expected;
@@ -161,16 +177,11 @@ class Noter : Operands {
     expected->op = &op;
     wants = expected->wants = new std::vector<Want>();
     new (&expected->default_dtype) std::optional<at::ScalarType>();
-    const auto& arguments = op.handle.schema().arguments();
-    size_t given = args.size(); // the positional arguments after these have their defaults; Python does not get them
-    while (given > 0 && (arguments[given - 1].kwarg_only() || is_default(arguments[given - 1], args[given - 1])))
-      --given;
     expected->last = nullptr;
+    noted.is_left_out = left_out(op, args);
     for (size_t i = 0; i < args.size(); ++i) {
       noted.want_of.push_back(wants->size());
-      const bool is_left_out = arguments[i].kwarg_only() ? is_default(arguments[i], args[i]) : i >= given;
-      noted.is_left_out.push_back(is_left_out);
-      if (is_left_out)
+      if (noted.is_left_out[i])
         wants->push_back({Want::kSame, args[i]});
       else if (!note_argument(args[i], op.codes[i], op.writes[i]))
         return;
@@ -202,10 +213,6 @@ class Noter : Operands {
   std::vector<Read> reads;
   std::vector<PyObject*> operands;
   std::vector<bool> are_written, are_parts;
-
-  static bool is_default(const c10::Argument& argument, const IValue& a) {
-    return argument.default_value() && same_value(*argument.default_value(), a);
-  }
 
   bool note_argument(const IValue& a, int code, bool is_written) {
     if (code == kGenerator && !a.isNone())

@@ -53,17 +53,19 @@ class NextStep : Operands {
   // Records what stale operands need, as `view_recorder.make_operands` does, if these are the next steps: memory that
   // nobody wrote yet, and views of memory that was written since. Returns whether it recorded any. An error is left set.
   bool make_operands() {
-    bool made = false;
-    for (const IValue& a : args) {
-      if (a.isTensor()) {
-        made |= make_operand(a);
-      } else if (a.isList()) {
-        for (const IValue& item : a.toListRef())
-          made |= item.isTensor() && !PyErr_Occurred() && make_operand(item);
-      }
-      if (PyErr_Occurred())
-        break;
-    }
+    bool is_any_stale = false, made = false;
+    for_each_operand([&](PyObject* handle, bool is_written) {
+      const bool is_part = is_type(handle, view_type);
+      // A part that is written enters by its cell.
+      is_any_stale |= is_unwritten(is_part ? view_of.base.of(handle) : handle) ||
+          (is_part && !is_written && !is_fresh(handle));
+    });
+    if (is_any_stale && !PyErr_Occurred())
+      for_each_operand([&](PyObject* handle, bool) {
+        const bool is_part = is_type(handle, view_type);
+        made |= !PyErr_Occurred() && begin_memory(is_part ? view_of.base.of(handle) : handle);
+        made |= is_part && !PyErr_Occurred() && renew_view(handle);
+      });
     return made;
   }
 
@@ -224,16 +226,35 @@ class NextStep : Operands {
 
   // -- making
 
-  bool make_operand(const IValue& tensor) {
-    const Object handle(handle_of(tensor.toTensor()));
-    if (!handle || trace_of_handle(handle.get()) != trace)
-      return false;
-    return is_type(handle.get(), cell_type) ? begin_memory(handle.get()) : renew_view(handle.get());
+  // Calls a function with the handle of each operand of this trace, and with whether it is written.
+  template <typename Function>
+  void for_each_operand(const Function& function) const {
+    const auto call = [&](const IValue& a, bool is_written) {
+      const Object handle(a.isTensor() ? handle_of(a.toTensor()) : nullptr);
+      if (handle && trace_of_handle(handle.get()) == trace)
+        function(handle.get(), is_written);
+    };
+    for (size_t i = 0; i < args.size(); ++i) {
+      if (!args[i].isList())
+        call(args[i], op.writes[i]);
+      else
+        for (const IValue& item : args[i].toListRef())
+          call(item, op.writes[i]);
+    }
+  }
+
+  bool is_unwritten(PyObject* cell) const {
+    PyObject* value = cell_of.value.of(cell);
+    return !is_of_this_epoch(value) && value_of.buffer.is_none(value);
+  }
+
+  bool is_fresh(PyObject* view) const {
+    return is_of_this_epoch(view_of.value.of(view)) &&
+        view_of.version.number(view) == cell_of.version.number(view_of.base.of(view));
   }
 
   bool begin_memory(PyObject* cell) {
-    PyObject* value = cell_of.value.of(cell);
-    if (is_of_this_epoch(value) || !value_of.buffer.is_none(value))
+    if (!is_unwritten(cell))
       return false;
     PyObject* cursor = trace_of.cursor.of(trace);
     PyObject* next_key = step_of.next_key.of(cursor);
@@ -264,9 +285,7 @@ class NextStep : Operands {
   // Records the view steps of a part whose memory was written since, if all of them are the next steps.
   bool renew_view(PyObject* view) {
     PyObject *base = view_of.base.of(view), *whole = cell_of.value.of(base), *lens = view_of.lens.of(view);
-    const bool is_fresh =
-        is_of_this_epoch(view_of.value.of(view)) && view_of.version.number(view) == cell_of.version.number(base);
-    if (is_fresh || !PyTuple_CheckExact(lens) || count >= trace_of.limit.number(trace))
+    if (is_fresh(view) || !PyTuple_CheckExact(lens) || count >= trace_of.limit.number(trace))
       return false;
     const bool is_input = !is_of_this_epoch(whole);
     PyObject *meta = cell_of.meta.of(base), *cursor = trace_of.cursor.of(trace);

@@ -244,6 +244,29 @@ def test_a_whole_cell_and_a_part_that_looks_like_it() -> None:
         forget()
 
 
+def test_a_number_that_is_given_and_one_that_is_left_out() -> None:
+    x = data(ltc.lazy_device(), 3)
+    trace = context(0).trace
+    for alpha in (2, 2, 1):
+        y = x.add(x, alpha=alpha) + 1
+    assert [sorted(step.node.kwargs) for step in trace.path(trace.cursor)][-2:] == [[], []]
+    assert y.tolist() == [1.0, 3.0, 5.0]
+
+
+def test_a_part_that_is_written_is_not_made_again() -> None:
+    """Its cell and its lens are enough, also where its view steps are known to follow."""
+    x = data(ltc.lazy_device(), 3, 2)
+    part = x.t()
+    ltc.mark_step()
+    trace = context(0).trace
+    for _ in range(3):
+        x.t().add_(1)
+        ltc.mark_step()
+    part.add_(1)
+    assert [step.node.op for step in trace.path(trace.cursor)] == [torch.ops.aten.add_.Tensor]
+    assert x.tolist() == [[4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
+
+
 def test_the_default_dtype_decides() -> None:
     x = torch.arange(4).to(ltc.lazy_device())
     for k in range(3):
