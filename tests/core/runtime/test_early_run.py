@@ -25,7 +25,13 @@ pytestmark = pytest.mark.skipif(replay.extension.load() is None, reason="no C++ 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small steps are long enough, and steps that run early are quicker."""
+    """Small steps are long enough, and steps that run early are quicker.
+
+    One thread computes: the statistics of a batch are summed in as many parts as there are threads, and each thread of
+    Python's that cuts may have another number.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     monkeypatch.setattr(early_run, "_LEAST_NS", 1)
     monkeypatch.setattr(early_run, "_PART_NS", 1)
     monkeypatch.setattr(habit, "_GAIN", 1e9)
@@ -41,6 +47,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     device.wait()
     device.trace.limit = device.trace.first_limit
     device._follow_steps()
+    torch.set_num_threads(num_threads)
 
 
 def early() -> int:
