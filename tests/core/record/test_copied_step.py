@@ -341,36 +341,6 @@ def test_it_has_the_line_of_its_own_call() -> None:
     del y, z
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="tensors are made in Python, where a handler runs"
-)
-def test_a_signal_handler_may_record_between_copies() -> None:
-    child.run("""
-        import signal
-        import torch
-        import ltc_core as ltc
-        from ltc_core.record import fast_path
-
-        x = torch.ones(3, device="ltc")
-        count = 0
-
-        def handle(*_):
-            global count
-            count += 1
-            (x * 2).sum().item() if count % 3 == 0 else x.exp()
-
-        signal.signal(signal.SIGALRM, handle)
-        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-        for k in range(300):
-            y = x
-            for i in range(20):
-                y = y + 1 if (k >> (i % 9)) & 1 else y * 1
-            assert y.tolist() == [1.0 + sum((k >> (i % 9)) & 1 for i in range(20))] * 3, (k, y)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        assert count > 2
-    """)
-
-
 def test_what_the_trie_forgets_is_freed() -> None:
     """The garbage collector does not look at copies."""
     schema = OpSchema.of(torch.ops.aten.exp.default)  # each key has it
