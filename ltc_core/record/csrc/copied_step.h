@@ -1,7 +1,7 @@
 // A step for a call that was recorded at another place of the trie: a copy of the step there, with other numbers.
 //
-// Layers repeat each other, and so do the first steps of a training loop. Where the operands of a call have the metas of
-// an earlier call of the op, and its other arguments are equal, Python would infer the same results and make the same
+// Layers repeat each other, and so do the first steps of a training loop. Where the operands of a call have the metas
+// of an earlier call of the op, and its other arguments are equal, Python would infer the same results and make the same
 // node. Only the numbers of its operands, its scalars and its results differ. `Originals` keeps the steps that Python
 // made; `CopiedStep` puts the copy of one after the cursor, where `NextStep` then finds it.
 #pragma once
@@ -73,6 +73,9 @@ struct Place {
   size_t argument;
   Py_ssize_t item; // in a list; -1: it is the argument itself
   bool is_ref = false; // a `Ref` in the node: an operand that is read
+  bool is_part = false; // of its cell: `clone` of a whole one records nothing
+
+  bool is_like(const Place& other) const { return is_ref == other.is_ref && is_part == other.is_part; }
 };
 
 // The user's line (`source.user_line`), without running Python: a signal handler would run while the trace is locked.
@@ -114,10 +117,9 @@ struct Original {
   Object key, node, lenses, expected;
   PyObject* trace; // where it was recorded: an argument may name the device; never freed
   std::vector<PyObject*> metas; // of the operands; never freed
-  std::vector<bool> are_parts; // of their cells: `clone` of a whole one records nothing
   std::vector<bool> is_left_out; // argument -> whether Python did not get it
   std::vector<Py_ssize_t> key_at; // argument -> its place in the key; -1: it has none
-  std::vector<Place> places;
+  std::vector<Place> operands, scalars;
 
   const std::vector<Want>& wants() const { return *reinterpret_cast<Expected*>(expected.get())->wants; }
 };
@@ -145,7 +147,6 @@ class Originals {
     auto made = std::make_shared<Original>();
     made->trace = noted.trace.get();
     made->metas = noted.operands;
-    made->are_parts = noted.are_parts;
     made->is_left_out = noted.is_left_out;
     made->node = Object(Py_NewRef(step_of.node.of(step)));
     made->key = Object(Py_NewRef(key));
@@ -182,24 +183,23 @@ class Originals {
 
   // Whether two steps are of calls that differ in numbers only.
   static bool are_alike(const Original& a, const Original& b) {
-    const auto dtype = [](const Original& each) { return reinterpret_cast<Expected*>(each.expected.get())->default_dtype; };
-    const auto are_values = [](const Want& want) { return want.what == Want::kNumbered || want.what == Want::kFirstRead; };
-    const auto are_same = [](const IValue& one, const IValue& other) { // a tensor is an undefined one
-      return one.isTensor() || other.isTensor() ? one.isTensor() && other.isTensor() : same_value(one, other);
+    const auto dtype = [](const Original& each) {
+      return reinterpret_cast<Expected*>(each.expected.get())->default_dtype;
     };
-    if (a.trace != b.trace || a.metas != b.metas || a.are_parts != b.are_parts || a.is_left_out != b.is_left_out || a.key_at != b.key_at || dtype(a) != dtype(b) ||
-        a.wants().size() != b.wants().size() || a.places.size() != b.places.size())
+    const auto is_value = [](const Want& want) { return want.what == Want::kNumbered || want.what == Want::kFirstRead; };
+    if (a.trace != b.trace || a.metas != b.metas || a.is_left_out != b.is_left_out || a.key_at != b.key_at ||
+        dtype(a) != dtype(b) || a.wants().size() != b.wants().size())
       return false;
-    for (size_t i = 0; i < a.places.size(); ++i)
-      if (a.places[i].is_ref != b.places[i].is_ref)
+    for (size_t i = 0; i < a.operands.size(); ++i) // as many as there are metas
+      if (!a.operands[i].is_like(b.operands[i]))
         return false;
     for (size_t i = 0; i < a.wants().size(); ++i) {
       const Want &one = a.wants()[i], &other = b.wants()[i];
-      if (are_values(one) && are_values(other)) {
+      if (is_value(one) && is_value(other)) {
         if (one.cell != other.cell || !one.lens != !other.lens || (one.lens && !equal(one.lens, other.lens)))
           return false;
       } else if (one.what != other.what || one.number != other.number ||
-                 (one.what == Want::kSame && !are_same(one.value, other.value)) ||
+                 (one.what == Want::kSame && !same_value(one.value, other.value)) ||
                  (one.what == Want::kType && !same_type(one.value, other.value))) {
         return false;
       }
@@ -226,19 +226,20 @@ class Originals {
       at += is_named;
       made.key_at.back() = at++;
     }
-    size_t want = 0, operand = 0;
+    size_t want = 0;
     const auto add = [&](size_t argument, Py_ssize_t item) {
       const Want& each = made.wants()[want];
       const Place place{want++, argument, item};
       if (each.what == Want::kSame)
         return true;
-      const bool is_operand = each.what != Want::kType;
-      if (is_operand && operand >= noted.are_written.size())
+      if (each.what == Want::kType)
+        return add_scalar(op, made, place);
+      const size_t operand = made.operands.size();
+      if (operand == noted.operands.size())
         return false;
-      const bool is_written = is_operand && noted.are_written[operand];
-      operand += is_operand;
-      at += is_operand && !is_written && each.cell >= 0; // it is in the key again, as a `SharedRead`
-      return add_place(op, made, place, is_written);
+      const bool is_written = noted.are_written[operand];
+      at += !is_written && each.cell >= 0; // it is in the key again, as a `SharedRead`
+      return add_operand(op, made, place, is_written, noted.are_parts[operand]);
     };
     for (size_t i = 0; i < arguments.size(); ++i) {
       const Want& each = made.wants()[want];
@@ -256,23 +257,38 @@ class Originals {
 
   static PyObject* args_of(const Original& made) { return node_of.args.of(made.node.get()); }
 
-  static bool add_place(const Op& op, Original& made, Place place, bool is_written) {
-    const Want& want = made.wants()[place.want];
+  // What stands at a place, borrowed; null where the key or the node has nothing there.
+  struct Found {
+    PyObject *part, *argument;
+  };
+  static Found found_at(const Op& op, const Original& made, const Place& place) {
+    PyObject* key = made.key.get();
     const Py_ssize_t key_at = made.key_at[place.argument];
-    PyObject* part = key_at < 0 || key_at >= PyTuple_GET_SIZE(made.key.get()) ? nullptr : PyTuple_GET_ITEM(made.key.get(), key_at);
+    PyObject* part = key_at < 0 || key_at >= PyTuple_GET_SIZE(key) ? nullptr : PyTuple_GET_ITEM(key, key_at);
     PyObject* argument = node_argument(op, args_of(made), node_of.kwargs.of(made.node.get()), place.argument);
-    if (place.item >= 0) {
-      const bool are_lists = part && argument && PyTuple_CheckExact(part) && PyTuple_GET_SIZE(part) > place.item &&
-          PyList_CheckExact(argument) && PyList_GET_SIZE(argument) > place.item;
-      part = are_lists ? PyTuple_GET_ITEM(part, place.item) : nullptr;
-      argument = are_lists ? PyList_GET_ITEM(argument, place.item) : nullptr;
-    }
+    if (!part || !argument || place.item < 0)
+      return {part, argument};
+    const bool are_lists = PyTuple_CheckExact(part) && PyTuple_GET_SIZE(part) > place.item &&
+        PyList_CheckExact(argument) && PyList_GET_SIZE(argument) > place.item;
+    if (!are_lists)
+      return {nullptr, nullptr};
+    return {PyTuple_GET_ITEM(part, place.item), PyList_GET_ITEM(argument, place.item)};
+  }
+
+  static bool add_scalar(const Op& op, Original& made, const Place& place) {
+    const auto [part, argument] = found_at(op, made, place);
+    made.scalars.push_back(place);
+    return part && argument && PyType_Check(part) && is_type(argument, scalar_type);
+  }
+
+  static bool add_operand(const Op& op, Original& made, Place place, bool is_written, bool is_part) {
+    const auto [part, argument] = found_at(op, made, place);
     if (!part || !argument)
       return false;
+    const Want& want = made.wants()[place.want];
     place.is_ref = is_type(argument, ref_type);
-    made.places.push_back(place);
-    if (want.what == Want::kType)
-      return PyType_Check(part) && is_type(argument, scalar_type);
+    place.is_part = is_part;
+    made.operands.push_back(place);
     if (is_written && (place.is_ref || (want.lens != nullptr && !PyTuple_CheckExact(part))))
       return false;
     PyObject* number = PyTuple_CheckExact(part) ? PyTuple_GET_ITEM(part, 0) : part;
@@ -293,10 +309,8 @@ class CopiedStep : Operands {
     const Object cursor(Py_NewRef(trace_of.cursor.of(trace)));
     if (!is_tip(cursor.get()) || count >= trace_of.limit.number(trace) || !operands.find(op, trace, args))
       return false;
-    const auto row = originals.find(operands.metas);
-    if (!row)
-      return false;
-    const Object line(modules_are_on() ? nullptr : user_line());
+    const auto original = find(originals);
+    const Object line(original && !modules_are_on() ? user_line() : nullptr);
     if (!line)
       return false;
     // This runs Python, and so signal handlers, which may record ops.
@@ -306,12 +320,7 @@ class CopiedStep : Operands {
     if (trace_of.cursor.of(trace) != cursor.get() || trace_of.epoch.number(trace) != epoch ||
         trace_of.count.number(trace) != count || !is_tip(cursor.get()))
       return false;
-    is_left_out = left_out(op, args);
-    for (const auto& original : *row) {
-      if (original->trace == trace && original->metas == operands.metas && is_like(*original))
-        return take_numbers(stream_cell.get()) && link(*original, cursor.get(), line.get());
-    }
-    return false;
+    return take_numbers(stream_cell.get()) && link(*original, cursor.get(), line.get());
   }
 
  private:
@@ -320,7 +329,6 @@ class CopiedStep : Operands {
     PyObject* meta; // where it is read for the first time, else null
   };
   OperandList operands;
-  std::vector<bool> is_left_out;
   c10::SmallVector<Number, 8> taken; // of the operands, and of the stream after them
 
   static bool is_tip(PyObject* step) {
@@ -330,28 +338,32 @@ class CopiedStep : Operands {
 
   // -- comparing
 
+  // A step that can be copied for this call; null if none is known.
+  std::shared_ptr<const Original> find(const Originals& originals) {
+    const auto row = originals.find(operands.metas);
+    if (!row)
+      return nullptr;
+    const auto is_left_out = left_out(op, args);
+    for (const auto& original : *row)
+      if (original->trace == trace && original->metas == operands.metas && original->is_left_out == is_left_out &&
+          is_like(*original))
+        return original;
+    return nullptr;
+  }
+
   bool is_like(const Original& original) {
     const auto& expected = *reinterpret_cast<Expected*>(original.expected.get());
     if (expected.default_dtype && *expected.default_dtype != c10::get_default_dtype_as_scalartype())
-      return false;
-    if (original.is_left_out != is_left_out)
       return false;
     numbers.clear();
     size_t at_want = 0;
     for (const IValue& a : args)
       if (!is_like(a, original.wants(), at_want))
         return false;
-    size_t at = 0;
-    for (const Place& place : original.places) {
-      const Want& want = original.wants()[place.want];
-      if (want.what == Want::kType)
-        continue;
-      if (at == operands.items.size() || operands.items[at].is_part != original.are_parts[at] ||
-          !is_like(operands.items[at], want, place))
+    for (size_t k = 0; k < operands.items.size(); ++k)
+      if (!is_like(operands.items[k], original, original.operands[k]))
         return false;
-      ++at;
-    }
-    return at == operands.items.size();
+    return true;
   }
 
   // Whether an argument is equal, apart from tensors.
@@ -359,8 +371,6 @@ class CopiedStep : Operands {
     const Want& want = wants[at_want++];
     switch (want.what) {
       case Want::kSame:
-        if (a.isTensor())
-          return want.value.isTensor() && !a.toTensor().defined();
         return same_value(a, want.value);
       case Want::kType:
         numbers.push_back(number_of(a));
@@ -378,8 +388,10 @@ class CopiedStep : Operands {
   }
 
   // Whether an operand shares memory with those that are written as the original's does.
-  static bool is_like(const Operand& operand, const Want& want, const Place& place) {
-    if (operand.cell != want.cell || place.is_ref == (operand.is_written || operand.is_twin))
+  static bool is_like(const Operand& operand, const Original& original, const Place& place) {
+    const Want& want = original.wants()[place.want];
+    if (operand.cell != want.cell || operand.is_part != place.is_part ||
+        place.is_ref == (operand.is_written || operand.is_twin))
       return false;
     if (!operand.is_part || operand.cell < 0)
       return !want.lens;
@@ -413,7 +425,7 @@ class CopiedStep : Operands {
 
   // -- making
 
-  // What the garbage collector need not look at: it lives as long as the trie, and `Trace.forget` ends the cycles in it.
+  // What the garbage collector need not see: it lives as long as the trie, and `Trace.forget` ends the cycles in it.
   static PyObject* untracked(PyObject* object) {
     if (object && PyObject_GC_IsTracked(object))
       PyObject_GC_UnTrack(object);
@@ -465,61 +477,63 @@ class CopiedStep : Operands {
 
   struct Made {
     Object key, args, kwargs;
+    size_t last_list; // the argument whose list was copied last
   };
 
-  // Key and arguments of the copy. The copy of a list is made at its first place.
+  // Key and arguments of the copy.
   bool copy_arguments(const Original& original, Made& made) const {
-    PyObject* kwargs = node_of.kwargs.of(original.node.get());
+    PyObject* node = original.node.get();
     made.key = Object(copy_of(original.key.get()));
-    made.args = Object(copy_of(node_of.args.of(original.node.get())));
-    made.kwargs = Object(Py_NewRef(kwargs));
+    made.args = Object(copy_of(node_of.args.of(node)));
+    made.kwargs = Object(Py_NewRef(node_of.kwargs.of(node)));
+    made.last_list = args.size();
     if (!made.key || !made.args)
       return false;
-    size_t operand = 0, last_list = args.size();
-    Py_ssize_t next_scalar = PyList_GET_SIZE(trace_of.scalars.of(trace));
-    for (const Place& place : original.places) {
-      PyObject** part = &PyTuple_GET_ITEM(made.key.get(), original.key_at[place.argument]);
-      const bool is_named = static_cast<Py_ssize_t>(place.argument) >= PyTuple_GET_SIZE(made.args.get());
-      if (is_named && made.kwargs.get() == kwargs && !(made.kwargs = Object(PyDict_Copy(kwargs))))
+    for (size_t k = 0; k < original.operands.size(); ++k) {
+      PyObject** part = place_in(original, made, original.operands[k]);
+      PyObject* in_key = part ? key_part(*part, operands.items[k], taken[k]) : nullptr;
+      if (!in_key)
         return false;
-      Object argument(Py_XNewRef(node_argument(op, made.args.get(), made.kwargs.get(), place.argument)));
-      if (!argument)
-        return false;
-      PyObject* list = nullptr;
-      if (place.item >= 0) {
-        if (last_list != place.argument) {
-          Object tuple(copy_of(*part)), copied(PyList_GetSlice(argument.get(), 0, PyList_GET_SIZE(argument.get())));
-          if (!tuple || !copied || !set_argument(made, place.argument, copied.get()))
-            return false;
-          Py_SETREF(*part, tuple.release());
-          argument = std::move(copied);
-          last_list = place.argument;
-        }
-        part = &PyTuple_GET_ITEM(*part, place.item);
-        list = argument.get();
-      }
-      Object now;
-      if (original.wants()[place.want].what == Want::kType) {
-        now = Object(scalar(next_scalar++));
-      } else {
-        const Number& number = taken[operand];
-        const Operand& each = operands.items[operand++];
-        PyObject* in_key = key_part(*part, each, number);
-        if (!in_key)
-          return false;
-        Py_SETREF(*part, in_key);
-        if (!place.is_ref)
-          continue; // a `Write` names its cell by position
-        now = Object(ref(number.value));
-      }
-      if (!now)
-        return false;
-      if (list)
-        PyList_SetItem(list, place.item, Py_NewRef(now.get()));
-      else if (!set_argument(made, place.argument, now.get()))
+      Py_SETREF(*part, in_key);
+      // A `Write` names its cell by position.
+      if (original.operands[k].is_ref && !set(made, original.operands[k], Object(ref(taken[k].value))))
         return false;
     }
+    Py_ssize_t next_scalar = PyList_GET_SIZE(trace_of.scalars.of(trace));
+    for (const Place& place : original.scalars)
+      if (!place_in(original, made, place) || !set(made, place, Object(scalar(next_scalar++))))
+        return false;
     return true;
+  }
+
+  // The part of the copied key at a place. What holds it and the node's argument there is copied first.
+  PyObject** place_in(const Original& original, Made& made, const Place& place) const {
+    PyObject** part = &PyTuple_GET_ITEM(made.key.get(), original.key_at[place.argument]);
+    const bool is_named = static_cast<Py_ssize_t>(place.argument) >= PyTuple_GET_SIZE(made.args.get());
+    PyObject* kwargs = node_of.kwargs.of(original.node.get());
+    if (is_named && made.kwargs.get() == kwargs && !(made.kwargs = Object(PyDict_Copy(kwargs))))
+      return nullptr;
+    if (place.item < 0)
+      return part;
+    if (made.last_list != place.argument) {
+      PyObject* list = node_argument(op, made.args.get(), made.kwargs.get(), place.argument);
+      Object tuple(copy_of(*part)), copied(PyList_GetSlice(list, 0, PyList_GET_SIZE(list)));
+      if (!tuple || !copied || !set_argument(made, place.argument, copied.get()))
+        return nullptr;
+      Py_SETREF(*part, tuple.release());
+      made.last_list = place.argument;
+    }
+    return &PyTuple_GET_ITEM(*part, place.item);
+  }
+
+  // Sets what stands at a place of the copied arguments.
+  bool set(const Made& made, const Place& place, Object value) const {
+    if (!value)
+      return false;
+    if (place.item < 0)
+      return set_argument(made, place.argument, value.get());
+    PyObject* list = node_argument(op, made.args.get(), made.kwargs.get(), place.argument);
+    return PyList_SetItem(list, place.item, value.release()) == 0;
   }
 
   bool set_argument(const Made& made, size_t argument, PyObject* value) const {
@@ -551,10 +565,15 @@ class CopiedStep : Operands {
     Made made;
     if (!copy_arguments(original, made) || !set_stream(original, made.key.get()))
       return false;
-    const Object rows(input_rows()), written(written_numbers());
-    const Object reads(written ? read_numbers(original, written.get()) : nullptr);
+    auto numbers_of = written_numbers();
+    const Object rows(input_rows()), written(tuple_of(numbers_of));
+    for (size_t k = 0; k < original.operands.size(); ++k)
+      if (original.operands[k].is_ref)
+        numbers_of.push_back(taken[k].value);
+    const Object reads(tuple_of(numbers_of)); // `ir.references`: what it writes, and what it reads
     const Py_ssize_t first = count + static_cast<Py_ssize_t>(inputs.size());
-    const Object node(rows && reads ? untracked(new_object(node_type)) : nullptr), number(PyLong_FromSsize_t(first));
+    const Object node(rows && written && reads ? untracked(new_object(node_type)) : nullptr);
+    const Object number(PyLong_FromSsize_t(first));
     const Object step(node && number ? untracked(new_object(step_type)) : nullptr);
     if (!step)
       return false;
@@ -603,44 +622,24 @@ class CopiedStep : Operands {
     return untracked(rows.release());
   }
 
-  // `Node.writes`: the numbers of the written cells, the stream's last.
-  PyObject* written_numbers() const {
+  // The numbers of the written cells, the stream's last.
+  std::vector<Py_ssize_t> written_numbers() const {
     std::vector<Py_ssize_t> found;
-    for (size_t i = 0; i < operands.items.size(); ++i)
-      if (operands.items[i].is_written && operands.items[i].cell == static_cast<Py_ssize_t>(found.size()))
-        found.push_back(taken[i].value);
+    for (size_t k = 0; k < operands.items.size(); ++k)
+      if (operands.items[k].is_written && operands.items[k].cell == static_cast<Py_ssize_t>(found.size()))
+        found.push_back(taken[k].value);
     if (op.draws)
       found.push_back(taken.back().value);
-    Object made(PyTuple_New(static_cast<Py_ssize_t>(found.size())));
-    for (size_t i = 0; made && i < found.size(); ++i) {
-      PyObject* number = PyLong_FromSsize_t(found[i]);
+    return found;
+  }
+
+  static PyObject* tuple_of(const std::vector<Py_ssize_t>& given) {
+    Object made(PyTuple_New(static_cast<Py_ssize_t>(given.size())));
+    for (size_t i = 0; made && i < given.size(); ++i) {
+      PyObject* number = PyLong_FromSsize_t(given[i]);
       if (!number)
         return nullptr;
       PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(i), number);
-    }
-    return untracked(made.release());
-  }
-
-  // What `ir.references` gives for the node: what it writes, and what it reads.
-  PyObject* read_numbers(const Original& original, PyObject* written) const {
-    std::vector<Py_ssize_t> found;
-    size_t operand = 0;
-    for (const Place& place : original.places) {
-      if (original.wants()[place.want].what == Want::kType)
-        continue;
-      if (place.is_ref)
-        found.push_back(taken[operand].value);
-      ++operand;
-    }
-    const Py_ssize_t n = PyTuple_GET_SIZE(written);
-    Object made(PyTuple_New(n + static_cast<Py_ssize_t>(found.size())));
-    for (Py_ssize_t i = 0; made && i < n; ++i)
-      PyTuple_SET_ITEM(made.get(), i, Py_NewRef(PyTuple_GET_ITEM(written, i)));
-    for (size_t i = 0; made && i < found.size(); ++i) {
-      PyObject* number = PyLong_FromSsize_t(found[i]);
-      if (!number)
-        return nullptr;
-      PyTuple_SET_ITEM(made.get(), n + static_cast<Py_ssize_t>(i), number);
     }
     return untracked(made.release());
   }
@@ -658,36 +657,23 @@ class CopiedStep : Operands {
     to->wants = new std::vector<Want>(*from.wants);
     for (Want& want : *to->wants)
       Py_XINCREF(want.lens);
-    std::vector<Py_ssize_t> numbers_written;
-    size_t operand = 0;
-    const auto set = [&](Want& want, const Number& number) {
-      want.number = number.value;
-      want.meta = number.meta;
-      want.what = number.meta ? Want::kFirstRead : Want::kNumbered;
+    const auto number = [](Want& want, const Number& given) {
+      want.number = given.value;
+      want.meta = given.meta;
+      want.what = given.meta ? Want::kFirstRead : Want::kNumbered;
     };
-    for (const Place& place : original.places) {
-      Want& want = (*to->wants)[place.want];
-      if (want.what == Want::kType)
-        continue;
-      set(want, taken[operand]);
-      if (operands.items[operand++].is_written)
-        numbers_written.push_back(want.number);
-    }
-    if (op.draws) {
-      set(to->wants->back(), taken.back());
-      numbers_written.push_back(taken.back().value);
-    }
-    if (op.writes_any) { // as `Noter::note_shared_reads`
-      operand = 0;
-      for (const Place& place : original.places) {
-        Want& want = (*to->wants)[place.want];
-        if (want.what == Want::kType)
-          continue;
-        const Operand& each = operands.items[operand++];
-        if (!each.is_written)
-          want.may_share = each.is_part ||
-              std::find(numbers_written.begin(), numbers_written.end(), want.number) != numbers_written.end();
-      }
+    for (size_t k = 0; k < original.operands.size(); ++k)
+      number((*to->wants)[original.operands[k].want], taken[k]);
+    if (op.draws)
+      number(to->wants->back(), taken.back());
+    if (!op.writes_any)
+      return made.release();
+    const auto written = written_numbers();
+    for (size_t k = 0; k < original.operands.size(); ++k) { // as `Noter::note_shared_reads`
+      const Operand& each = operands.items[k];
+      Want& want = (*to->wants)[original.operands[k].want];
+      if (!each.is_written)
+        want.may_share = each.is_part || std::find(written.begin(), written.end(), want.number) != written.end();
     }
     return made.release();
   }

@@ -147,11 +147,7 @@ class NextStep : Operands {
     const Want& want = (*wants)[at_want++];
     switch (want.what) {
       case Want::kSame:
-        if (a.isTensor())
-          return want.value.isTensor() && !a.toTensor().defined();
-        if (!want.sizes.empty())
-          return is_sized_as(a, want);
-        return same_value(a, want.value);
+        return want.sizes.empty() ? same_value(a, want.value) : is_sized_as(a, want);
       case Want::kType:
         numbers.push_back(number_of(a));
         return numbers.back() && same_type(*numbers.back(), want.value);

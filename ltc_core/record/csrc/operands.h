@@ -51,8 +51,10 @@ inline PyObject* python_number(const IValue& a) {
   const auto number = a.toComplexDouble();
   return PyComplex_FromDoubles(number.real(), number.imag());
 }
-// PyTorch cannot compare generators.
+// PyTorch cannot compare generators. Tensors are equal if both are undefined.
 inline bool same_value(const IValue& a, const IValue& b) {
+  if (a.isTensor() || b.isTensor())
+    return a.isTensor() && b.isTensor() && !a.toTensor().defined() && !b.toTensor().defined();
   if (a.isNone() || b.isNone() || a.isGenerator() || b.isGenerator())
     return a.isNone() && b.isNone();
   return a == b;
