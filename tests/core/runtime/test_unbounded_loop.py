@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
-from ltc_core.runtime import devices, run_cost
+from ltc_core.runtime import devices
 from ltc_core.runtime.unbounded_loop import LoopWatch, loop_head
 from ltc_core.settings import settings
 from tests.core.counting import Counting
@@ -182,11 +182,14 @@ def test_a_graph_that_is_long_but_no_loop_is_cut_at_the_hard_limit(
     assert scope["x"].tolist() == [float(sum(range(2600)))] * 2
 
 
-def test_memory_is_flat(context: devices.DeviceContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_flat(context: devices.DeviceContext) -> None:
     """What a piece made is freed with it: a longer loop holds no more."""
-    # Small pieces run where they are cut then, however busy the machine is: none are in flight.
-    monkeypatch.setattr(run_cost, "_SMALL_OP_NS", 1 << 62)
-    monkeypatch.setattr(run_cost, "_SMALL_RUN_NS", 1 << 62)
+
+    def cut_and_wait() -> None:  # so that no piece is in flight when the next one is recorded
+        context.cut("GraphLimit")
+        context.worker.drain()
+
+    context.watch = LoopWatch(context.trace, cut_and_wait)
     with settings.override(replay="never"):
         told(lambda: accumulate(context.device, 1000))
         ltc.mark_step(wait=True)
