@@ -124,7 +124,21 @@ def op_counter(name: str) -> str:
     return _op_counters.setdefault(name, prefix + bare)
 
 
+_late_counts: list[Callable[[], None]] = []
+
+
+def register_late_counts(count_all: Callable[[], None]) -> None:
+    """Register a function that counts and observes what its caller has kept to itself, before anybody reads it."""
+    _late_counts.append(count_all)
+
+
+def _count_late() -> None:
+    for count_all in _late_counts:
+        count_all()
+
+
 def _totals() -> dict[str, int]:
+    _count_late()
     _ = _local.counts  # registers this thread now, so that no finalizer does so during the sum
     with _lock:
         _fold_ended_threads()
@@ -158,6 +172,7 @@ def counter_value(name: str) -> int | None:
     """Return a counter's value, or None if nothing was counted under that name. Cost: 1 us if it is not derived."""
     if any(is_name(name) for is_name, _ in _derived):
         return _counters().get(name)
+    _count_late()
     _ = _local.counts  # as in `_totals`
     with _lock:
         _fold_ended_threads()
@@ -208,6 +223,11 @@ class _Ring:
         self.accumulator: float = 0
         self.samples: deque[tuple[float, float]] = deque(maxlen=_RING_SIZE)
 
+    def add_many(self, value: float, n: int) -> None:
+        self.total_samples += n
+        self.accumulator += n * value
+        self.samples.extend([(time.time(), value)] * min(n, _RING_SIZE))
+
     def add(self, value: float) -> None:
         """Add a sample. No lock: a signal handler that waits for the worker, which observes too, may run in between.
 
@@ -233,8 +253,17 @@ def observe(name: str, value: float, kind: Kind | None = None) -> None:
     """
     ring = _rings.get(name)
     if ring is None:
-        ring = _rings.setdefault(name, _Ring(kind or _KINDS.get(name, "time")))
+        ring = _new_ring(name, kind)
     ring.add(value)
+
+
+def observe_many(name: str, value: float, n: int) -> None:
+    """Add `n` samples of one value to a metric of a known name."""
+    (_rings.get(name) or _new_ring(name)).add_many(value, n)
+
+
+def _new_ring(name: str, kind: Kind | None = None) -> _Ring:
+    return _rings.setdefault(name, _Ring(kind or _KINDS.get(name, "time")))
 
 
 class timer:
@@ -260,6 +289,7 @@ class timer:
 
 
 def _metrics() -> dict[str, Metric]:
+    _count_late()
     rings = {**_rings, **{name: _rings[of] for name, of in _same.items() if of in _rings}}
     return {name: ring.snapshot() for name, ring in sorted(rings.items())}
 
@@ -287,7 +317,8 @@ def metric_data(name: str) -> tuple[int, float, list[tuple[float, float]]] | Non
 
 
 def accumulated(name: str) -> float:
-    """Return the sum of all samples of a metric, 0 if it has none. Cost: 0.1 us."""
+    """Return the sum of all samples of a metric, 0 if it has none. Cost: 0.3 us."""
+    _count_late()
     ring = _rings.get(name)
     return 0.0 if ring is None else float(ring.accumulator)
 
@@ -320,6 +351,7 @@ def clear_counters() -> None:
 
 def clear_metrics() -> None:
     """Forget every metric."""
+    _count_late()
     _rings.clear()
 
 

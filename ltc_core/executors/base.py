@@ -71,6 +71,11 @@ class Executor(abc.ABC):
         return False
 
     @property
+    def keeps_host_tensors(self) -> bool:
+        """Whether the data of a value is a CPU tensor in the value's dtype, and ops may be called on it one by one."""
+        return False
+
+    @property
     def has_loops(self) -> bool:
         """Whether a loop (`graph.loop`) is one of its programs, and not calls of the body one after the other."""
         return False

@@ -116,6 +116,10 @@ class Program(abc.ABC):
         """
         raise NotImplementedError
 
+    def count_native_runs(self, count: int) -> None:
+        """Runs of `native` were made, and none of them has failed."""
+        return
+
     def take_hlo(self) -> list[str] | None:
         """HLO of each program that was compiled since the last call, of this graph or another; None if there is none.
 

@@ -10,6 +10,8 @@ ops; `setup` and `runtime.device_context` install the C++ part once it is loaded
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,11 @@ from ltc_core.record.dynamic_steps import OFTEN
 from ltc_core.record.trace import Step, Trace, epochs
 from ltc_core.settings import settings
 from ltc_core.tensor import native_objects
-from ltc_core.tensor.buffer import Buffer
+from ltc_core.tensor.buffer import Buffer, MemoryCounter
 from ltc_core.tensor.handles import Cell, Value, View
 from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty, wrap_in_cpp
 
-__all__ = ["extension", "add_op", "enable", "install", "known_cut", "num_fast_calls"]
+__all__ = ["extension", "add_op", "enable", "install", "known_cut", "known_reads", "num_fast_calls"]
 
 extension = Extension("_ltc_record", Path(__file__).parent / "csrc" / "ltc_record.cpp", "-O2")
 
@@ -83,6 +85,7 @@ def install() -> bool:
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
                 native.add(*names, *op)
+            native.add_reader()
             native.enable(_is_on is not False)  # not `_is_wanted`: the first op reads LTC_EAGER
             _native = native
     return True
@@ -140,3 +143,18 @@ def known_cut(
         return None
     nbytes, taken = zip(*outputs, strict=True) if outputs else ((), ())
     return _native.known_cut(alive, donated, slots, nbytes, taken, peak_bytes)
+
+
+def known_reads(
+    memory: MemoryCounter, failures: deque[Any], facts: Iterable[tuple[dict[str, Any], str]]
+) -> Any | None:
+    """Reads of numbers that C++ may make, for `Trace.reads`; None without the C++ part.
+
+    Args:
+        memory: counts the bytes of the device's buffers.
+        failures: errors that a read may have to raise; while there is one, Python reads.
+        facts: dict and key of each variable that has to stay as it is.
+    """
+    if _native is None or native_objects.native is None:
+        return None
+    return _native.known_reads(memory, failures, tuple(facts))

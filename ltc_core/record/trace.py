@@ -102,7 +102,7 @@ class Trace:
 
     __slots__ = (
         "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "may_be_dynamic", "may_compile",
-        "memory", "on_limit", "root", "scalars", "sized", "steps", "values", "varying",
+        "memory", "on_limit", "reads", "root", "scalars", "sized", "steps", "values", "varying",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
@@ -112,6 +112,7 @@ class Trace:
         self.varying: tuple[int, Step | None, frozenset[int]] = (0, None, frozenset())
         self.lock = _new_lock()
         self.on_limit: Callable[[], None] | None = None
+        self.reads: Any = None  # for C++: numbers that it may read (`runtime.known_reads`)
         self.first_limit = 1 << 62
         self.steps = 0
         self.root = Step(None, None, ())

@@ -25,6 +25,7 @@ from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import execution_gate, fork_gate
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
+from ltc_core.runtime.known_reads import KnownReads
 from ltc_core.runtime.launch import Failure, Launch, Published, lost_at_a_fork
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
@@ -66,14 +67,14 @@ class DeviceContext:
         self.worker = Worker(
             f"ltc-worker-{index}", settings.max_pending_steps, self.executor.begin_thread
         )
-        self._follow_steps()
-        self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
-        self.trace.on_limit = self._on_limit
-        self.executor.wait_for_programs = self.worker.drain
         self.failures: deque[Failure] = deque()
         self.launcher = Launcher(
             self.device, self.executor, self.memory, self.worker, self.failures
         )
+        self._follow_steps()
+        self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
+        self.trace.on_limit = self._on_limit
+        self.executor.wait_for_programs = self.worker.drain
         self._marked_ns = 0  # the last cut or wait
         self._uploads = progress.Series(f"uploading to {self.device}", at_least=_LONG_UPLOAD_BYTES)
         self._num_steps = 0  # that have ended
@@ -94,6 +95,15 @@ class DeviceContext:
         self.early = EarlyRuns(self.trace, self.worker, may_overlap)
         self.reads = Reads(self.trace)
         self.probes = Probes(self.trace, self.executor)
+        self.known_reads = KnownReads(
+            self.trace,
+            self.executor,
+            self.launcher,
+            self.reads,
+            self.streaming,
+            self.early,
+            self._on_known_reads,
+        )
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -127,6 +137,7 @@ class DeviceContext:
         """
         if not self.trace or self.worker.is_this_thread:
             return None
+        self.known_reads.pause()
         if execution_gate.is_closed and not execution_gate.admits(reason):
             return None
         if self._cut_known(reason, is_awaited):
@@ -192,6 +203,8 @@ class DeviceContext:
             self.reads.after_cut(compiled)
             self.streaming.after_cut(goes_on=False)
             self.early.after_cut(compiled)
+            if reason == "Item":
+                self.known_reads.let_run(compiled)
         self._note_cut(reason, compiled, time.perf_counter_ns() - started_ns)
         return True
 
@@ -200,7 +213,7 @@ class DeviceContext:
         """Whether nothing is to happen at a cut but a run in this thread."""
         is_seen = slices.on is not None
         is_whole = self.streaming.is_whole and not self.early.has_begun
-        return self.worker.is_idle and is_whole and not is_seen and self.launcher.is_alone
+        return is_whole and not is_seen and self.launcher.is_free
 
     def _note_shapes(self) -> None:
         """Whether one graph may serve many sizes, and a common size gets a graph that is compiled."""
@@ -235,6 +248,11 @@ class DeviceContext:
             compiled.policy.is_here or (is_awaited and compiled.policy.cost.is_quicker_here(True))
             for compiled in programs.copy().values()
         )
+
+    def _on_known_reads(self, num_cuts: int, now_ns: int) -> None:
+        """C++ has cut so often since the last cut or wait; the last time just now."""
+        elapsed_ns, self._marked_ns = now_ns - self._marked_ns, now_ns
+        metrics.observe_many("LoopTime", elapsed_ns / num_cuts, num_cuts)
 
     def _mark(self) -> None:
         """Count the time since the last cut or wait; what was before the first one is the script's start."""
@@ -375,6 +393,7 @@ class DeviceContext:
             DeviceError: a finalizer reads a value that is not computed yet, in the thread that computes it.
             LtcError: the op that computes the value failed.
         """
+        self.known_reads.pause()
         if self.streaming.is_in_parts and self.reads.is_of_reader:
             self.cut(reason)  # the value may be that of an earlier part
         with self.trace.lock:
@@ -402,6 +421,7 @@ class DeviceContext:
         if seen is not None:
             self.streaming.after_read(seen)
             self.early.after_read(seen)
+        self.known_reads.resume()
 
     def _await_value(self, value: Value, reason: str, seen: Slice | None) -> None:
         """Cut if the value is only recorded, and wait for it."""

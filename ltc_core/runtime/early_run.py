@@ -74,6 +74,11 @@ class EarlyRuns:
         """Whether the step that is recorded has begun to run."""
         return self._native is not None
 
+    @property
+    def expects(self) -> bool:
+        """Whether the step that is recorded, or will be, may run early."""
+        return self._expected is not None
+
     def is_measured(self, compiled: CompiledGraph) -> bool:
         """Whether a program's way is being chosen, by this step among others: each is to run in the worker."""
         choice = compiled.habit.choice
@@ -159,7 +164,7 @@ class EarlyRuns:
         if step is not None:
             step.habit.recorded_ns, step.habit.num_values = seen.recorded_ns, seen.num_values
             following = step.habit.next()
-            if following is not None and self._may_gain(following):
+            if following is not None and self.may_gain(following):
                 self._expect(following)
 
     def _judge(self, expected: CompiledGraph, step: CompiledGraph | None, took_ns: int) -> None:
@@ -175,7 +180,12 @@ class EarlyRuns:
                 habit.misses = 0
                 habit.choice.rest()
 
-    def _may_gain(self, step: CompiledGraph) -> bool:
+    def skip_to(self, last: CompiledGraph) -> None:
+        """C++ has cut and read meanwhile (`known_reads`), this program last."""
+        self._last = last
+
+    def may_gain(self, step: CompiledGraph) -> bool:
+        """Whether a step that ends in this program may be quicker if it runs early."""
         is_long = min(step.habit.recorded_ns, step.policy.cost.cost_ns) >= _LEAST_NS
         is_wanted = is_long and self._is_possible and settings.streaming == "auto"
         if not is_wanted or step.lines or step.graph.dynamic or step.path is None:

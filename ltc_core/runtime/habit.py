@@ -112,9 +112,14 @@ class Habit:
         else:
             self._next, self._sureness = weakref.ref(compiled), 0
 
+    @property
+    def follower(self) -> Any | None:
+        """A program that has followed; None if there was none that could be expected."""
+        return self._next() if self._next is not None else None
+
     def next(self) -> Any | None:
         """The program that is expected before the next read; None if there is no telling."""
-        return self._next() if self._next is not None and self._sureness >= _SURE else None
+        return self.follower if self._sureness >= _SURE else None
 
     def know_path(self, path: Sequence[Step], nodes: Sequence[Node]) -> None:
         self.path = set(path)

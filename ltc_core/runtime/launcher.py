@@ -63,13 +63,18 @@ class Launcher:
         self._executor = executor
         self._memory = memory
         self._worker = worker
-        self._failures = failures
+        self.failures = failures
         self._worker_has_team = False
 
     @property
     def is_alone(self) -> bool:
         """Whether a run in this thread competes with no OpenMP team of the worker, and no dispatch mode sees it."""
         return not self._worker_has_team and not num_dispatch_modes()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the worker is idle, and a run in this thread is alone."""
+        return self._worker.is_idle and self.is_alone
 
     def launch(
         self,
@@ -188,6 +193,15 @@ class Launcher:
         """Fill the output buffers of a cut and run that were one call of C++, which has returned `made`."""
         if compiled.policy.is_measuring(is_waited):
             self.choose(compiled, torch.get_num_threads(), is_waited, Placement.HERE)
+        self._finish_made(compiled, made, started_ns, started_cpu_ns)
+
+    def finish_now(self, compiled: CompiledGraph, made: Any) -> None:
+        """As `finish_known`, of a run that a read has begun, and that has to go on in Python or has failed."""
+        self._finish_made(compiled, made, time.perf_counter_ns(), time.thread_time_ns())
+
+    def _finish_made(
+        self, compiled: CompiledGraph, made: Any, started_ns: int, started_cpu_ns: int
+    ) -> None:
         found, data, scalars, outputs = made
         self.finish_in_cpp(compiled, found, data, scalars, outputs, {}, started_ns, started_cpu_ns)
 
@@ -231,7 +245,7 @@ class Launcher:
             scalars,
             sized,
             outputs,
-            self._failures,
+            self.failures,
             num_threads,
         )
 

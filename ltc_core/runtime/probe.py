@@ -89,11 +89,6 @@ class Probes:
     def __init__(self, trace: Trace, executor: Executor) -> None:
         self._trace = trace
         self._executor = executor
-        self._is_possible = (
-            isinstance(executor, ReferenceExecutor)
-            and not executor.stores_narrow
-            and executor.hardware.type == "cpu"
-        )
         self._epoch = self._num_reads = 0  # the trace that was last probed, and how often
 
     def data(self, value: Value, goes_on: bool) -> Any | None:
@@ -104,7 +99,7 @@ class Probes:
 
         Cost: 15 us, and the run, where the read repeats; 1 us for a value that needs a cut.
         """
-        if not self._is_possible or settings.eager or execution_gate.is_closed:
+        if not self._executor.keeps_host_tensors or settings.eager or execution_gate.is_closed:
             return None
         trace = self._trace
         known = trace.cursor.probes

@@ -78,6 +78,12 @@ class Reads:
             self.is_waited, self._num_others = self._was_read, 0
         self._was_read = False
 
+    def skip(self, now_ns: int) -> None:
+        """C++ has cut and read meanwhile (`known_reads`), until now."""
+        self._was_read, self._num_others = True, 0
+        self._resumed_ns = now_ns
+        self._cuts = []
+
     def after_read(self, is_held: bool) -> Seen | None:
         """The script goes on with a value that it has read. Cost: 0.5 us.
 

@@ -131,6 +131,10 @@ class Streaming:
             self._step, self._times = seen.cuts[0] if len(seen.cuts) == 1 else None, 0
             self._samples, self._since_ns = [], time.perf_counter_ns()
 
+    def forget_step(self) -> None:
+        """The script has done something else meanwhile."""
+        self._step, self._times = None, 0
+
     def _after_step(self, took_ns: int) -> None:
         self._times += 1
         step = self._step

@@ -162,9 +162,15 @@ class TieredProgram(Program, Reported):
         self._note_op_by_op()
         return self._counted(self._reference.results_of(found, inputs, scalars))
 
-    def _note_op_by_op(self) -> None:
-        self.op_by_op_runs += 1
-        metrics.count(OP_BY_OP_RUNS)
+    def count_native_runs(self, count: int) -> None:
+        self._runs += count
+        self.last_run = next(_launches)
+        self._note_op_by_op(count)
+        metrics.count(REPLAYED_RUNS, count)
+
+    def _note_op_by_op(self, count: int = 1) -> None:
+        self.op_by_op_runs += count
+        metrics.count(OP_BY_OP_RUNS, count)
 
     def _counted(self, results: list[Any]) -> list[Any]:
         """Results of a run of the reference program, which may have been in C++."""

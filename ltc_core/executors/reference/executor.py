@@ -32,6 +32,10 @@ class ReferenceExecutor(Executor):
         return self._types is not None
 
     @property
+    def keeps_host_tensors(self) -> bool:
+        return self.hardware.type == "cpu" and not self.stores_narrow
+
+    @property
     def takes_dynamic_shapes(self) -> bool:
         return settings.dynamic_shapes == "auto"
 

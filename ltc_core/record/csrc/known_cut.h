@@ -21,6 +21,11 @@ struct KnownCut {
   };
   std::vector<Output>* outputs;
   Py_ssize_t peak_bytes; // of the program, beside the buffers
+  // For known_read.h: the program that a read may run, how often before Python looks again, as long as the facts are those
+  // of this number; and what nobody has counted.
+  PyObject* program;
+  Py_ssize_t left, facts, num_runs;
+  long long elapsed_ns;
 };
 inline PyTypeObject known_cut_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.KnownCut", sizeof(KnownCut)};
 
@@ -30,6 +35,7 @@ inline void free_known_cut(PyObject* self) {
   delete known->donated;
   delete known->slots;
   delete known->outputs;
+  Py_XDECREF(known->program);
   Py_TYPE(self)->tp_free(self);
 }
 
@@ -99,6 +105,9 @@ class CutInCpp {
     return true;
   }
 
+  // Whether the program has made all outputs.
+  bool is_whole = false;
+
   // (what the program returned, its inputs, its scalars, the output buffers): see `DeviceContext._cut_known`.
   PyObject* make(PyObject* program) {
     if (!take_inputs() || !make_buffers() || !restart())
@@ -117,7 +126,8 @@ class CutInCpp {
       found = Object(error);
     }
     const auto count = static_cast<Py_ssize_t>(known.outputs->size());
-    if (PyList_Check(found.get()) && PyList_GET_SIZE(found.get()) == count)
+    is_whole = PyList_Check(found.get()) && PyList_GET_SIZE(found.get()) == count;
+    if (is_whole)
       for (Py_ssize_t i = 0; i < count; ++i) {
         const Object done(
             PyObject_CallMethodOneArg(PyList_GET_ITEM(buffers.get(), i), name_set, PyList_GET_ITEM(found.get(), i)));
@@ -210,7 +220,16 @@ inline PyObject* make_known_cut(PyObject* self, PyObject* const* given, Py_ssize
   return cut.make(given[3]);
 }
 
+// known.take_runs(): (runs that reads have made since the last call, their duration in nanoseconds).
+inline PyObject* take_runs(PyObject* self, PyObject*) {
+  auto* known = reinterpret_cast<KnownCut*>(self);
+  PyObject* taken = Py_BuildValue("(nL)", known->num_runs, known->elapsed_ns);
+  known->num_runs = known->elapsed_ns = 0;
+  return taken;
+}
+
 inline PyMethodDef known_cut_methods[] = {
+    {"take_runs", take_runs, METH_NOARGS, nullptr},
     {"make", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_known_cut)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -7,7 +7,7 @@
 // are made in C++ (`NextStep`, next_step.h). So are those of a call that was recorded at another place: its step is a copy
 // (`CopiedStep`, copied_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
 #include "copied_step.h"
-#include "known_cut.h"
+#include "known_read.h"
 #include "locked.h"
 #include "view_function.h"
 
@@ -167,6 +167,49 @@ class Follower final : public c10::OperatorKernel {
   }
 };
 
+// The kernel of `item()`: reads a number whose cut has been made before (known_read.h), else calls Python.
+class Reader final : public c10::OperatorKernel {
+ public:
+  explicit Reader(const c10::OperatorHandle& op) : python(op.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
+
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const bool is_seen = c10::impl::TorchDispatchModeTLS::stack_len() > 0;
+    if (!is_on.load(std::memory_order_relaxed) || is_seen || !Py_IsInitialized())
+      return python.callBoxed(handle, keys, stack);
+    std::optional<c10::Scalar> number;
+    {
+      const Gil gil;
+      number = read(torch::jit::last(*stack, 1));
+    }
+    if (!number)
+      return python.callBoxed(handle, keys, stack);
+    torch::jit::drop(*stack, 1);
+    stack->emplace_back(*number);
+  }
+
+ private:
+  const c10::SafeKernelFunction python;
+
+  static std::optional<c10::Scalar> read(c10::ArrayRef<IValue> args) {
+    const Object handle(first_handle(args));
+    if (!handle || !is_type(handle.get(), cell_type))
+      return std::nullopt;
+    const Object trace(Py_NewRef(cell_of.trace.of(handle.get())));
+    if (trace_of.reads.is_none(trace.get()))
+      return std::nullopt;
+    const Object reads(Py_NewRef(trace_of.reads.of(trace.get())));
+    std::optional<c10::Scalar> number;
+    {
+      const Locked locked(trace.get());
+      if (locked.is_taken)
+        number = KnownRead(*reinterpret_cast<KnownReads*>(reads.get()), trace.get(), handle.get()).number();
+    }
+    if (PyErr_Occurred())
+      throw_python_error();
+    return number;
+  }
+};
+
 // Replaces `LazyTensor.__torch_dispatch__`. Handles `detach`, which autograd calls without the dispatcher when it saves
 // the result of an op. Every other call goes to Python.
 PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) {
@@ -215,6 +258,22 @@ PyObject* add(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
+// add_reader(): register the kernel of `item()`.
+PyObject* add_reader(PyObject*, PyObject*) {
+  static auto* registered = new std::optional<c10::RegistrationHandleRAII>(); // leaked, as those of `add`
+  try {
+    const char* name = "aten::_local_scalar_dense";
+    auto& dispatcher = c10::Dispatcher::singleton();
+    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Reader>(dispatcher.findSchemaOrThrow(name, "")));
+    registered->emplace(dispatcher.registerImpl(
+        {name, ""}, c10::DispatchKey::Python, std::move(kernel), std::nullopt, nullptr, "ltc"));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, epochs,
 //       LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, Ref, Scalar, AnyMeta, OFTEN, ANY,
 //       source's parts, modules)
@@ -234,7 +293,7 @@ PyObject* setup(PyObject*, PyObject* given) {
                    {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.values, "values"},
                    {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.sized, "sized"}, {&trace_of.device, "device"},
                    {&trace_of.root, "root"}, {&trace_of.first_limit, "first_limit"},
-                   {&trace_of.steps, "steps"}}) &&
+                   {&trace_of.steps, "steps"}, {&trace_of.reads, "reads"}}) &&
       find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
                   {&step_of.next_key, "next_key"}, {&step_of.children, "children"}, {&step_of.node, "node"},
                   {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},
@@ -348,6 +407,8 @@ PyMethodDef methods[] = {
     {"count", count, METH_NOARGS, nullptr},
     {"rename_view", rename_view, METH_VARARGS, nullptr},
     {"known_cut", known_cut, METH_VARARGS, nullptr},
+    {"known_reads", known_reads, METH_VARARGS, nullptr},
+    {"add_reader", add_reader, METH_NOARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_record", nullptr, -1, methods};
@@ -367,11 +428,14 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_add = PyUnicode_InternFromString("add");
   name_note_peak = PyUnicode_InternFromString("note_peak");
   name_mark_donated = PyUnicode_InternFromString("mark_donated");
+  name_known_cut = PyUnicode_InternFromString("known_cut");
   maker_type.tp_dealloc = free_maker;
   expected_type.tp_dealloc = free_expected;
   known_cut_type.tp_dealloc = free_known_cut;
   known_cut_type.tp_methods = known_cut_methods;
-  for (PyTypeObject* type : {&maker_type, &expected_type, &known_cut_type}) {
+  known_reads_type.tp_dealloc = free_known_reads;
+  known_reads_type.tp_methods = known_reads_methods;
+  for (PyTypeObject* type : {&maker_type, &expected_type, &known_cut_type, &known_reads_type}) {
     type->tp_flags = Py_TPFLAGS_DEFAULT;
     if (PyType_Ready(type) < 0)
       return nullptr;

@@ -15,6 +15,7 @@ from ltc_core.executors.reference import replay
 from ltc_core.runtime import run_cost
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.known_reads import KnownReads
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.worker import Job
@@ -34,6 +35,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         return found[-1]
 
     monkeypatch.setattr(DeviceContext, "_cut_known", noted)
+    monkeypatch.setattr(KnownReads, "resume", lambda self: None)  # they would cut without Python
     monkeypatch.setattr(run_cost, "_AWAITED_NS", 1 << 62)  # however busy the machine is
     with settings.override(replay="always", steps="marked"):
         context(0).wait()

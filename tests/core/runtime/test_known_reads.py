@@ -1,0 +1,265 @@
+"""Numbers that C++ reads where a read cuts what it has cut before: eager's numbers, and what Python would have done."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ltc_core as ltc
+from ltc_core import metrics
+from ltc_core.executors.reference import replay
+from ltc_core.record import fast_path
+from ltc_core.runtime import known_reads, run_cost
+from ltc_core.runtime.device_context import DeviceContext
+from ltc_core.runtime.devices import context
+from ltc_core.runtime.early_run import EarlyRuns
+from ltc_core.settings import settings
+
+pytestmark = pytest.mark.skipif(
+    replay.extension.load() is None or fast_path.extension.load() is None, reason="no C++ compiler"
+)
+
+
+@pytest.fixture(autouse=True)
+def in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The reasons of the reads that Python makes."""
+    found: list[str] = []
+    plain = DeviceContext.value_data
+
+    def noted(self: DeviceContext, cell: Any, reason: str, may_probe: bool = False) -> Any:
+        found.append(reason)
+        return plain(self, cell, reason, may_probe)
+
+    monkeypatch.setattr(DeviceContext, "value_data", noted)
+    monkeypatch.setattr(run_cost, "_AWAITED_NS", 1 << 62)  # however busy the machine is
+    with settings.override(replay="always", steps="marked"):
+        context(0).wait()
+        yield found
+
+
+def repeated(read: Callable[[], Any], times: int) -> list[Any]:
+    return [read() for _ in range(times)]
+
+
+def test_a_loop_that_reads_needs_no_python(in_python: list[str]) -> None:
+    x = torch.ones(4, device="ltc")
+    assert repeated(lambda: (x * 2.5).sum().item(), 60) == [10.0] * 60
+    assert len(in_python) < 20
+
+
+def test_each_program_is_pythons_again_after_some_runs(
+    in_python: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_reads, "_RUNS", 5)
+    x = torch.ones(5, device="ltc")
+    repeated(lambda: (x * 3.5).sum().item(), 60)
+    assert 15 <= len(in_python) < 40
+
+
+def train(device: str) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    x, y = torch.randn(16, 3).to(device), torch.randn(16, 1).to(device)
+    model.to(device)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(6)]
+
+
+def test_lbfgs_is_that_of_eager(in_python: list[str]) -> None:
+    of_ltc = train("ltc")
+    num_reads = metrics.counter_value("aten::_local_scalar_dense") or 0
+    assert of_ltc == pytest.approx(train("cpu"), rel=1e-4)
+    assert len(in_python) < num_reads / 2
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int64, torch.int32, torch.bool, torch.bfloat16]
+)
+def test_numbers_of_each_dtype(dtype: torch.dtype) -> None:
+    for k in range(12):
+        of_ltc = torch.full((2,), k, device="ltc").to(dtype)[0:1].max().item()
+        of_cpu = torch.full((2,), k).to(dtype)[0:1].max().item()
+        assert of_ltc == of_cpu and type(of_ltc) is type(of_cpu)
+
+
+def test_what_is_written_between_two_reads() -> None:
+    found = {}
+    for device in ("cpu", "ltc"):
+        x = torch.zeros(3, device=device)
+        y = torch.ones(3, device=device)
+        found[device] = []
+        for k in range(40):
+            x.add_(y, alpha=0.25 * (k % 3))
+            y = x - y
+            found[device] += [x.mean().item(), bool((x > 5).any()), int(y.argmax())]
+            x[0] = k
+    assert found["cpu"] == found["ltc"]
+
+
+def test_numbers_that_change_are_inputs(in_python: list[str]) -> None:
+    x = torch.ones(4, device="ltc")
+    assert [(x * k).sum().item() for k in range(40)] == [4.0 * k for k in range(40)]
+    assert len(in_python) < 20
+    assert [(x.long() + k).sum().item() for k in [1, 2, True, 1 << 40]] == [8, 12, 8, 4 + (1 << 42)]
+
+
+def test_an_op_that_fails_raises_in_its_read_and_the_next_ones_go_on(in_python: list[str]) -> None:
+    table = torch.arange(6.0, device="ltc")
+
+    def read(index: int) -> float:
+        at = torch.full((1,), index, device="ltc")
+        return table.index_select(0, at).sum().item()
+
+    for _ in range(3):
+        assert [read(k % 6) for k in range(30)] == [float(k % 6) for k in range(30)]
+        del in_python[:]
+        read(1)
+        assert not in_python
+        with pytest.raises(IndexError, match="out of range") as failed:
+            read(50)
+        assert "test_known_reads.py" in str(failed.value)
+    assert (table + 1.0).sum().item() == 21.0
+
+
+def test_counters_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (
+        "aten::_local_scalar_dense", "CachedCompile", "ExecuteComputation", "Sync.Item", "ReplayedRun", "OpByOpRun",
+        "ltc::mul", "ltc::sum",
+    )  # fmt: skip
+    x = torch.ones(4, device="ltc")
+
+    def counts() -> list[int]:
+        repeated(lambda: (x * 4.5).sum().item(), 10)
+        before = [metrics.counter_value(name) or 0 for name in names]
+        samples = metrics.metric_data("ExecuteTime")
+        repeated(lambda: (x * 4.5).sum().item(), 50)
+        after = [metrics.counter_value(name) or 0 for name in names]
+        more = metrics.metric_data("ExecuteTime")
+        assert samples is not None and more is not None and more[1] > samples[1]
+        return [b - a for a, b in zip(before, after, strict=True)] + [more[0] - samples[0]]
+
+    in_cpp = counts()
+    monkeypatch.setattr(known_reads.KnownReads, "resume", lambda self: None)
+    context(0).wait()
+    assert in_cpp == counts() == [50] * 9
+
+
+def test_a_value_that_is_there_is_read_again(in_python: list[str]) -> None:
+    x = torch.ones(4, device="ltc")
+    for _ in range(20):
+        total = (x * 6.5).sum()
+        assert total.item() == total.item() == 26.0
+    assert len(in_python) < 20
+
+
+class Noted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Seen(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_user_see_a_read(in_python: list[str]) -> None:
+    x = torch.ones(4, device="ltc")
+    repeated(lambda: (x * 7.5).sum().item(), 30)
+    with Noted() as noted:
+        assert (x * 7.5).sum().item() == 30.0
+    assert "_local_scalar_dense.default" in noted.names
+    repeated(lambda: (x * 7.5).sum().item(), 30)
+    del in_python[:]
+    with Seen():
+        assert (x * 7.5).sum().item() == 30.0
+    assert in_python
+
+
+def test_a_timeline_and_a_changed_setting_end_it(in_python: list[str], tmp_path: Path) -> None:
+    x = torch.ones(4, device="ltc")
+    repeated(lambda: (x * 8.5).sum().item(), 30)
+    del in_python[:]
+    with ltc.profiler.timeline(tmp_path / "run.json"):
+        repeated(lambda: (x * 8.5).sum().item(), 3)
+    assert len(in_python) == 3
+    repeated(lambda: (x * 8.5).sum().item(), 30)
+    del in_python[:]
+    with settings.override(replay="never"):
+        (x * 8.5).sum().item()
+    assert in_python
+    repeated(lambda: (x * 8.5).sum().item(), 30)
+    del in_python[:]
+    with torch.profiler.profile() as profile:
+        (x * 8.5).sum().item()
+    assert in_python and any("ltc::" in event.name for event in profile.events())
+
+
+def test_not_where_the_step_after_it_runs_early(
+    in_python: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That step is expected by Python, from the read before it on."""
+    monkeypatch.setattr(EarlyRuns, "may_gain", lambda self, step: True)
+    monkeypatch.setattr(EarlyRuns, "_expect", lambda self, step: None)
+    x = torch.ones(6, device="ltc")
+    repeated(lambda: (x * 9.5).sum().item(), 30)
+    del in_python[:]
+    repeated(lambda: (x * 9.5).sum().item(), 30)
+    assert len(in_python) == 30
+
+
+def test_a_script_that_does_not_wait_is_pythons(in_python: list[str]) -> None:
+    x = torch.ones(4, device="ltc")
+    for k in range(40):
+        x = x * 1.0 + 0.0
+        ltc.mark_step()
+        if k % 10 == 9:
+            del in_python[:]
+            assert x.sum().item() == 4.0
+            assert in_python
+
+
+def test_another_thread_reads_between() -> None:
+    x = torch.ones(4, device="ltc")
+    found: list[float] = []
+
+    def read() -> None:
+        found.extend(repeated(lambda: (x * 10.5).sum().item(), 50))
+
+    for _ in range(4):
+        read()
+        thread = threading.Thread(target=read)
+        thread.start()
+        read()
+        thread.join()
+    assert found == [42.0] * 600
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_in_a_forked_child() -> None:
+    x = torch.ones(4, device="ltc")
+    repeated(lambda: (x * 11.5).sum().item(), 30)
+    child = os.fork()
+    if child == 0:
+        is_right = repeated(lambda: (x * 11.5).sum().item(), 20) == [46.0] * 20
+        os._exit(0 if is_right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (x * 11.5).sum().item() == 46.0
