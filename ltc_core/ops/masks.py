@@ -30,7 +30,7 @@ _positions: WeakKeyDictionary[Value, list[LazyTensor]] = WeakKeyDictionary()
 
 def index(args: Any, kwargs: Any) -> Any:
     """Record `aten::index`. A mask that does not fit, or of bytes, stays: eager raises or warns."""
-    x, indices, *rest = args
+    x, indices = args
     if type(x) is LazyTensor and any(_is_mask(i) for i in indices):
         found: list[Any] = []
         for item in indices:
@@ -40,7 +40,7 @@ def index(args: Any, kwargs: Any) -> Any:
                 found += _where(item)
             else:
                 return _record(args, kwargs)
-        return _record((x, found, *rest), kwargs)
+        return aten.index.Tensor(x, found)  # C++ records it
     return _record(args, kwargs)
 
 
