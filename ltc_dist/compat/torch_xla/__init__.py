@@ -15,12 +15,17 @@ from ltc_core import step
 from ltc_core.api.eager import eager_mode, is_eager_mode
 from ltc_core.api.verbs import DeviceLike
 from ltc_core.debug.report import compiling
+from ltc_dist import multiprocessing as xmp
 from ltc_dist.compat.different_graphs import DifferentGraphs, recorded_ops
 from ltc_dist.compat.torch_xla import _XLAC
+from ltc_dist.compat.torch_xla import runtime as xr
+from ltc_dist.compat.torch_xla.core import xla_env_vars as xenv
 from ltc_dist.compat.torch_xla.core import xla_model
+from ltc_dist.compat.torch_xla.core import xla_model as xm
 from ltc_dist.compat.torch_xla.distributed import (
     xla_backend,  # noqa: F401 - torch_xla registers it at its import, too
 )
+from ltc_dist.compat.torch_xla.utils import utils as xu
 from ltc_dist.compat.torch_xla.version import __version__
 
 __all__ = [
@@ -36,6 +41,11 @@ __all__ = [
     "set_custom_compile_options",
     "step",
     "sync",
+    "xenv",
+    "xm",
+    "xmp",
+    "xr",
+    "xu",
 ]
 
 # torch_xla replaces torch.nn.GRU by its own and keeps PyTorch's here. Nothing is replaced here, so it is both.
