@@ -1,8 +1,9 @@
-"""Export of a model's forward pass as StableHLO, for other programs and for a later run without the model's code.
+"""StableHLO: of a model's forward pass, for other programs and a later run without its code, and of what is recorded.
 
 `stablehlo` traces the forward pass and returns a `StableHLOProgram`: a function of the weights, then of the call's
 tensors. A saved one is a directory of StableHLO as text and as portable bytecode, the weights as safetensors, and a
-signature. JAX writes and runs StableHLO (`executors.jax.stablehlo`), whatever LTC_EXECUTOR is.
+signature. `pending` shows the programs of a recorded graph. JAX writes and runs StableHLO (`executors.jax.stablehlo`),
+whatever LTC_EXECUTOR is.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ltc_core.api import verbs
 from ltc_core.api.verbs import to_cpu
 from ltc_core.errors import DataFormatError, ExportError, UnsupportedOpError, first_line, listed
 from ltc_core.executors.jax import library as jax_library
 
-__all__ = ["StableHLOProgram", "load", "stablehlo"]
+__all__ = ["PendingPrograms", "StableHLOProgram", "is_possible", "load", "pending", "stablehlo"]
 
 Tensor = torch.Tensor
 _FORMAT = 1
@@ -240,6 +242,54 @@ def stablehlo(
     return StableHLOProgram(bytecode, weights, inputs, outputs, arguments, found[0])
 
 
+class PendingPrograms:
+    """What tensors are computed by, as programs of XLA; `pending` makes it. One, if no op has to run on the host."""
+
+    def __init__(self, programs: Sequence[Any]) -> None:
+        self._programs = programs
+
+    def text(self) -> str:
+        """StableHLO as text: a module for each program."""
+        return "\n".join(program.text() for program in self._programs)
+
+    def hlo(self) -> str:
+        """HLO as text, before XLA optimises it."""
+        return "\n".join(program.hlo() for program in self._programs)
+
+    def bytecode(self) -> bytes:
+        """StableHLO's portable bytecode.
+
+        Raises:
+            UnsupportedOpError: there is not one program: nothing is recorded, or an op runs on the host.
+        """
+        if len(self._programs) != 1:
+            raise UnsupportedOpError(
+                "the tensors are not computed by one program",
+                got=f"{len(self._programs)} programs",
+                next="ask for the bytecode before the tensors are read, and without collectives and ops of the host",
+            )
+        return self._programs[0].bytecode()  # type: ignore[no-any-return]
+
+
+def pending(
+    tensors: Sequence[Tensor] | None = None, device: verbs.DeviceLike = None
+) -> PendingPrograms:
+    """The programs of what is recorded and has not run. Nothing is compiled or run.
+
+    Numbers that ops were given are constants. The inputs are tensors that have their values, and keys of random draws.
+
+    Args:
+        tensors: whose computation is shown. None: all that is recorded on the device and still held.
+        device: by default the current one.
+
+    Raises:
+        DeviceError: JAX is not installed.
+    Source: `torch_xla.core.xla_model.get_stablehlo`.
+    """
+    backend = _jax()
+    return PendingPrograms(backend.programs(*verbs.pending(tensors, device)))
+
+
 def load(directory: str | os.PathLike[str]) -> StableHLOProgram:
     """Read a saved program.
 
@@ -267,6 +317,11 @@ def load(directory: str | os.PathLike[str]) -> StableHLOProgram:
             got=f"{type(error).__name__}: {first_line(error)}",
             next="export it again, with ltc_core.export.stablehlo(model, args).save(directory)",
         ) from error
+
+
+def is_possible() -> bool:
+    """Whether JAX is installed."""
+    return jax_library.is_installed()
 
 
 def _words(structure: _Structure, tensors: Sequence[Signature]) -> str:

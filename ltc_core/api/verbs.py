@@ -323,12 +323,26 @@ def dump_ir(tensors: Sequence[torch.Tensor], fmt: str = "text", device: DeviceLi
 
 def pending_graph(tensors: Sequence[torch.Tensor], device: DeviceLike = None) -> Graph:
     """The graph that tensors come from; those with a value are no outputs of it. Nothing is run."""
-    lazy = [t for t in _listed(tensors) if type(t) is LazyTensor]
+    return pending(tensors, device)[0]
+
+
+def pending(
+    tensors: Sequence[torch.Tensor] | None, device: DeviceLike = None
+) -> tuple[Graph, list[Any]]:
+    """The graph that tensors come from, and the numbers that its ops were given. Nothing is run.
+
+    Args:
+        tensors: those with a value are no outputs of the graph. None: all that are alive on the device.
+    """
+    lazy = [t for t in _listed(() if tensors is None else tensors) if type(t) is LazyTensor]
     trace = lazy[0]._h.trace if lazy else context(_index(device)).trace
     with trace.lock:
         make_operands(lazy, None)
         outputs = [t._h.value.index for t in lazy if t._h.value.epoch == trace.epoch]
+        if tensors is None:
+            outputs = trace.alive
         path = trace.path(trace.cursor)
         metas = {index: meta for s in path for index, meta in s.inputs}
         nodes = prune([s.node for s in path if s.node is not None], outputs)
-    return Graph(nodes, metas, tuple(outputs))
+        scalars, sized = list(trace.scalars), trace.sizes()
+    return Graph(nodes, metas, tuple(outputs)).sized(sized), scalars

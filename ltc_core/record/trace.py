@@ -284,14 +284,23 @@ class Trace:
 
     # -- the cut -------------------------------------------------------------------------------
 
+    @property
+    def alive(self) -> list[int]:
+        """Numbers of the results that somebody holds."""
+        return [index for index, _ in _alive(self.values)]
+
     def cut(self) -> Cut:
         """End the trace and start the next one at the root of the trie."""
         alive, inputs = _alive(self.values), _held(self.inputs)
-        if self.cursor.dynamic is not None:
-            self.sized.update({index: meta for index, _, _, meta in self.inputs})
-        cut = Cut(self.cursor, inputs, self.scalars, alive, self.sized)
+        cut = Cut(self.cursor, inputs, self.scalars, alive, self.sizes())
         self._restart()
         return cut
+
+    def sizes(self) -> dict[int, TensorMeta]:
+        """Metas of this run where the nodes may have those of another one: number -> meta."""
+        if self.cursor.dynamic is None:
+            return self.sized
+        return self.sized | {index: meta for index, _, _, meta in self.inputs}
 
     def forget(self) -> None:
         """Drop the trie and the programs that its steps cache; the running trace must be empty.

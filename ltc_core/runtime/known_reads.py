@@ -80,7 +80,10 @@ class KnownReads:
 
     def let_run(self, compiled: CompiledGraph) -> None:
         """A read has cut, and C++ has run the program: it may do so again, unless a step is to run early after it."""
-        if self._native is None or compiled.runs < _LEARNT:
+        if self._native is None:
+            return
+        self.count()
+        if compiled.runs < _LEARNT:
             return
         follower = compiled.habit.follower
         if follower is None or not self._early.may_gain(follower):
@@ -113,7 +116,7 @@ class KnownReads:
         told = self._native.pause()
         if told is None:
             return
-        _, num_cuts, last_ns, last, unfinished = told
+        num_cuts, last_ns, last, unfinished = told
         self._reads.skip(last_ns)
         if last is not None:
             self._streaming.forget_step()

@@ -207,7 +207,7 @@ class Checkpointer:
                 objects = {name: held.state_dict() for name, held in self._shared.items()}
                 tree: dict[str, Any] = {"objects": objects, "values": values}
                 if settings.spmd:  # each process has a part of a tensor
-                    divider = Divider()
+                    divider = Divider(writes_rest=self._here.rank == 0)
                     tree = {**divider.rest_of(tree), "divided": divider.tensors}
                     parts = divider.parts
                 if self._here.rank == 0:

@@ -24,14 +24,18 @@ _NOTE = "__divided_tensor__"
 
 
 class Divider:
-    """Takes the divided tensors out of trees; the rest comes to the CPU.
+    """Takes the divided tensors out of trees; the rest comes to the CPU of the process that writes it.
+
+    Args:
+        writes_rest: whether this process does. Another one gets None for each tensor that is not divided.
 
     Attributes:
         tensors: what rank 0 writes of each tensor that was taken out: its shape, and an empty tensor of its kind.
         parts: what this process writes of them: number of the tensor, offsets in it, values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, writes_rest: bool) -> None:
+        self._writes_rest = writes_rest
         self.tensors: list[dict[str, Any]] = []
         self.parts: list[dict[str, Any]] = []
         self._copies = CpuCopies()
@@ -51,7 +55,7 @@ class Divider:
         if key not in self._found:
             own = parts_of(tensor)
             if any(part.sizes == tuple(tensor.shape) for part in own):  # each process has all of it
-                return self._copies(tensor)
+                return self._copies(tensor) if self._writes_rest else None
             self._found[key] = tensor, self._note(tensor, own)
         return {_NOTE: self._found[key][1]}
 

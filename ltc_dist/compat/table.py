@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ABSENT", "PALLAS", "SERVED", "STABLEHLO", "Served"]
+__all__ = ["ABSENT", "PALLAS", "SERVED", "Served"]
 
 # Old package -> its folder.
 _FOLDERS = {
@@ -117,10 +117,6 @@ _XRT = "there are no XRT workers; start the script with ltc-launch --nnodes N on
 _BUILDER = (
     "computations of this package are not built by hand; write the op with PyTorch's own, or with "
     "torch_xla.core.xla_builder"
-)
-STABLEHLO = (
-    "a graph of pending tensors is not written as StableHLO; torch_xla.stablehlo writes a model, and "
-    "LTC_SAVE_TENSORS_FMT=hlo with LTC_EXECUTOR=jax each program that runs"
 )
 
 _TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo writes a model as StableHLO"

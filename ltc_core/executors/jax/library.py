@@ -68,13 +68,17 @@ def _jax() -> Any:
     return jax
 
 
+def is_installed() -> bool:
+    return importlib.util.find_spec("jax") is not None
+
+
 def require(what: str, instead: str = "") -> None:
     """Check that JAX is installed.
 
     Raises:
         DeviceError: it is not; `what` needs it, `instead` is what else the user can do.
     """
-    if importlib.util.find_spec("jax") is None:
+    if not is_installed():
         raise DeviceError(
             f"{what} needs the package jax",
             got="no such package in this environment",

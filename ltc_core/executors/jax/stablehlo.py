@@ -1,7 +1,7 @@
 """StableHLO of a function of PyTorch: traced as an FX graph of core ops, and lowered by the rules of this executor.
 
-`portable` returns the portable bytecode, which other programs read. `Compiled` runs such bytecode. Used by
-`ltc_core.export`.
+`portable` returns the portable bytecode, which other programs read. `Compiled` runs such bytecode. `programs` are
+those of a recorded graph. Used by `ltc_core.export`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from jax import export
 from jaxlib import xla_client
@@ -20,13 +21,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ltc_core.executors.jax.arrays import as_array, as_tensor
 from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
-from ltc_core.executors.jax.lowering import LOWERING, run_graph
+from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
 from ltc_core.executors.jax.table import dtype_of
+from ltc_core.graph import collective
+from ltc_core.graph.ir import Graph
+from ltc_core.program.backend import Backend, divide
 from ltc_core.program.lowering.decompositions import FOR_XLA
 from ltc_core.program.lowering.functional import trace
-from ltc_core.program.scalar_inputs import WHOLE_RULES
+from ltc_core.program.lowering.retrace import Refused
+from ltc_core.program.passes.random_keys import NEXT_KEY, with_keys
+from ltc_core.program.scalar_inputs import WHOLE_RULES, kinds, vector_metas
+from ltc_core.program.subgraph import Subgraph
 
-__all__ = ["Compiled", "portable", "text_of"]
+__all__ = ["Compiled", "Program", "portable", "programs", "text_of"]
 
 Tensor = torch.Tensor
 
@@ -68,6 +75,72 @@ def _decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
 
 def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: rule(*args, **kwargs)[0]
+
+
+class _OnDevice(Backend):
+    """What this executor compiles, on any device: all but collectives, keys of draws, and ops without a rule."""
+
+    passes = (lambda graph: with_keys(graph, LOWERING.refused_ops),)
+
+    def refuses(self, graph: Graph, scalars: Sequence[Any]) -> dict[int, str]:
+        metas = graph.metas()
+        return {
+            at: "it runs on the host"
+            for at, node in enumerate(graph.nodes)
+            if node.op is NEXT_KEY or node.op in collective.OPS or LOWERING.refuses(node, metas)
+        }
+
+
+class Program:
+    """One program of a recorded graph. Its inputs are tensors; the numbers that ops were given are constants."""
+
+    def __init__(self, subgraph: Subgraph, scalars: Sequence[Any]) -> None:
+        run = function_of(subgraph, ())
+        types = subgraph.scalar_types
+        own = [(scalars[i], of) for i, of in zip(subgraph.scalars, types, strict=True)]
+        vectors = [
+            np.array([number for number, of in own if of is kind], dtype_of(meta.dtype))
+            for kind, meta in zip(kinds(types), vector_metas(types), strict=True)
+        ]
+
+        def graph(*inputs: Any) -> list[Any]:
+            return run(*inputs, *vectors)
+
+        with wide_types():
+            self._given = [
+                jax.ShapeDtypeStruct(tuple(meta.size), dtype_of(meta.dtype))
+                for meta in subgraph.graph.inputs.values()
+            ]
+            self._function = jax.jit(graph, keep_unused=True)
+            self._lowered = self._function.lower(*self._given)
+
+    def text(self) -> str:
+        return str(self._lowered.as_text())
+
+    def hlo(self) -> str:
+        return str(self._lowered.as_text(dialect="hlo"))
+
+    def bytecode(self) -> bytes:
+        """Portable bytecode."""
+        with wide_types():
+            platform = any_device().platform
+            found = export.export(self._function, platforms=[platform])(*self._given)
+        return bytes(found.mlir_module_serialized)
+
+
+def programs(graph: Graph, scalars: Sequence[Any]) -> list[Program]:
+    """The programs of a graph, in the order in which they would run. Nothing is compiled.
+
+    Args:
+        scalars: the numbers that its ops were given.
+    """
+    backend = _OnDevice()
+    while True:
+        _, subgraphs = divide(graph, backend, scalars, frozenset())
+        try:
+            return [Program(each, scalars) for each in subgraphs if each.compiled]
+        except Refused:  # its ops are known now, and run on the host
+            continue
 
 
 def text_of(bytecode: bytes) -> str:

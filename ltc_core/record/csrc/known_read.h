@@ -72,12 +72,15 @@ class KnownRead {
     if (found) {
       ++reads.num_reads;
       ++reads.num_uncounted;
+      reads.num_bytes += found->second;
       reads.last_ns = now_ns();
     }
-    return found;
+    return found ? std::optional(found->first) : std::nullopt;
   }
 
  private:
+  using Number = std::pair<c10::Scalar, Py_ssize_t>; // and its bytes
+
   KnownReads& reads;
   PyObject *const trace, *const cell;
 
@@ -113,6 +116,7 @@ class KnownRead {
     const Object made(cut.make(program.get()));
     if (!made)
       return false;
+    reads.last_ns = now_ns();
     if (!cut.is_whole) {
       Py_XSETREF(reads.unfinished, PyTuple_Pack(2, compiled.get(), made.get()));
       return false;
@@ -121,7 +125,7 @@ class KnownRead {
       return false;
     --known.left;
     ++known.num_runs;
-    known.elapsed_ns += now_ns() - started_ns;
+    known.elapsed_ns += reads.last_ns - started_ns;
     ++reads.num_cuts;
     Py_XSETREF(reads.last, Py_NewRef(compiled.get()));
     return true;
@@ -136,24 +140,23 @@ class KnownRead {
     return !index || PyDict_GetItem(probes, index.get()) != Py_None;
   }
 
-  std::optional<c10::Scalar> number_in(PyObject* buffer) {
+  static std::optional<Number> number_in(PyObject* buffer) {
     PyObject* data = buffer_data.of(buffer);
     if (!data || !THPVariable_Check(data))
       return std::nullopt;
     const at::Tensor& tensor = THPVariable_Unpack(data);
     if (!tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.numel() != 1 || tensor.is_conj() || tensor.is_neg())
       return std::nullopt;
-    reads.num_bytes += static_cast<Py_ssize_t>(tensor.element_size());
     const void* memory = tensor.const_data_ptr();
     switch (tensor.scalar_type()) {
       case at::kFloat:
-        return c10::Scalar(static_cast<double>(*static_cast<const float*>(memory)));
+        return Number(static_cast<double>(*static_cast<const float*>(memory)), sizeof(float));
       case at::kDouble:
-        return c10::Scalar(*static_cast<const double*>(memory));
+        return Number(*static_cast<const double*>(memory), sizeof(double));
       case at::kLong:
-        return c10::Scalar(*static_cast<const int64_t*>(memory));
+        return Number(*static_cast<const int64_t*>(memory), sizeof(int64_t));
       case at::kBool:
-        return c10::Scalar(*static_cast<const bool*>(memory));
+        return Number(*static_cast<const bool*>(memory), sizeof(bool));
       default:
         return std::nullopt;
     }
@@ -212,8 +215,8 @@ inline PyObject* let_reads_run(PyObject* self, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// reads.pause(): (reads since the last call, cuts among them, when the last one ended, its program, what is unfinished).
-// None if there were none.
+// reads.pause(): (cuts since the last call, when the last read ended, the program of the last cut, what is unfinished).
+// None if there were no reads.
 inline PyObject* pause_reads(PyObject* self, PyObject*) {
   auto* reads = reinterpret_cast<KnownReads*>(self);
   reads->thread = 0;
@@ -222,7 +225,7 @@ inline PyObject* pause_reads(PyObject* self, PyObject*) {
   const Object last(reads->last ? std::exchange(reads->last, nullptr) : Py_NewRef(Py_None));
   const Object unfinished(reads->unfinished ? std::exchange(reads->unfinished, nullptr) : Py_NewRef(Py_None));
   PyObject* told =
-      Py_BuildValue("(nnLOO)", reads->num_reads, reads->num_cuts, reads->last_ns, last.get(), unfinished.get());
+      Py_BuildValue("(nLOO)", reads->num_cuts, reads->last_ns, last.get(), unfinished.get());
   reads->num_reads = reads->num_cuts = 0;
   return told;
 }

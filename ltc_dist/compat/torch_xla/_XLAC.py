@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 import ltc_core as ltc
-from ltc_core import metrics, source
+from ltc_core import export, metrics, source
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError, with_notes
 from ltc_core.runtime import execution_gate
@@ -237,8 +237,10 @@ def _xla_user_computation(
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """The same as `_get_xla_tensors_text`: there is no HLO, but shapes and dtypes have XLA's names."""
-    return _get_xla_tensors_text(tensors)
+    """HLO of the pending tensors where JAX is installed; else what `_get_xla_tensors_text` returns."""
+    if not tensors or not export.is_possible():
+        return _get_xla_tensors_text(tensors)
+    return export.pending(tensors).hlo() or _get_xla_tensors_text(tensors)
 
 
 def _xla_get_replication_devices_count() -> int:

@@ -70,8 +70,16 @@ def test_a_tensor_that_is_not_described_is_told(listed: list[dict[str, Any]]) ->
 
 def test_what_each_process_has_stays_whole() -> None:
     weight = torch.ones(3, device="ltc") * 2
-    divider = Divider()
+    divider = Divider(writes_rest=True)
     tree = divider.rest_of({"a": weight, "b": weight, "c": torch.zeros(1), "d": "text"})
     assert tree["a"].device.type == "cpu" and tree["a"].tolist() == [2.0, 2.0, 2.0]
     assert tree["a"].data_ptr() == tree["b"].data_ptr() and tree["d"] == "text"
+    assert divider.tensors == [] and divider.parts == []
+
+
+def test_who_writes_no_whole_tensors_copies_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(3, device="ltc") * 2
+    divider = Divider(writes_rest=False)
+    monkeypatch.setattr(divider, "_copies", None)
+    assert divider.rest_of({"a": weight, "d": "text"}) == {"a": None, "d": "text"}
     assert divider.tensors == [] and divider.parts == []

@@ -139,7 +139,16 @@ class Convolution:
         return lax.pad(x, jnp.zeros((), x.dtype), pads)
 
     def _weight_gradient(self, grad: Array, x: Array, weight: Array) -> Array:
-        """As one product of matrices for each place in the window: XLA would compute it in loops on a CPU."""
+        if self.groups == 1 and self.dims < 3:
+            (found,) = jax.linear_transpose(lambda weight: self(x, weight), weight)(grad)
+            return found
+        return self._weight_gradient_by_places(grad, x, weight)
+
+    def _weight_gradient_by_places(self, grad: Array, x: Array, weight: Array) -> Array:
+        """As a product of matrices for each place in the window.
+
+        Of groups, and in three dims, XLA would compute the convolution in loops on a CPU, 2 to 40 times slower.
+        """
         padded = jnp.moveaxis(self._padded(x), 1, -1)
         count = self.groups
         grads = jnp.moveaxis(grad, 1, -1).reshape(-1, count, grad.shape[1] // count)

@@ -15,7 +15,14 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist as ltd
-from ltc_core import add_step_closure, fork_rng, get_memory_info, unlazy, wait_device_ops
+from ltc_core import (
+    add_step_closure,
+    export,
+    fork_rng,
+    get_memory_info,
+    unlazy,
+    wait_device_ops,
+)
 from ltc_core.api.closures import run_step_closures
 from ltc_core.api.verbs import DeviceLike
 from ltc_core.record import random_state
@@ -48,7 +55,6 @@ from ltc_dist.collectives.ops import (
 from ltc_dist.collectives.process_group import Groups
 from ltc_dist.compat import scopes
 from ltc_dist.compat.absent import Absent
-from ltc_dist.compat.table import STABLEHLO
 from ltc_dist.compat.torch_xla.runtime import xla_device
 from ltc_dist.compat.torch_xla.utils.utils import for_each_instance, for_each_instance_rewrite
 from ltc_dist.data.batch import map_movable
@@ -120,8 +126,6 @@ _run_step_closures = run_step_closures
 
 _CHANNELS = "there are no channels between devices; use xm.collective_permute, or torch.distributed's send and recv"
 
-get_stablehlo = Absent("xm.get_stablehlo", STABLEHLO)
-get_stablehlo_bytecode = Absent("xm.get_stablehlo_bytecode", STABLEHLO)
 recv, send = Absent("xm.recv", _CHANNELS), Absent("xm.send", _CHANNELS)
 
 
@@ -137,6 +141,16 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
     ltc.mark_step(wait, device=device)
     if reset_scope:
         scopes.check_none_is_open()
+
+
+def get_stablehlo(tensors: Sequence[torch.Tensor] | None = None) -> str:
+    """StableHLO of the pending tensors, of all of the device if none are given; see `ltc_core.export.pending`."""
+    return export.pending(tensors).text()
+
+
+def get_stablehlo_bytecode(tensors: Sequence[torch.Tensor] | None = None) -> bytes:
+    """StableHLO of the pending tensors as portable bytecode; see `get_stablehlo`."""
+    return export.pending(tensors).bytecode()
 
 
 # -- devices -------------------------------------------------------------------------------------

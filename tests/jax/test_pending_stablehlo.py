@@ -1,0 +1,89 @@
+"""What is recorded, as StableHLO: it computes what the device would, and nothing runs meanwhile."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ltc_core as ltc
+from ltc_core import export, metrics
+from ltc_core.errors import UnsupportedOpError
+from ltc_core.executors.jax.stablehlo import Compiled
+
+DEVICE = ltc.lazy_device()
+
+
+def ready(*shape: int) -> Tensor:
+    """A tensor that has its values."""
+    return torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).to(DEVICE)
+
+
+def computed(programs: export.PendingPrograms, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return Compiled(programs.bytecode(), [])([t.cpu() for t in inputs])
+
+
+def test_it_computes_what_the_device_does() -> None:
+    x, w = ready(4, 3), ready(3, 2)
+    y = F.gelu(x @ w * 2.5 + 1).softmax(-1)
+    z = y.sum(0) - 0.5
+    before = metrics.counter_value("ExecuteComputation")
+    programs = export.pending([y, z])
+    assert metrics.counter_value("ExecuteComputation") == before
+    assert "stablehlo.dot_general" in programs.text()
+    assert programs.hlo().startswith("HloModule") and " dot(" in programs.hlo()
+    for found, expected in zip(computed(programs, [x, w]), [y, z], strict=True):
+        torch.testing.assert_close(found, expected.cpu())
+
+
+def test_a_training_step() -> None:
+    x, w = ready(5, 3), ready(3, 2).requires_grad_()
+    loss = F.cross_entropy(x @ w, torch.tensor([0, 1, 0, 1, 1]).to(DEVICE))
+    loss.backward()
+    assert w.grad is not None
+    optimizer = torch.optim.SGD([w], lr=0.5)
+    optimizer.step()
+    text = export.pending([w, loss]).text()
+    assert text.count("stablehlo.dot_general") >= 2 and "0.5" in text or "5.000000e-01" in text
+
+
+def test_all_that_is_alive() -> None:
+    ltc.mark_step()
+    x = ready(3)
+    kept = x * 3
+    dropped = x.exp()
+    del dropped
+    also_kept = kept.sin()
+    programs = export.pending()
+    assert "stablehlo.exponential" not in programs.text() and "stablehlo.sine" in programs.text()
+    results = computed(programs, [x])
+    torch.testing.assert_close(results, [kept.cpu(), also_kept.cpu()])
+
+
+def test_keys_of_draws_are_inputs() -> None:
+    x = ready(8)
+    text = export.pending([F.dropout(x, 0.5)]).text()
+    assert "tensor<8xf32>" in text and "tensor<2xi32>" in text.partition("->")[0]
+
+
+def test_an_op_of_the_host_divides_it() -> None:
+    x = ready(3, 3)
+    y = torch.linalg.eigvals(x * 2).real + 1
+    programs = export.pending([y])
+    assert programs.text().count("module @") == 2
+    with pytest.raises(UnsupportedOpError, match="not computed by one program"):
+        programs.bytecode()
+
+
+def test_tensors_with_values_are_computed_by_nothing() -> None:
+    assert export.pending([ready(2)]).text() == "" == export.pending([ready(2)]).hlo()
+
+
+def test_a_dynamic_graph_is_shown_as_it_was_recorded() -> None:
+    for n in (3, 4, 5, 6):
+        x = ready(n, 2)
+        y = (x + 1).sum()
+        programs = export.pending([y])
+        assert f"tensor<{n}x2xf32>" in programs.text()
+        torch.testing.assert_close(computed(programs, [x])[0], y.cpu())
