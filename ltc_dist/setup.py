@@ -39,6 +39,7 @@ def set_up() -> None:
     host_collectives.before_leaving(checkpointer.close_all)
     c10d.begin = c10d_lines.begin  # its collectives are compared with those of the other processes
     companions.find = companions_of_job.find  # devices of one job can be joined
+    libraries.serve_torch()
     if settings.compat:
         importlib.import_module("ltc_dist.compat")
     elif settings.autoload:

@@ -70,6 +70,7 @@ def renew_lock() -> None:
 
 _hooks: DeviceHooks
 _indices: DeviceIndices
+_is_set = False  # whether `set_device` was called
 
 
 # ---- devices -------------------------------------------------------------------------------------
@@ -81,8 +82,11 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the device is ready: from the import on."""
-    return True
+    """Whether it is settled which device this process uses: it has one only, or one was set.
+
+    Where it is not, a DeviceMesh of PyTorch sets the one of LOCAL_RANK, as for a GPU.
+    """
+    return _is_set or current_device() != 0 or device_count() == 1
 
 
 def init() -> None:
@@ -130,8 +134,10 @@ def current_device() -> int:
 
 def set_device(device: DeviceLike) -> None:
     """Make `device` the calling thread's device; a negative index changes nothing."""
+    global _is_set
     if not isinstance(device, int) or device >= 0:
         _indices.exchange_device(_get_device_index(device))
+        _is_set = True
 
 
 def _get_device_index(device: DeviceLike, optional: bool = True, allow_cpu: bool = False) -> int:

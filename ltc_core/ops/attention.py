@@ -8,6 +8,7 @@ all dtypes, "memory efficient attention". The op has a gradient, is recorded as 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -73,6 +74,12 @@ def _efficient(
     )[0]
 
 
+def _is_divided(query: Tensor) -> bool:
+    """Whether it is a DTensor, which divides the kernel with a mask only as the ops that it stands for."""
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(query, package.DTensor)
+
+
 def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """The mask as what is added to the products."""
     if mask is None or mask.dtype is not torch.bool:
@@ -105,7 +112,7 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, gq
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         and _fits_one_op(q, k, v, p, gqa)
         and q.shape[3] == v.shape[3]
-        and (mask is None or _fits_mask(q, k, mask))
+        and (mask is None or (_fits_mask(q, k, mask) and not _is_divided(q)))
     )
 
 

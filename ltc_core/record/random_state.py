@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 
     from ltc_core.record.trace import Trace
 
-__all__ = ["Stream", "Streams", "draw_on_cpu", "generator", "state_meta", "state_value", "stream"]
+__all__ = [
+    "Stream",
+    "Streams",
+    "draw_on_cpu",
+    "generator",
+    "state_meta",
+    "state_value",
+    "stream",
+    "stream_of",
+]
 
 _PHILOX_STATE = struct.Struct(
     "<Qq"
@@ -224,6 +233,12 @@ def install(
 
 
 _generator_id: Callable[[torch.Generator], int] | None = None
+
+
+def stream_of(given: torch.Generator) -> Stream:
+    """The stream of a generator of the device."""
+    assert streams is not None and _generator_id is not None
+    return streams.of(_generator_id(given))
 
 
 def stream(trace: Trace, given: torch.Generator | None) -> Cell:

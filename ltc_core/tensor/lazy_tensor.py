@@ -132,6 +132,8 @@ class LazyTensor(torch.Tensor):
         handler = HANDLERS.get(func)
         if handler is None:
             handler = HANDLERS[func] = _handler_of(func)
+        if len(types) > 1 and not all(issubclass(kind, LazyTensor) for kind in types):
+            return NotImplemented  # another class has lazy tensors within, as DTensor's pending collectives
         try:
             return handler(args, kwargs)
         except errors.LtcError as error:

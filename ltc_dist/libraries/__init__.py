@@ -15,9 +15,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ltc_dist.libraries import accelerate, ignite, lightning
+from ltc_dist.libraries import accelerate, dtensor, ignite, lightning
 
-__all__ = ["serve_compat", "use_device"]
+__all__ = ["serve_compat", "serve_torch", "use_device"]
 
 Changes = dict[str, Callable[[Any], None]]  # module of a library -> what changes it
 
@@ -31,6 +31,11 @@ def use_device() -> None:
     Cost: none until one of the libraries is imported.
     """
     _install(_CHANGES)
+
+
+def serve_torch() -> None:
+    """Correct what PyTorch's own packages take for granted of a device. Cost: none until one of them is imported."""
+    _install(_CHANGES_OF_TORCH)
 
 
 def serve_compat() -> None:
@@ -85,5 +90,9 @@ _CHANGES: Changes = {
     "lightning_fabric.connector": lightning.change_fabric,
     "ignite.distributed.comp_models.base": ignite.change_single,
     "ignite.distributed.comp_models.native": ignite.change_job,
+}
+_CHANGES_OF_TORCH: Changes = {
+    "torch.distributed.tensor": dtensor.change_package,
+    "torch.distributed.tensor._random": dtensor.change_random,
 }
 _CHANGES_FOR_COMPAT: Changes = {"accelerate.state": accelerate.change_local_rank}
