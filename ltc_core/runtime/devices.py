@@ -25,7 +25,7 @@ from ltc_core.report import recording
 from ltc_core.runtime import fork_gate
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.launcher import forget_jobs
-from ltc_core.settings import settings
+from ltc_core.settings import rank_in_job, settings
 from ltc_core.tensor.handles import Cell, Handle, base_of, lens_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 from ltc_core.thread_state import in_own_state, num_function_modes
@@ -71,9 +71,19 @@ def checked(index: int) -> int:
             got=f"index {index}, this process has {count}: "
             + errors.listed(f"{name}:{i}" for i in range(count)),
             where=source.user_line(),
-            next="set LTC_NUM_DEVICES before the first import, or use a smaller index",
+            next=_where_devices_are(count),
         )
     return index
+
+
+def _where_devices_are(count: int) -> str:
+    _, num_processes = rank_in_job()
+    if num_processes > 1 and count == 1:
+        return (
+            f"each process of this job has a device of its own, torch.device({settings.device_name!r}); a script that "
+            f"takes the device of its rank out of all wants LTC_NUM_DEVICES={num_processes}"
+        )
+    return "set LTC_NUM_DEVICES before the first import, or use a smaller index"
 
 
 def context(index: int) -> DeviceContext:

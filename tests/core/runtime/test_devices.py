@@ -55,6 +55,15 @@ class TestContexts:
                 devices.checked(index)
         assert devices.checked(count - 1) == count - 1
 
+    def test_the_device_of_another_rank_is_not_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        count = len(ltc.get_lazy_supported_devices())
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        monkeypatch.setenv("RANK", "3")
+        with pytest.raises(RuntimeError) as raised:
+            devices.checked(3)
+        asked = "wants LTC_NUM_DEVICES=4" if count == 1 else "set LTC_NUM_DEVICES before"
+        assert asked in " ".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+
 
 class TestCut:
     def test_nothing_recorded_is_no_cut(self, context: DeviceContext) -> None:
