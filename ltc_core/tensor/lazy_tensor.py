@@ -99,6 +99,7 @@ def _asking_module() -> str:
     return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
+_DISTRIBUTED = "torch.distributed."
 _apply_code = torch.nn.Module._apply.__code__
 
 
@@ -132,8 +133,8 @@ class LazyTensor(torch.Tensor):
         handler = HANDLERS.get(func)
         if handler is None:
             handler = HANDLERS[func] = _handler_of(func)
-        if len(types) > 1 and not all(issubclass(kind, LazyTensor) for kind in types):
-            return NotImplemented  # another class has lazy tensors within, as DTensor's pending collectives
+        if len(types) > 1 and any(kind.__module__.startswith(_DISTRIBUTED) for kind in types):
+            return NotImplemented  # DTensor and its pending collectives have lazy tensors within
         try:
             return handler(args, kwargs)
         except errors.LtcError as error:
