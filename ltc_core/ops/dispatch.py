@@ -24,11 +24,13 @@ from ltc_core.record.fast_path import add_op, enable
 from ltc_core.record.make_node import OutResized
 from ltc_core.record.recorder import recorder
 from ltc_core.record.signature import NotRecordable, find_trace
+from ltc_core.record.trace import Trace
 from ltc_core.runtime.devices import contexts, upload
 from ltc_core.settings import settings
 from ltc_core.shapes.shape_inference import Unknown
 from ltc_core.tensor.handles import base_of
 from ltc_core.tensor.lazy_tensor import HANDLERS, LazyTensor
+from ltc_core.uninterrupted import uninterrupted
 
 __all__ = ["handler_of"]
 
@@ -112,17 +114,21 @@ def _checked(schema: OpSchema, handler: Handler) -> Handler:
             return handler(args, kwargs)
         finally:
             with contextlib.suppress(NotRecordable):  # no operand is a lazy tensor
-                trace = find_trace(args, kwargs)
-                with trace.lock:
-                    if not trace.count == len(trace.values) == trace.cursor.end:
-                        raise errors.GraphError(
-                            f"the trace is not that of its last step after {schema.op}",
-                            got=f"{trace.count} values, {len(trace.values)} of them known; {trace.cursor.end} expected",
-                            where=source.user_line(),
-                            next="report this, with the program that recorded it",
-                        )
+                _check(find_trace(args, kwargs), schema)
 
     return handle
+
+
+@uninterrupted  # a signal handler may cut between two of the counts
+def _check(trace: Trace, schema: OpSchema) -> None:
+    with trace.lock:
+        if not trace.count == len(trace.values) == trace.cursor.end:
+            raise errors.GraphError(
+                f"the trace is not that of its last step after {schema.op}",
+                got=f"{trace.count} values, {len(trace.values)} of them known; {trace.cursor.end} expected",
+                where=source.user_line(),
+                next="report this, with the program that recorded it",
+            )
 
 
 def _run_at_once(handler: Handler) -> Handler:
