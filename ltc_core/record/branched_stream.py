@@ -14,15 +14,12 @@ from typing import Any
 import torch
 
 from ltc_core.graph.op_schema import OpSchema
-from ltc_core.record.random_state import CpuStream, Stream, draw_on_cpu, generator
+from ltc_core.record.random_state import CpuStream, Stream, draw_on_cpu, generator, mixed
 from ltc_core.record.recorder import recorder
 from ltc_core.tensor.lazy_tensor import wrap
 from ltc_core.thread_state import in_own_state
 
 __all__ = ["branched"]
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 63) - 1
 
 _library: Any = torch.library.Library("ltc_random", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("branch(Tensor(a!) state, int part) -> Tensor")
@@ -39,8 +36,7 @@ def _draw(stream: torch.Generator) -> int:
 
 
 def _seeded(seed: int, part: int) -> torch.Generator:
-    # The generator of a CPU takes the low 32 bits.
-    return generator().manual_seed((seed ^ (part + 1) * _GOLDEN) & _MASK)
+    return generator().manual_seed(mixed(seed, part))
 
 
 _library.impl("branch", _branch, "CPU")

@@ -35,6 +35,7 @@ __all__ = [
     "Streams",
     "draw_on_cpu",
     "generator",
+    "mixed",
     "state_meta",
     "state_value",
     "stream",
@@ -69,9 +70,14 @@ def draw_on_cpu(
         made.set_state(state)
         return call(made), made.get_state()
     seed, offset = _PHILOX_STATE.unpack(bytes(state.tolist()))
-    made.manual_seed((seed ^ (offset + 1) * _GOLDEN) & _MASK)
+    made.manual_seed(mixed(seed, offset))
     after = _PHILOX_STATE.pack(seed, offset + _STEP)
     return call(made), torch.tensor(list(after), dtype=torch.uint8)
+
+
+def mixed(seed: int, number: int) -> int:
+    """A seed of its own for each number; the low 32 bits, which a CPU's generator takes, differ too."""
+    return (seed ^ (number + 1) * _GOLDEN) & _MASK
 
 
 class Stream:
@@ -251,7 +257,7 @@ def stream(trace: Trace, given: torch.Generator | None) -> Cell:
             f"Expected a '{trace.device.type}' device type for generator but found '{given.device.type}'",
             next=f"make it with torch.Generator('{trace.device}')",
         )
-    found = streams.of(_generator_id(given))
+    found = stream_of(given)
     if found.trace is not trace:
         raise DeviceError(
             f"an op on {trace.device} was given a generator on {found.trace.device}",

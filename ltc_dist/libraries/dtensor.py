@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def change_package(module: Any) -> None:
-    """Tell `torch.distributed.tensor` how the attention of a CPU is divided: by batch, or by heads."""
+    """Register shardings for the attention kernel of a CPU: replicated, sharded by batch, sharded by heads."""
     from torch.distributed.tensor.experimental import register_sharding
 
     ways = (module.Replicate(), module.Shard(0), module.Shard(1))
@@ -62,7 +62,7 @@ def change_random(module: Any) -> None:
 
 
 def _share_state(logger: Any) -> None:
-    """Give all processes rank 0's stream, and say so where theirs was another, as PyTorch does."""
+    """Broadcast the random state of rank 0. A rank whose state was another one logs a warning, as PyTorch's does."""
     own = ltc.get_rng_state().cpu()
     shared = own.clone()
     dist.broadcast(shared, 0)
