@@ -75,7 +75,7 @@ def _runs(rank: Rank) -> dict[str, list[tuple[str, float]]]:
                     waited += waits[at].end - waits[at].start
                 at += 1
             if one.name == "run early":
-                begun[graph] += one.took
+                begun[graph] += one.args.get("computed_us", 0)
             else:
                 took = one.took - waited + begun.pop(graph, 0.0)
                 found[graph].append((one.args.get("tier", ""), took))

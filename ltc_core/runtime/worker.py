@@ -1,7 +1,7 @@
 """The worker of one device: a thread that runs jobs in the order they were handed over.
 
-`Job.wait` blocks until a job is done. The thread starts with the first job; after a fork the child starts its
-own. Nothing here knows what a job does.
+`Job.wait` blocks until a job is done. A job may go on until the worker is needed: `Job.let_end` tells it so. The thread
+starts with the first job; after a fork the child starts its own. Nothing here knows what a job does.
 
 Where the main thread waits, a signal handler may run that waits too. So it waits in C, for a lock or a queue, and holds
 nothing meanwhile; an event or a semaphore of `threading` holds a lock of its own, which the handler would wait for.
@@ -86,6 +86,9 @@ class Job:
             self._is_done = True
             self._done.release()
 
+    def let_end(self) -> None:
+        """Somebody is going to wait for the worker, or has more for it to do: end, if the job can."""
+
     def drop(self) -> None:
         """Fail the waiting jobs in a forked child, where the worker's thread is gone."""
         drop, self._run, self._drop = self._drop, None, None
@@ -160,6 +163,7 @@ class Worker:
 
         It waits for a job and takes nothing: an interrupt at any point leaves the queue as it is.
         """
+        self._let_last_end()
         jobs = list(self._unfinished)
         if len(jobs) >= self._limit:
             jobs[-self._limit].wait()
@@ -182,12 +186,17 @@ class Worker:
             RuntimeError, MemoryError: the thread could not be started; the job was not queued, and the next one
                 tries again.
         """
+        self._let_last_end()
         with self._lock:
             self._start_thread()
             self._last = job
             self._unfinished.append(job)
             self._queue.put(job)
         self._note_queue()
+
+    def _let_last_end(self) -> None:
+        if self._last is not None:
+            self._last.let_end()
 
     def _note_queue(self) -> None:
         if slices.on is not None:
@@ -251,6 +260,7 @@ class Worker:
         """
         if self.is_this_thread:
             return True
+        self._let_last_end()
         last = self._last
         return last is None or last.wait(timeout_s)
 
@@ -259,6 +269,7 @@ class Worker:
 
         A thread that has nothing to do ends at once, and is waited for also without any time.
         """
+        self._let_last_end()
         with self._lock:
             thread, self._thread = self._thread, None
             self._stopping = thread

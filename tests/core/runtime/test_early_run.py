@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -241,6 +242,45 @@ def test_a_fork_in_the_middle_of_a_step() -> None:
     assert trained("ltc", 40, width, between=between) == whole(40, width)
 
 
+def test_who_waits_for_the_worker_ends_what_follows_the_recording() -> None:
+    """The job waits for what is recorded next, and the recording for the job."""
+
+    def between(k: int, x: torch.Tensor) -> torch.Tensor:
+        if k % 3 == 2 and x.device.type != "cpu":
+            context(0).worker.drain()
+            assert context(0).worker.is_idle
+        return x
+
+    before, width = early(), next(widths)
+    assert trained("ltc", 40, width, between=between) == whole(40, width, between=between)
+    assert early() > before
+
+
+EXIT = """
+import sys
+from ltc_core.runtime import early_run, habit
+from ltc_core.runtime.devices import context
+
+early_run._LEAST_NS = early_run._PART_NS = 1
+early_run.num_cores = lambda: 2
+habit._GAIN = habit._CLEAR = 1e9
+x = torch.ones(4, 4, device=device)
+for step in range(40):
+    y = ((x * 2).tanh() @ x).exp()
+    if step == 39:
+        print(context(0).early.has_begun, flush=True)
+        sys.exit(3)
+    z = y.sum() + y.mean()
+    z.item()
+"""
+
+
+def test_a_script_ends_in_the_middle_of_a_step() -> None:
+    settings_of_child = {"LTC_COMPILE": "off", "LTC_STREAMING": "auto", "LTC_REPLAY": "always"}
+    out, err = child.run(EXIT, returncode=3, timeout_s=60, **settings_of_child)
+    assert (out.strip(), err) == ("True", "")
+
+
 def test_steps_that_are_quicker_whole_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(habit, "_GAIN", 0.0)
     counts: list[int] = []
@@ -353,7 +393,7 @@ class TestTheBeginningOfARun:
     """`begin` of the C++ part, and `run` after it."""
 
     @staticmethod
-    def program() -> tuple[object, list[torch.Tensor]]:
+    def program() -> tuple[Any, list[torch.Tensor]]:
         x = torch.ones(3, next(widths)).to("ltc")
         found: list[object] = []
         for _ in range(4):
@@ -363,15 +403,28 @@ class TestTheBeginningOfARun:
         assert step.program.native is not None
         return step.program.native, [x.cpu()]
 
+    @staticmethod
+    def begin(native: Any, x: torch.Tensor) -> Any:
+        """Run the first two instructions, which need `x` and the first scalar."""
+        begun = native.begin()
+        assert begun.give([0], [x], [2], 2)
+        with ThreadPoolExecutor(1) as other:
+            done = other.submit(native.follow, begun)
+            while begun.num_run() < 2:
+                time.sleep(0.001)
+            begun.close()
+            assert done.result() > 0
+        return begun
+
     def test_the_values_are_used_for_the_same_inputs_only(self) -> None:
         native, (x,) = self.program()
-        expected = native.run([x], [2, 3])[0]  # type: ignore[attr-defined]
+        expected = native.run([x], [2, 3])[0]
         other = torch.zeros_like(x)
         for given, same in ((x, True), (other, False)):
-            assert native.begin(True, [0], [x], [2], 2)  # type: ignore[attr-defined]
+            self.begin(native, x)
             x_before = x.clone()
             x.zero_()  # shows whether it is read again
-            result = native.run([given], [2, 3])[0]  # type: ignore[attr-defined]
+            result = native.run([given], [2, 3])[0]
             x.copy_(x_before)
             if same:
                 torch.testing.assert_close(result, expected)
@@ -380,12 +433,39 @@ class TestTheBeginningOfARun:
 
     def test_other_scalars_begin_anew(self) -> None:
         native, (x,) = self.program()
-        assert native.begin(True, [0], [x], [2], 2)  # type: ignore[attr-defined]
-        result = native.run([x], [0, 3])[0]  # type: ignore[attr-defined]
+        self.begin(native, x)
+        result = native.run([x], [0, 3])[0]
         assert result.item() == pytest.approx(3.0 * x.numel())
 
     def test_dropped(self) -> None:
         native, (x,) = self.program()
-        assert native.begin(True, [0], [x], [2], 2)  # type: ignore[attr-defined]
-        native.drop()  # type: ignore[attr-defined]
-        assert not native.begin(False, [], [], [2], 2)  # type: ignore[attr-defined]
+        expected = native.run([x], [2, 3])[0]
+        self.begin(native, x)
+        native.drop()
+        torch.testing.assert_close(native.run([x], [2, 3])[0], expected)
+
+    def test_nothing_is_given_after_the_end(self) -> None:
+        native, (x,) = self.program()
+        assert not self.begin(native, x).give([], [], [2, 3], 3)
+
+    def test_it_waits_for_what_is_given(self) -> None:
+        native, (x,) = self.program()
+        expected = native.run([x], [2, 3])[0]
+        begun = native.begin()
+        with ThreadPoolExecutor(1) as other:
+            done = other.submit(native.follow, begun)
+            assert begun.give([0], [x], [2], 1) and begun.give([], [], [2], 2)
+            assert not done.done()
+            assert begun.give([], [], [2, 3], 4)
+            begun.close()
+            done.result()
+        torch.testing.assert_close(native.run([x], [2, 3])[0], expected)
+
+    def test_inputs_that_were_given_last_are_there_for_the_rest(self) -> None:
+        native, (x,) = self.program()
+        expected = native.run([x], [2, 3])[0]
+        begun = native.begin()
+        begun.give([0], [x], [2], 2)
+        begun.close()
+        assert native.follow(begun) >= 0
+        torch.testing.assert_close(native.run([x], [2, 3])[0], expected)

@@ -108,14 +108,17 @@ bool is_same(const c10::Scalar& a, const c10::Scalar& b) {
   return a.isComplex() ? a.toComplexDouble() == b.toComplexDouble() : a.toLong() == b.toLong();
 }
 
+// The running thread holds it, too, in a forked child for ever.
+struct BegunObject {
+  PyObject_HEAD
+  std::shared_ptr<Begun> begun;
+  size_t num_scalars;               // given so far
+};
+
 // Takes the run that was begun with these inputs and scalars; null if there is none.
-std::unique_ptr<Begun> take_begun(Program& program, PyObject* inputs, const std::vector<c10::Scalar>& scalars) {
+std::shared_ptr<Begun> take_begun(Program& program, PyObject* inputs, const std::vector<c10::Scalar>& scalars) {
   auto begun = std::move(program.begun);
-  if (begun && begun->is_running) { // in a thread that a fork has left behind
-    begun.release();
-    return nullptr;
-  }
-  if (!begun || begun->is_lost || begun->scalars.size() > scalars.size() ||
+  if (!begun || begun->is_running || begun->is_lost || begun->scalars.size() > scalars.size() ||
       !std::equal(begun->scalars.begin(), begun->scalars.end(), scalars.begin(), is_same))
     return nullptr;
   for (size_t i = 0; i < begun->inputs.size(); ++i) {
@@ -126,57 +129,103 @@ std::unique_ptr<Begun> take_begun(Program& program, PyObject* inputs, const std:
   return begun;
 }
 
-PyObject* py_begin(PyObject* self, PyObject* args) {
-  int is_first, end;
+PyObject* py_give(PyObject* self, PyObject* args) {
+  int end;
   PyObject *positions, *inputs, *numbers;
-  if (!PyArg_ParseTuple(
-          args, "pOO!O!i:begin", &is_first, &positions, &PyList_Type, &inputs, &PyList_Type, &numbers, &end))
+  if (!PyArg_ParseTuple(args, "O!O!O!i:give", &PyList_Type, &positions, &PyList_Type, &inputs, &PyList_Type, &numbers, &end))
     return nullptr;
   return guarded([&]() -> PyObject* {
-    auto& program = program_of(self);
-    std::vector<int32_t> given;
-    if (!ints_of(positions, given))
+    auto& object = *reinterpret_cast<BegunObject*>(self);
+    std::vector<int32_t> at;
+    if (!ints_of(positions, at))
       return nullptr;
-    if (is_first) {
-      program.begun = std::make_unique<Begun>();
-      program.begun->values.resize(program.size);
-      program.begun->inputs.resize(program.inputs.size());
-    }
-    if (!program.begun || program.begun->is_blocked)
-      Py_RETURN_FALSE;
-    Begun& begun = *program.begun;
-    for (size_t i = 0; i < given.size(); ++i) {
-      PyObject* item = PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i));
-      if (!is_tensor(item))
-        return PyErr_Format(PyExc_TypeError, "input %d is no tensor but a %s", given[i], Py_TYPE(item)->tp_name);
-      auto& input = begun.inputs.at(given[i]) = THPVariable_Unpack(item);
-      begun.values[program.inputs[given[i]]] = program.donated[given[i]] ? Run::unshared(input) : input;
-    }
-    for (auto i = static_cast<Py_ssize_t>(begun.scalars.size()); i < PyList_GET_SIZE(numbers); ++i) {
+    std::vector<c10::Scalar> more;
+    for (auto i = static_cast<Py_ssize_t>(object.num_scalars); i < PyList_GET_SIZE(numbers); ++i) {
       const auto number = number_of(PyList_GET_ITEM(numbers, i));
       if (!number) {
-        begun.is_blocked = true;
+        object.begun->close();
         Py_RETURN_FALSE;
       }
-      begun.scalars.push_back(*number);
+      more.push_back(*number);
     }
+    std::vector<std::pair<int32_t, at::Tensor>> given;
+    given.reserve(at.size());
+    for (size_t i = 0; i < at.size(); ++i) {
+      PyObject* item = PyList_GetItem(inputs, static_cast<Py_ssize_t>(i));
+      if (!item)
+        return nullptr;
+      if (!is_tensor(item))
+        return PyErr_Format(PyExc_TypeError, "input %d is no tensor but a %s", at[i], Py_TYPE(item)->tp_name);
+      given.emplace_back(at[i], THPVariable_Unpack(item));
+    }
+    object.num_scalars += more.size();
+    return PyBool_FromLong(object.begun->give(given, more, end));
+  });
+}
+
+PyObject* py_close(PyObject* self, PyObject*) {
+  reinterpret_cast<BegunObject*>(self)->begun->close();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_num_run(PyObject* self, PyObject*) {
+  return PyLong_FromLong(reinterpret_cast<BegunObject*>(self)->begun->next);
+}
+
+void begun_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<BegunObject*>(self)->begun.~shared_ptr();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef begun_methods[] = {
+    {"give", py_give, METH_VARARGS,
+     "give(positions, inputs, scalars, end): instructions before `end` may run; these inputs are theirs, and the scalars "
+     "are all those known so far. False if nothing more runs before the whole run."},
+    {"num_run", py_num_run, METH_NOARGS, "num_run(): how many instructions have run."},
+    {"close", py_close, METH_NOARGS, "close(): nothing more will be given; the thread that follows ends."},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot begun_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(begun_dealloc)},
+    {Py_tp_methods, begun_methods},
+    {0, nullptr},
+};
+PyType_Spec begun_spec = {
+    "_ltc_replay.Begun", sizeof(BegunObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, begun_slots};
+PyTypeObject* begun_type = nullptr;
+
+PyObject* py_begin(PyObject* self, PyObject*) {
+  auto* object = reinterpret_cast<BegunObject*>(begun_type->tp_alloc(begun_type, 0));
+  if (!object)
+    return nullptr;
+  new (&object->begun) std::shared_ptr<Begun>(std::make_shared<Begun>(program_of(self).inputs.size()));
+  object->num_scalars = 0;
+  return reinterpret_cast<PyObject*>(object);
+}
+
+PyObject* py_follow(PyObject* self, PyObject* object) {
+  if (!PyObject_TypeCheck(object, begun_type))
+    return PyErr_Format(PyExc_TypeError, "expected what `begin` has returned, got a %s", Py_TYPE(object)->tp_name);
+  return guarded([&]() -> PyObject* {
+    auto& program = program_of(self);
+    const auto begun = reinterpret_cast<BegunObject*>(object)->begun;
+    program.begun = begun;
     const StateOfANewThread state;
-    Run run{program, begun.scalars, nullptr};
+    Run run{program, begun->scalars, nullptr};
     run.stack.reserve(32);
-    run.values.swap(begun.values);
-    begun.is_running = true;
-    run.begin(begun, std::min(end, static_cast<int32_t>(program.code.size())));
-    begun.is_running = false;
-    run.values.swap(begun.values);
-    return PyBool_FromLong(!begun.is_blocked);
+    run.values.resize(program.size);
+    begun->is_running = true;
+    const int64_t took_ns = run.follow(*begun);
+    begun->is_running = false;
+    run.values.swap(begun->values);
+    return PyLong_FromLongLong(took_ns);
   });
 }
 
 PyObject* py_drop(PyObject* self, PyObject*) {
-  auto& begun = program_of(self).begun;
-  if (begun && begun->is_running)
-    begun.release();
-  begun.reset();
+  program_of(self).begun.reset();
   Py_RETURN_NONE;
 }
 
@@ -229,7 +278,7 @@ PyObject* py_run(PyObject* self, PyObject* args) {
         PyList_SetItem(inputs, static_cast<Py_ssize_t>(i), Py_None);
       }
     std::vector<at::Tensor> outputs;
-    const int32_t position = run.all(outputs, begun ? begun->next : 0, slots ? &watch : nullptr);
+    const int32_t position = run.all(outputs, begun ? begun->next.load() : 0, slots ? &watch : nullptr);
     if (position >= 0)
       return failure(run, position);
     return wrap(outputs);
@@ -252,9 +301,10 @@ PyMethodDef program_methods[] = {
      "is a call of a kernel. `needs` are the values that it reads, `roots` the values whose memory values have."},
     {"group", py_group, METH_VARARGS,
      "group(first, last, ends, frees): run instructions of the code together, chunk by chunk of their lists."},
-    {"begin", py_begin, METH_VARARGS,
-     "begin(is_first, positions, inputs, scalars, end): run instructions before `end`, as far as that changes no input; "
-     "`run` does the rest. False if the next one has to wait for it. The scalars are all those known so far."},
+    {"begin", py_begin, METH_NOARGS, "begin(): a run that begins before its inputs and scalars are all known."},
+    {"follow", py_follow, METH_O,
+     "follow(begun): run what is given to it, as far as that changes no input, until it is closed; `run` does the rest. "
+     "Returns the nanoseconds that it did not wait."},
     {"drop", py_drop, METH_NOARGS, "drop(): forget what was begun."},
     {"run", py_run, METH_VARARGS,
      "run(inputs, scalars[, slots, at, publish]): outputs; (position, exception, values) if an op failed; None for "
@@ -356,5 +406,6 @@ PyMODINIT_FUNC PyInit__ltc_replay() {
            {&name_uses_default_dtype, "uses_default_dtype"}})
     *name = PyUnicode_InternFromString(text);
   program_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&program_spec));
-  return program_type ? PyModule_Create(&module) : nullptr;
+  begun_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&begun_spec));
+  return program_type && begun_type ? PyModule_Create(&module) : nullptr;
 }

@@ -3,6 +3,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "replay_begun.h"
+
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -81,17 +83,6 @@ struct Watch {
   PyObject* publish = nullptr; // the caller of the run holds it
 };
 
-// A run that was begun before the inputs and scalars of its last instructions were known.
-struct Begun {
-  std::vector<IValue> values;
-  std::vector<at::Tensor> inputs;   // those given so far, by their positions
-  std::vector<c10::Scalar> scalars; // the first ones
-  int32_t next = 0;                 // instruction
-  bool is_blocked = false;          // the next instruction has to wait for the whole run
-  bool is_lost = false;             // an instruction has failed: the run begins anew
-  bool is_running = false;
-};
-
 struct Program {
   std::vector<Call> calls;
   std::vector<Instruction> code;
@@ -100,7 +91,7 @@ struct Program {
   std::vector<bool> donated;
   std::vector<Output> outputs;
   size_t size = 0;
-  std::unique_ptr<Begun> begun;
+  std::shared_ptr<Begun> begun;     // what has run of it before the rest was recorded
   at::Generator generator;          // draws for the nodes, each from a state of its own
   PyObject* in_python = nullptr;    // (position, {slot: tensor}, scalars): runs one instruction on that dict
 };

@@ -18,6 +18,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 
 namespace torch { // of torch/csrc/Exceptions.h, which brings all of pybind11
@@ -268,31 +269,49 @@ struct Run {
     return done;
   }
 
-  // Runs instructions before `end` that leave the inputs as they are, and need no Python. Begins and ends with the GIL.
-  void begin(Begun& begun, int32_t end) {
+  // Runs what the recording thread gives, as far as that leaves the inputs as they are and needs no Python. Returns the
+  // nanoseconds that it did not wait. Begins and ends with the GIL.
+  int64_t follow(Begun& begun) {
     keeps_inputs = true;
+    int64_t took_ns = 0;
     state = PyEval_SaveThread();
     {
       const at::AutoDispatchBelowADInplaceOrView below;
-      for (; begun.next < end; ++begun.next) {
-        const auto& instruction = program.code[begun.next];
-        begun.is_blocked = program.groups.count(begun.next) || overwrites_large_input(instruction);
-        if (begun.is_blocked)
-          break;
-        try {
-          native(instruction);
-        } catch (const InPython&) {
-          begun.is_blocked = true;
-          break;
-        } catch (...) { // it will fail again where the error can be raised
-          begun.is_blocked = begun.is_lost = true;
-          break;
-        }
-        for (const int32_t slot : instruction.frees)
-          values[slot] = IValue();
+      std::vector<int32_t> given;
+      int32_t end = 0;
+      for (bool goes_on = true; goes_on;) {
+        goes_on = begun.take(end, given);
+        const auto started = std::chrono::steady_clock::now();
+        for (const int32_t i : given)
+          values[program.inputs[i]] = program.donated[i] ? unshared(begun.inputs[i]) : begun.inputs[i];
+        while (begun.next < end && !begun.is_over)
+          follow_one(begun);
+        took_ns += (std::chrono::steady_clock::now() - started) / std::chrono::nanoseconds(1);
       }
     }
     PyEval_RestoreThread(state);
+    return took_ns;
+  }
+
+  void follow_one(Begun& begun) {
+    const int32_t position = begun.next;
+    const auto& instruction = program.code[position];
+    if (program.groups.count(position) || overwrites_large_input(instruction)) {
+      begun.is_over = true;
+      return;
+    }
+    try {
+      native(instruction);
+    } catch (const InPython&) {
+      begun.is_over = true;
+      return;
+    } catch (...) { // it will fail again where the error can be raised
+      begun.is_over = begun.is_lost = true;
+      return;
+    }
+    for (const int32_t slot : instruction.frees)
+      values[slot] = IValue();
+    begun.next = position + 1;
   }
 
   // Gives the watched outputs to Python. No later instruction writes to their memory: they live to the end.
