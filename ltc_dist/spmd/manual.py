@@ -38,7 +38,8 @@ def enable_manual_sharding(
         each dimension: the gradient of one that is used without it would differ between devices.
 
     Raises:
-        ShardingError: there is no mesh, the spec does not fit the mesh or the tensor, or does not divide it evenly.
+        ShardingError: there is no mesh, or its devices are in another order than their numbers; or the spec does not
+            fit the mesh or the tensor, or does not divide it evenly.
         DeviceError: `t` is not a tensor on the device, or the executor has no mesh of that size.
 
     Cost: none if `t` is divided so already; else it is moved.
@@ -134,5 +135,12 @@ def _checked(
             next="pass mesh=Mesh(...), or call set_global_mesh before",
         )
     check_spec(name, t, mesh, spec)
-    sharding.check_on_device(t, "manual")
-    return mesh, mesh.sharding(spec)
+    own = mesh.sharding(spec)
+    if own.devices != tuple(range(len(own.devices))):
+        raise errors.ShardingError(
+            f"{name} needs a mesh that has its devices in the order of their numbers",
+            got=f"device_ids {list(own.devices)}",
+            where=source.user_line(),
+            next=f"Mesh(range({len(own.devices)}), {mesh.mesh_shape}, ...)",
+        )
+    return mesh, own

@@ -65,15 +65,11 @@ def test_an_old_script_trains() -> None:
             def forward(self, x):
                 spec = ("data", None)
                 own = xs.enable_manual_sharding(x, spec)
-                names = [name for name, _ in self.named_parameters()]
-                own_weights = [xs.enable_manual_sharding(p, (None,) * p.ndim) for p in self.parameters()]
-                given = dict(zip(names, own_weights))
-                found = torch.func.functional_call(super(), given, (own,)) if False else self.block(own, given)
-                return xs.disable_manual_sharding(found, spec, x.shape)
-            def block(self, x, w):
-                h = nn.functional.layer_norm(x, (8,), w["norm.weight"], w["norm.bias"])
+                w = {name: xs.enable_manual_sharding(p, (None,) * p.ndim) for name, p in self.named_parameters()}
+                h = nn.functional.layer_norm(own, (8,), w["norm.weight"], w["norm.bias"])
                 h = nn.functional.gelu(nn.functional.linear(h, w["up.weight"], w["up.bias"]))
-                return x + nn.functional.linear(h, w["down.weight"], w["down.bias"])
+                h = own + nn.functional.linear(h, w["down.weight"], w["down.bias"])
+                return xs.disable_manual_sharding(h, spec, x.shape).global_tensor
         plain = Block()
         net = Manual()
         net.load_state_dict(plain.state_dict())
@@ -135,7 +131,7 @@ def test_values_are_those_of_each_part() -> None:
 
 
 def test_specs_and_meshes() -> None:
-    """Two axes for one dimension, axes in another order, axes left out, devices in another order."""
+    """Two axes for one dimension, axes in another order, axes left out."""
     found = run("""
     def there_and_back(ids, sizes, spec, shape):
         mesh = spmd.Mesh(ids, sizes)
@@ -153,10 +149,9 @@ def test_specs_and_meshes() -> None:
         there_and_back(range(8), (4, 2), (None, 1), (3, 4)),
         there_and_back(range(8), (4, 2), (None, None), (3, 4)),
         there_and_back(range(8), (8,), (), ()),
-        there_and_back([3, 1, 0, 2, 7, 6, 5, 4], (4, 2), (0, 1), (8, 4)),
     ]))
     """)
-    shapes = [[2, 3], [2, 3], [2, 2], [3, 2, 2], [3, 2], [3, 4], [], [2, 2]]
+    shapes = [[2, 3], [2, 3], [2, 2], [3, 2, 2], [3, 2], [3, 4], []]
     assert found == [[shape, True, True] for shape in shapes]
 
 
@@ -271,8 +266,10 @@ def test_draws() -> None:
     """
     are_equal, drawn, dropped = run(code)
     assert are_equal and dropped == "nothing: 1", dropped
-    assert drawn.startswith("ShardingError: aten.bernoulli.default of a manual tensor would run on")
-    assert run(code, LTC_RANDOM="device")[0] is True
+    assert "aten.bernoulli.default of a manual tensor would run on the host: each device" in drawn
+    assert "Next: disable_manual_sharding(t, partition_spec, full_shape) makes" in drawn
+    are_equal, drawn, dropped = run(code, LTC_RANDOM="device")
+    assert are_equal and dropped == "nothing: 1" and drawn.count(",") == 0, drawn
 
 
 def test_what_is_refused() -> None:
@@ -290,6 +287,7 @@ def test_what_is_refused() -> None:
         "spmd.mark_manual_sharding(torch.ones(8))": "only tensors on the device can be marked as manual",
         "spmd.mark_sharding(own, mesh, (None, None))": "a manual tensor cannot be divided over a mesh",
         "spmd.clear_sharding(own)": "a manual tensor cannot be divided over a mesh",
+        "on(there, (None, 'x'), spmd.Mesh(range(7, -1, -1), (8,), ('x',)))": "in the order of their numbers",
         # Only the program shows these.
         "local(on(own + 1, (None, None)))": "a manual tensor cannot be divided over a mesh: it is the part",
         "local(spmd.mark_sharding(own + 1, mesh, (None, None)))": "a manual tensor cannot be divided",
@@ -297,7 +295,8 @@ def test_what_is_refused() -> None:
         "memory.add_(own)": "writes a manual tensor into one that is the same on all devices",
         "optimized()": "enable_manual_sharding(w, (None, ...)) of a parameter before it is used",
         "(own > 0).nonzero()": "each device has a value of its own",
-        "local(torch.special.bessel_j0(own))": "each device has a value of its own",
+        "local(torch.special.bessel_j0(own))": "special_bessel_j0.default cannot run on manual tensors",
+        "local(own[torch.tensor([9], device=device)])": "has an index that is not from -6 to 5",
     }
     found = run(f"""
     mesh = spmd.get_1d_mesh("x")

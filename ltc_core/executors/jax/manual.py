@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -84,9 +83,8 @@ def split(x: Array, text: str, which: str) -> Array:
     everywhere = PartitionSpec(lies.mesh.axis_names)
     parts = jax.shard_map(
         call, mesh=lies.mesh, in_specs=(lies.spec,), out_specs=everywhere, check_vma=False
-    )(x)
-    order = np.argsort(sharding.devices)
-    return parts if _is_sorted(sharding) else parts[order]
+    )
+    return parts(x)
 
 
 def join(x: Array, text: str, which: str, is_whole: bool) -> Array:
@@ -98,8 +96,6 @@ def join(x: Array, text: str, which: str, is_whole: bool) -> Array:
     sharding = Sharding.of(text)
     if is_whole:
         x = jnp.broadcast_to(x, (math.prod(sharding.mesh), *x.shape))
-    if not _is_sorted(sharding):
-        x = x[np.array(sharding.devices)]
     local = x.shape[1:]
     x = x.reshape(*sharding.mesh, *local)
     unused = _unused(sharding)
@@ -119,7 +115,3 @@ def _unused(sharding: Sharding) -> list[int]:
     """Axes of the mesh along which the devices have equal parts."""
     used = {axis for axes in sharding.spec for axis in axes}
     return [axis for axis in range(len(sharding.mesh)) if axis not in used]
-
-
-def _is_sorted(sharding: Sharding) -> bool:
-    return sharding.devices == tuple(range(len(sharding.devices)))
