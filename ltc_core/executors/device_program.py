@@ -22,7 +22,7 @@ from ltc_core.executors.base import CPU, Executor
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node, TensorMeta, references
-from ltc_core.graph.manual_sharding import value_error
+from ltc_core.graph.manual_sharding import Misused, value_error
 from ltc_core.graph.passes import origins
 from ltc_core.program.backend import Backend, divide
 from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
@@ -198,7 +198,7 @@ class DeviceRuntime(abc.ABC):
         Raises:
             Refused: the compiler does not take a node; `refuses` is true of it from now on.
             RuntimeError: it cannot be compiled.
-            ShardingError: a manual tensor cannot be used so.
+            Misused: a manual tensor cannot be used so.
         """
 
 
@@ -440,7 +440,9 @@ class _Host(SubgraphRunner):
         for (number, meta), data in zip(graph.inputs.items(), given, strict=True):
             if self._device.is_manual(data, meta):
                 node = next((n for n in graph.nodes if number in references(n)), graph.nodes[0])
-                error = value_error(f"{node.op} of a manual tensor would run on the host", node.line)
+                error = value_error(
+                    f"{node.op} of a manual tensor would run on the host", node.line
+                )
                 kept = dict(zip(graph.inputs, given, strict=True))
                 raise SubgraphFailure(node, kept) from error
 
@@ -472,8 +474,8 @@ class _Compiled(SubgraphRunner):
             try:
                 results = self._launched(inputs)
             except SubgraphFailure as failure:
-                is_unlike = isinstance(failure.__cause__, CollectiveError)
-                is_written = self._is_interrupted or (bool(self._launches) and not is_unlike)
+                has_not_run = isinstance(failure.__cause__, CollectiveError | ShardingError)
+                is_written = self._is_interrupted or (bool(self._launches) and not has_not_run)
                 failure.values.update(self._kept(given, is_written))
                 raise
             except IndexOutOfRange as found:
@@ -559,7 +561,9 @@ class _Compiled(SubgraphRunner):
         except Interrupted as error:
             self._is_interrupted = True
             raise SubgraphFailure(None, {}) from error.__cause__
-        except (IndexError, RuntimeError, ShardingError) as error:
+        except Misused as found:
+            raise SubgraphFailure(found.node, {}) from found.error
+        except (IndexError, RuntimeError) as error:
             raise SubgraphFailure(None, {}) from error
 
     def _compiled(self, inputs: list[Any], placement: Hashable) -> Launch:

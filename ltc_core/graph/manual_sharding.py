@@ -15,7 +15,7 @@ from ltc_core.errors import ShardingError
 from ltc_core.graph.ir import Graph, Node, references
 from ltc_core.graph.sharding import SHARD, Sharding
 
-__all__ = ["ALL", "FIRST", "JOIN", "SPLIT", "manual_values", "value_error"]
+__all__ = ["ALL", "FIRST", "JOIN", "SPLIT", "Misused", "manual_values", "value_error"]
 
 # What becomes of a part that several devices have. SPLIT: each of them gets it, or the first of them, and the others
 # get zeros. JOIN: the sum is taken, or the value of the first. So the one is the other's gradient.
@@ -54,34 +54,50 @@ SPLIT: torch._ops.OpOverload = torch.ops.ltc_sharding.split.default
 JOIN: torch._ops.OpOverload = torch.ops.ltc_sharding.join.default
 
 
+class Misused(Exception):
+    """A node does with a manual tensor what cannot be done; nothing has run.
+
+    Attributes:
+        node: the node.
+        error: for the user.
+    """
+
+    def __init__(self, node: Node, error: ShardingError) -> None:
+        super().__init__(str(error))
+        self.node = node
+        self.error = error
+
+
 def manual_values(graph: Graph, inputs: frozenset[int]) -> frozenset[int]:
     """Numbers of the manual values of a graph, from those of its inputs.
 
     Raises:
-        ShardingError: a manual value is split or sharded, or written into memory that is whole.
+        Misused: a manual value is split or sharded, or written into memory that is whole.
     """
     found = set(inputs)
     made = {node.first + k: node for node in graph.nodes for k in range(len(node.outs))}
     for node in graph.nodes:
         is_manual = any(value in found for value in references(node))
         if is_manual and node.op in (SPLIT, SHARD):
-            raise ShardingError(
+            error = ShardingError(
                 "a manual tensor cannot be divided over a mesh: it is the part of one device",
                 got=f"{node.op._opname} of a tensor of shape {_shape(node)}",
                 where=node.line,
                 next=f"{_TO_DO}, which can be divided",
             )
+            raise Misused(node, error)
         if node.op is JOIN or not (is_manual or node.op is SPLIT):
             continue
         for value in node.writes:
             if value not in found and not _is_scratch(value, made):
-                raise ShardingError(
+                error = ShardingError(
                     f"{node.op} writes a manual tensor into one that is the same on all devices",
                     got=f"memory of shape {_shape(node)}, which would differ between devices",
                     where=node.line,
                     next="enable_manual_sharding(w, (None, ...)) of a parameter before it is used with manual tensors "
                     "makes its gradient the sum over all devices; other memory: write into its manual tensor",
                 )
+                raise Misused(node, error)
         found.update(range(node.first, node.first + len(node.outs)))
     return frozenset(found)
 

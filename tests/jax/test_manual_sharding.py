@@ -248,7 +248,9 @@ def test_reading_each_device_s_value() -> None:
     values, read = found
     assert values == [[4.0 * k + 1] for k in range(8)]
     for said in read:
-        assert said.startswith("ShardingError: a manual tensor cannot be read: each device has"), said
+        assert said.startswith("ShardingError: a manual tensor cannot be read: each device has"), (
+            said
+        )
         assert "Next: disable_manual_sharding(t, partition_spec, full_shape) makes" in said
 
 

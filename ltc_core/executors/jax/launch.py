@@ -61,7 +61,7 @@ class JaxLaunch(Launch):
 
     Raises:
         Refused: a node has no rule.
-        ShardingError: a manual tensor cannot be used so.
+        Misused: a manual tensor cannot be used so.
         RuntimeError: XLA cannot compile the program.
     """
 

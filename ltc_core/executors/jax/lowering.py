@@ -26,8 +26,8 @@ from ltc_core.executors.jax.table import NOT_ON_HOST, RULES, Array, Call, dtype_
 from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Node, TensorMeta
-from ltc_core.graph.manual_sharding import JOIN, SPLIT, manual_values
 from ltc_core.graph.loop import BODIES, SCAN
+from ltc_core.graph.manual_sharding import JOIN, SPLIT, manual_values
 from ltc_core.program.index_checks import Bound, checks_of
 from ltc_core.program.lowering.decompositions import FOR_XLA
 from ltc_core.program.lowering.functional import trace
@@ -87,7 +87,7 @@ def function_of(
 
     Raises:
         Refused: by the function; nodes without a rule. `LOWERING` has noted all of them.
-        ShardingError: a manual tensor cannot be used so; by the function, if an op of it has no rule.
+        Misused: a manual tensor cannot be used so; by the function, if an op on it has no rule.
     """
     graph = subgraph.graph
     own = manual_values(graph, manual_inputs)

@@ -21,7 +21,7 @@ from ltc_core.executors.jax.library import devices_of_mesh
 from ltc_core.executors.jax.mesh import axes_of, named
 from ltc_core.executors.jax.table import Array
 from ltc_core.graph.ir import Node, TensorMeta
-from ltc_core.graph.manual_sharding import FIRST
+from ltc_core.graph.manual_sharding import FIRST, Misused
 from ltc_core.graph.sharding import Sharding
 
 __all__ = ["is_manual", "join", "layout", "no_rule", "on_each_device", "split"]
@@ -32,14 +32,15 @@ def is_manual(data: Any, meta: TensorMeta) -> bool:
     return bool(data.ndim > len(meta.size))
 
 
-def no_rule(node: Node, why: str) -> ShardingError:
-    """The error of an op on manual tensors that cannot be lowered: the host cannot run it on each device."""
-    return ShardingError(
+def no_rule(node: Node, why: str) -> Misused:
+    """What is raised for an op on manual tensors that cannot be lowered: the host cannot run it on each device."""
+    error = ShardingError(
         f"{node.op} cannot run on manual tensors",
         got=why,
         where=node.line,
         next="disable_manual_sharding before it; on a whole tensor an op without a rule runs on the host",
     )
+    return Misused(node, error)
 
 
 def layout() -> NamedSharding:
