@@ -389,3 +389,37 @@ def test_a_later_process_compiles_nothing() -> None:
     first, second = run(code), run(code)
     assert first[0] == second[0] == 276 * 3 + 7 * 24
     assert second[1] is None
+
+
+def test_a_mesh_of_two_processes(tmp_path: Path) -> None:
+    """Each process has the values of its devices; results and gradients are those of one process."""
+    script = tmp_path / "job.py"
+    body = """
+    mesh = spmd.Mesh(range(spmd.num_devices()), (2, 2), ("data", "model"))
+    spmd.set_global_mesh(mesh)
+    x, w = torch.randn(8, 6), torch.randn(3, 5)
+    a = x.to(device).requires_grad_()
+    own = spmd.enable_manual_sharding(a, ("data", "model"))
+    ltc.mark_step()
+    y = own.softmax(1) @ spmd.enable_manual_sharding(w.to(device), (None, None))
+    whole = spmd.disable_manual_sharding(y, ("data", "model"), (8, 10))
+    whole.square().sum().backward()
+    e = x.clone().requires_grad_()
+    parts = [torch.cat([p.softmax(1) @ w for p in row.split(3, 1)], 1) for row in e.split(4)]
+    torch.cat(parts).square().sum().backward()
+    assert far(whole, torch.cat(parts)) < 1e-5 and far(a.grad, e.grad) < 1e-5
+    assert len(spmd.local_shards(own)) == 2 and "cannot be read" in told(own.cpu)
+    print("done")
+    """
+    script.write_text(PRELUDE + textwrap.dedent(body))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("LTC_")}
+    given = {"LTC_EXECUTOR": "jax", "LTC_SPMD": "1", "LTC_NUM_DEVICES": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "--nprocs", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        env={**kept, **given, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("done") == 2
