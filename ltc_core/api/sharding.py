@@ -6,20 +6,34 @@ the graph, by an op that carries the sharding.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from ltc_core import errors, source
 from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.manual_sharding import ALL, FIRST, JOIN, SPLIT, value_error
 from ltc_core.graph.sharding import SHARD, Part, Sharding
+from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.devices import context, context_of
 from ltc_core.settings import settings
 from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell, Value, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 
-__all__ = ["NewParts", "Part", "Sharding", "join", "num_mesh_devices", "parts_of", "shard"]
+__all__ = [
+    "NewParts",
+    "Part",
+    "Sharding",
+    "check_on_device",
+    "join",
+    "join_manual",
+    "num_mesh_devices",
+    "parts_of",
+    "shard",
+    "split",
+]
 
 
 def num_mesh_devices(device: torch.device) -> int:
@@ -37,14 +51,7 @@ def shard(tensor: torch.Tensor, sharding: Sharding) -> None:
     """
     tensor = _on_device(tensor, "sharded")
     ctx = context_of(tensor._h)
-    count = ctx.executor.num_mesh_devices
-    if len(sharding.devices) > count:
-        raise errors.DeviceError(
-            f"a mesh of {len(sharding.devices)} devices cannot be on {ctx.device}",
-            got=f"executor {ctx.executor.name}, which has {count}",
-            where=source.user_line(),
-            next="LTC_EXECUTOR=jax divides tensors over all devices of the process; on a CPU LTC_NUM_DEVICES=8 makes 8",
-        )
+    _check_mesh(sharding, ctx)
     if len(sharding.devices) == 1:
         return
     spec = tuple(
@@ -64,6 +71,66 @@ def shard(tensor: torch.Tensor, sharding: Sharding) -> None:
         whole.copy_(SHARD(whole, sharding.text))
 
 
+def _check_mesh(sharding: Sharding, ctx: DeviceContext) -> None:
+    count = ctx.executor.num_mesh_devices
+    if len(sharding.devices) > count:
+        raise errors.DeviceError(
+            f"a mesh of {len(sharding.devices)} devices cannot be on {ctx.device}",
+            got=f"executor {ctx.executor.name}, which has {count}",
+            where=source.user_line(),
+            next="LTC_EXECUTOR=jax divides tensors over all devices of the process; on a CPU LTC_NUM_DEVICES=8 makes 8",
+        )
+
+
+def split(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """A manual tensor: of the size of one part, with the part of each device on it. Sizes divide evenly.
+
+    Its gradient is whole: of devices with one part the sum.
+
+    Raises:
+        DeviceError: as for `shard`.
+    """
+    return _converted(tensor, sharding, "split", SPLIT, ALL)
+
+
+def join_manual(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """The whole tensor that has each device's value of a manual tensor as its part there.
+
+    Of devices with one part, it has the value of the first one, which gets its gradient.
+
+    Raises:
+        DeviceError: as for `shard`.
+    """
+    return _converted(tensor, sharding, "joined", JOIN, FIRST)
+
+
+def _converted(
+    tensor: torch.Tensor, sharding: Sharding, verb: str, op: torch._ops.OpOverload, which: str
+) -> torch.Tensor:
+    tensor = _on_device(tensor, verb)
+    ctx = context_of(tensor._h)
+    _check_mesh(sharding, ctx)
+    if len(sharding.devices) == 1:
+        return tensor.clone()
+    ctx.executor.use_mesh()
+    return _Converted.apply(tensor, op, sharding.text, which)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Converted(torch.autograd.Function):
+    """SPLIT or JOIN; its gradient is the other one, of the same parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, t: torch.Tensor, op: torch._ops.OpOverload, text: str, which: str
+    ) -> torch.Tensor:
+        ctx.back = JOIN if op is SPLIT else SPLIT, text, which
+        return op(t, text, which)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _Converted.apply(gradients[0], *ctx.back), None, None, None  # type: ignore[no-untyped-call]
+
+
 def join(part: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     """A tensor of which each process of the job has a part: its size is that of all parts together.
 
@@ -78,11 +145,15 @@ def join(part: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     return wrap(Cell(ctx.trace, Value.of(buffer), meta))
 
 
-def parts_of(tensor: torch.Tensor) -> list[Part]:
+def parts_of(tensor: torch.Tensor, takes_manual: bool = False) -> list[Part]:
     """The parts of a tensor on the devices of this process.
+
+    Args:
+        takes_manual: whether it may be a manual tensor. Then each part is all of a device's value.
 
     Raises:
         DeviceError: it is no tensor of the device.
+        ShardingError: it is a manual tensor.
 
     Cost: cuts, and waits for the tensor; the parts are not read yet.
     """
@@ -93,8 +164,21 @@ def parts_of(tensor: torch.Tensor) -> list[Part]:
         return [Part(0, (0,) * len(size), size, True, lambda: tensor.detach().cpu())]
     whole = tensor if type(tensor._h) is Cell else tensor.clone()
     assert isinstance(whole, LazyTensor)
-    data = ctx.value_data(base_of(whole._h), "Shards")
-    return ctx.executor.parts(data, tensor.dtype)
+    base = base_of(whole._h)
+    data = ctx.value_data(base, "Shards")
+    parts = ctx.executor.parts(data, tensor.dtype)
+    if not ctx.executor.is_manual(data, base.meta):
+        return parts
+    if not takes_manual:
+        raise value_error("a manual tensor has no parts", source.user_line())
+    return [_of_one_device(part) for part in parts]
+
+
+def _of_one_device(part: Part) -> Part:
+    """A part of manual data without the dimension of the devices."""
+    return dataclasses.replace(
+        part, offsets=part.offsets[1:], sizes=part.sizes[1:], read=lambda: part.read()[0]
+    )
 
 
 class NewParts:
@@ -140,6 +224,15 @@ class NewParts:
         handle.rebind(Value.of(Buffer.ready(ctx.memory, data, nbytes)))
         torch.autograd.graph.increment_version(self._tensor)
         self._sent.clear()
+
+
+def check_on_device(tensor: torch.Tensor, verb: str) -> None:
+    """Check that a tensor is on the device.
+
+    Raises:
+        DeviceError: it is not; `verb` says what it was to be.
+    """
+    _on_device(tensor, verb)
 
 
 def _on_device(tensor: torch.Tensor, verb: str) -> LazyTensor:

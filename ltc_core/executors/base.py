@@ -98,6 +98,14 @@ class Executor(abc.ABC):
         """Data divided over the devices of a mesh; for executors with more than one."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")
 
+    def use_mesh(self) -> None:
+        """Prepare for programs over all devices of the mesh; for those executors, too."""
+        raise NotImplementedError(f"the executor {self.name} has no mesh")
+
+    def is_manual(self, data: Any, meta: TensorMeta) -> bool:
+        """Whether each device of the mesh has a value of its own of a tensor of this meta."""
+        return False
+
     def join(self, part: torch.Tensor, sharding: Sharding) -> tuple[Any, torch.Size]:
         """Data whose part in this process is a CPU tensor, and their size; for those executors, too."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ltc_core import metrics, progress
-from ltc_core.errors import CollectiveError
+from ltc_core import metrics, progress, source
+from ltc_core.errors import CollectiveError, ShardingError
 from ltc_core.executors.base import CPU, Executor
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph import collective
-from ltc_core.graph.ir import Graph, Node, TensorMeta
+from ltc_core.graph.ir import Graph, Node, TensorMeta, references
+from ltc_core.graph.manual_sharding import Misused, value_error
 from ltc_core.graph.passes import origins
 from ltc_core.program.backend import Backend, divide
 from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
@@ -178,6 +179,10 @@ class DeviceRuntime(abc.ABC):
         """Whether data may be divided over several devices."""
         return False
 
+    def is_manual(self, data: Any, meta: TensorMeta) -> bool:
+        """Whether each device of a mesh has a value of its own of a tensor of this meta."""
+        return False
+
     def placement(self, inputs: Sequence[Any]) -> Hashable:
         """What a program depends on besides its subgraph, such as how its inputs are divided over devices."""
         return None
@@ -193,6 +198,7 @@ class DeviceRuntime(abc.ABC):
         Raises:
             Refused: the compiler does not take a node; `refuses` is true of it from now on.
             RuntimeError: it cannot be compiled.
+            Misused: a manual tensor cannot be used so.
         """
 
 
@@ -220,6 +226,8 @@ class DeviceExecutor(Executor):
         return self._runtime.copy(data)
 
     def view(self, data: Any, meta: TensorMeta) -> Tensor:
+        if self._runtime.is_manual(data, meta):
+            raise value_error("a manual tensor cannot be read", source.user_line())
         return self._runtime.fetch([data])[0].to(meta.dtype)
 
     def nbytes(self, meta: TensorMeta) -> int:
@@ -408,6 +416,7 @@ class _Host(SubgraphRunner):
         for name in self._fallbacks:
             metrics.count(name)
         given = [values[i] for i in subgraph.inputs]
+        self._check_whole(given)
         try:
             results = self._program.run_or_stop(
                 self._device.fetch(given), [scalars[k] for k in subgraph.scalars]
@@ -420,6 +429,22 @@ class _Host(SubgraphRunner):
             for k, data in zip(self._sent, sent, strict=True):
                 results[k] = data
         values.update(zip(subgraph.outputs, results, strict=True))
+
+    def _check_whole(self, given: Sequence[Any]) -> None:
+        """Check that no input is a manual tensor.
+
+        Raises:
+            SubgraphFailure: one is.
+        """
+        graph = self.subgraph.graph
+        for (number, meta), data in zip(graph.inputs.items(), given, strict=True):
+            if self._device.is_manual(data, meta):
+                node = next((n for n in graph.nodes if number in references(n)), graph.nodes[0])
+                error = value_error(
+                    f"{node.op} of a manual tensor would run on the host", node.line
+                )
+                kept = dict(zip(graph.inputs, given, strict=True))
+                raise SubgraphFailure(node, kept) from error
 
 
 class _Compiled(SubgraphRunner):
@@ -449,8 +474,8 @@ class _Compiled(SubgraphRunner):
             try:
                 results = self._launched(inputs)
             except SubgraphFailure as failure:
-                is_unlike = isinstance(failure.__cause__, CollectiveError)
-                is_written = self._is_interrupted or (bool(self._launches) and not is_unlike)
+                has_not_run = isinstance(failure.__cause__, CollectiveError | ShardingError)
+                is_written = self._is_interrupted or (bool(self._launches) and not has_not_run)
                 failure.values.update(self._kept(given, is_written))
                 raise
             except IndexOutOfRange as found:
@@ -536,6 +561,8 @@ class _Compiled(SubgraphRunner):
         except Interrupted as error:
             self._is_interrupted = True
             raise SubgraphFailure(None, {}) from error.__cause__
+        except Misused as found:
+            raise SubgraphFailure(found.node, {}) from found.error
         except (IndexError, RuntimeError) as error:
             raise SubgraphFailure(None, {}) from error
 

@@ -13,7 +13,7 @@ import torch
 
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Node, Scalar, TensorMeta, references
-from ltc_dist.spmd import sharding_of
+from ltc_dist.spmd import is_manual, sharding_of
 
 __all__ = ["KINDS", "graph_text", "op_text", "shape_text", "sharding_text"]
 
@@ -103,6 +103,8 @@ def _layout(num_dims: int) -> str:
 
 def sharding_text(t: torch.Tensor) -> str:
     """How a tensor was marked, such as '{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}'; '' if it was not."""
+    if is_manual(t):
+        return "{manual}"
     found = sharding_of(t)
     if found is None:
         return ""

@@ -6,6 +6,11 @@ inserts the collectives. It needs LTC_EXECUTOR=jax; with any other executor a me
 
 from ltc_dist.spmd.distribute import xla_distribute_module, xla_distribute_tensor
 from ltc_dist.spmd.fully_sharded import SpmdFullyShardedDataParallel
+from ltc_dist.spmd.manual import (
+    disable_manual_sharding,
+    enable_manual_sharding,
+    mark_manual_sharding,
+)
 from ltc_dist.spmd.mesh import (
     HybridMesh,
     Mesh,
@@ -20,6 +25,7 @@ from ltc_dist.spmd.sharding import (
     ShardingSpec,
     apply_backward_optimization_barrier,
     clear_sharding,
+    is_manual,
     local_shards,
     mark_sharding,
     mark_sharding_with_gradients,
@@ -34,9 +40,13 @@ __all__ = [
     "SpmdFullyShardedDataParallel",
     "apply_backward_optimization_barrier",
     "clear_sharding",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
     "get_1d_mesh",
     "get_global_mesh",
+    "is_manual",
     "local_shards",
+    "mark_manual_sharding",
     "mark_sharding",
     "mark_sharding_with_gradients",
     "num_devices",

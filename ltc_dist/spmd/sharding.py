@@ -25,15 +25,25 @@ __all__ = [
     "Shard",
     "ShardingSpec",
     "apply_backward_optimization_barrier",
+    "check_spec",
     "clear_sharding",
     "divide",
+    "is_manual",
     "local_shards",
     "mark_sharding",
     "mark_sharding_with_gradients",
+    "note",
+    "note_manual",
     "sharding_of",
 ]
 
 _MARK = "_ltc_sharding"
+_MANUAL = "_ltc_is_manual"
+_USES = {
+    "mark_sharding": "mark_sharding(tensor, mesh, (axis, None))",
+    "enable_manual_sharding": "enable_manual_sharding(tensor, (axis, None), mesh=mesh)",
+    "disable_manual_sharding": "disable_manual_sharding(tensor, (axis, None), full_shape, mesh=mesh)",
+}
 
 
 def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: Sequence[Any]) -> torch.Tensor:
@@ -53,16 +63,49 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: Sequence[Any]) ->
     Source: `torch_xla.distributed.spmd.mark_sharding`. Unlike there, a dimension whose size the axis does not divide
     evenly is not divided, where torch_xla pads it.
     """
-    _check(t, mesh, partition_spec)
+    check_spec("mark_sharding", t, mesh, partition_spec)
+    _refuse_manual(t)
     sharding.shard(t, mesh.sharding(partition_spec))
+    return note(t, mesh, partition_spec)
+
+
+def note(t: torch.Tensor, mesh: Mesh, partition_spec: Sequence[Any]) -> torch.Tensor:
+    """Note how a tensor is divided, for `sharding_of`; returns it."""
     setattr(t, _MARK, (mesh, tuple(partition_spec)))
     return t
 
 
-def _check(t: object, mesh: object, spec: object) -> None:
+def note_manual(t: torch.Tensor) -> torch.Tensor:
+    """Note that a tensor is manual; returns it."""
+    setattr(t, _MANUAL, True)
+    return t
+
+
+def is_manual(t: torch.Tensor) -> bool:
+    """Whether a tensor object was noted as manual."""
+    return getattr(t, _MANUAL, False)
+
+
+def _refuse_manual(t: torch.Tensor) -> None:
+    if isinstance(t, torch.Tensor) and is_manual(t):
+        raise errors.ShardingError(
+            "a manual tensor cannot be divided over a mesh: it is the part of one device",
+            got=f"a manual tensor of shape {tuple(t.shape)}",
+            where=source.user_line(),
+            next="disable_manual_sharding(t, partition_spec, full_shape) divides the whole tensor",
+        )
+
+
+def check_spec(name: str, t: object, mesh: object, spec: object) -> None:
+    """Check a mesh and a spec that the function `name` was given.
+
+    Raises:
+        ShardingError: it is no mesh, or the spec has no entry for each dimension.
+    """
     what = ""
     if not isinstance(mesh, Mesh):
-        what = f"mark_sharding takes a Mesh as its second argument, not {type(mesh).__name__}"
+        place = "as its second argument" if name == "mark_sharding" else "as its mesh"
+        what = f"{name} takes a Mesh {place}, not {type(mesh).__name__}"
     elif not isinstance(spec, Sequence) or isinstance(spec, str):
         what = f"partition_spec is a tuple with an entry for each dimension, not {spec!r}"
     elif isinstance(t, torch.Tensor) and t.ndim != len(spec):
@@ -73,13 +116,14 @@ def _check(t: object, mesh: object, spec: object) -> None:
             what,
             got=f"{sizes}, partition_spec {spec!r}",
             where=source.user_line(),
-            next="mark_sharding(tensor, mesh, (axis, None)): for each dimension the name or number of a mesh axis, "
+            next=f"{_USES[name]}: for each dimension the name or number of a mesh axis, "
             "a tuple of them, or None",
         )
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:
     """Remove the mark of a tensor: each device holds the whole tensor. Returns the tensor."""
+    _refuse_manual(t)
     found = sharding_of(t)
     if found is not None:
         sharding.shard(t, found[0].sharding([None] * t.ndim))
@@ -122,8 +166,12 @@ class Shard:
 
 
 def local_shards(t: torch.Tensor) -> list[Shard]:
-    """The parts of a tensor on the devices of this process. Cost: waits for the tensor."""
-    return [Shard(part.device, part.read()) for part in sharding.parts_of(t)]
+    """The parts of a tensor on the devices of this process; of a manual one each device's value.
+
+    Cost: waits for the tensor.
+    """
+    parts = sharding.parts_of(t, takes_manual=True)
+    return [Shard(part.device, part.read()) for part in parts]
 
 
 def _write_items(t: LazyTensor) -> NoReturn:

@@ -14,6 +14,7 @@ import jax
 import torch
 from jax import numpy as jnp
 
+from ltc_core import source
 from ltc_core.errors import DeviceError, listed
 from ltc_core.executors.device_program import DeviceRuntime, Launch
 from ltc_core.executors.jax.arrays import as_array, as_tensor
@@ -22,9 +23,11 @@ from ltc_core.executors.jax.collectives import Collectives, has_collectives
 from ltc_core.executors.jax.launch import JaxLaunch
 from ltc_core.executors.jax.library import devices, wide_types
 from ltc_core.executors.jax.lowering import LOWERING
+from ltc_core.executors.jax.manual import is_manual
 from ltc_core.executors.jax.mesh import DeviceMesh, chosen_devices, is_divided, named, offsets_of
 from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import dtype_of
+from ltc_core.graph import manual_sharding
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.graph.sharding import Part, Sharding
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
@@ -140,15 +143,33 @@ class JaxDevice(DeviceRuntime):
         shown = self._checked if self._is_cpu else None
         divided = [x.sharding if is_divided(x) else None for x in inputs]
         joint = self._collectives if has_collectives(subgraph) else None
-        return JaxLaunch(subgraph, self.device, self._on_disk, shown, self.mesh, divided, joint)
+        manual = frozenset(
+            number
+            for (number, meta), data in zip(subgraph.graph.inputs.items(), inputs, strict=False)
+            if is_manual(data, meta)
+        )
+        return JaxLaunch(
+            subgraph, self.device, self._on_disk, shown, self.mesh, divided, manual, joint
+        )
 
     # -- dividing ------------------------------------------------------------------------------
 
     def placement(self, inputs: Sequence[Any]) -> Hashable:
         return precision(), self.mesh.placement(inputs)
 
+    def is_manual(self, data: Any, meta: TensorMeta) -> bool:
+        return is_manual(data, meta)
+
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """Data divided over devices."""
+        """Data divided over devices.
+
+        Raises:
+            ShardingError: they are those of a manual tensor.
+        """
+        if data.ndim > len(sharding.spec):
+            raise manual_sharding.value_error(
+                "a manual tensor cannot be divided over a mesh", source.user_line()
+            )
         self.mesh.is_used = True
         with wide_types():
             return self.mesh.lay(data, named(sharding))
@@ -165,6 +186,7 @@ class JaxDevice(DeviceRuntime):
             other is None
             or self.is_on_host(other)
             or not is_divided(other)
+            or data.ndim != other.ndim  # a manual tensor, or its memory
             or self._lie_alike(data, other)
         ):
             return data

@@ -13,6 +13,7 @@ import torch
 
 from ltc_core.executors.device_program import DeviceExecutor
 from ltc_core.executors.jax.device import JaxDevice
+from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.sharding import Part, Sharding
 
 __all__ = ["JaxExecutor"]
@@ -50,6 +51,12 @@ class JaxExecutor(DeviceExecutor):
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         return self._jax.shard(data, sharding)
+
+    def use_mesh(self) -> None:
+        self._jax.mesh.is_used = True
+
+    def is_manual(self, data: Any, meta: TensorMeta) -> bool:
+        return self._jax.is_manual(data, meta)
 
     def join(self, part: torch.Tensor, sharding: Sharding) -> tuple[Any, torch.Size]:
         data = self._jax.join(part, sharding)

@@ -23,10 +23,12 @@ from ltc_core.executors.jax.cache import ProgramsOnDisk
 from ltc_core.executors.jax.collectives import Collectives, Joint
 from ltc_core.executors.jax.library import wide_types, without_greeting
 from ltc_core.executors.jax.lowering import function_of
+from ltc_core.executors.jax.manual import layout
 from ltc_core.executors.jax.mesh import DeviceMesh, checksum, is_divided
 from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph.ir import TensorMeta
+from ltc_core.graph.manual_sharding import JOIN, SPLIT, manual_values
 from ltc_core.graph.sharding import SHARD
 from ltc_core.program.index_checks import find_bounds, is_in_bounds
 from ltc_core.program.plan import plan
@@ -50,6 +52,7 @@ class JaxLaunch(Launch):
             None if that costs a transfer. Then indices are not checked, and moved into their range.
         mesh: all devices. The program is one of all of them if an input is divided, or if a node divides its result.
         divided: for each input how it is divided; None for one that is not.
+        manual: numbers of the inputs that are manual tensors.
         collectives: makes it one program of all processes, because nodes are collectives. It is compiled at its first
             run, once all processes are known to have it.
 
@@ -58,6 +61,7 @@ class JaxLaunch(Launch):
 
     Raises:
         Refused: a node has no rule.
+        Misused: a manual tensor cannot be used so.
         RuntimeError: XLA cannot compile the program.
     """
 
@@ -69,6 +73,7 @@ class JaxLaunch(Launch):
         shown: Callable[[Any], torch.Tensor] | None,
         mesh: DeviceMesh,
         divided: Sequence[Any],
+        manual: frozenset[int] = frozenset(),
         collectives: Collectives | None = None,
     ) -> None:
         super().__init__(subgraph)
@@ -82,7 +87,7 @@ class JaxLaunch(Launch):
         reused = {i: output for output, i in plan(graph).reuses.items()}
         self._order = _order(subgraph, reused)
         self._results = _results(graph.outputs, reused, self._order, list(graph.inputs))
-        run = function_of(subgraph, checked, collectives)
+        run = function_of(subgraph, checked, collectives, manual)
         inverse = _inverse(self._order)
 
         def ordered(*inputs: Any) -> list[Any]:
@@ -91,6 +96,7 @@ class JaxLaunch(Launch):
 
         metas = [*graph.inputs.values(), *vector_metas(subgraph.scalar_types)]
         self._mesh = None
+        self._has_manual = False
         self._collectives = collectives
         self._program: Any = None
         self._is_agreed = True  # whether all processes have it
@@ -100,24 +106,39 @@ class JaxLaunch(Launch):
             self._options = OPTIONS.get(device.platform, {})
             self._lower_joint(subgraph, collectives, ordered, metas, len(reused), bool(checked))
             return
-        if any(divided) or any(node.op is SHARD for node in graph.nodes):
+        of_devices = manual_values(graph, manual)
+        self._has_manual = bool(of_devices)
+        if any(divided) or any(node.op in (SHARD, SPLIT, JOIN) for node in graph.nodes):
             self._mesh = mesh
             mesh.is_used = True
         alone = SingleDeviceSharding(device) if self._mesh is None else mesh.whole
         lies = [divided[k] or alone for k in self._order]
+        by_device = (len(mesh.devices),)  # the first dimension of manual tensors
+        numbers = [*graph.inputs, *(None for _ in vector_metas(subgraph.scalar_types))]
+        sizes = [
+            (by_device if numbers[k] in manual else ()) + tuple(metas[k].size) for k in self._order
+        ]
         given = [
-            jax.ShapeDtypeStruct(tuple(metas[k].size), dtype_of(metas[k].dtype), sharding=at)
-            for k, at in zip(self._order, lies, strict=True)
+            jax.ShapeDtypeStruct(size, dtype_of(metas[k].dtype), sharding=at)
+            for k, size, at in zip(self._order, sizes, lies, strict=True)
         ]
         has_flags = bool(checked)
         num_outputs = self._count + has_flags
+        are_manual = [graph.outputs[k] in of_devices for k in self._results]
         # Memory is reused by an output that lies as it does. XLA chooses how the other outputs of a mesh lie.
-        donated = [k for k in range(len(reused)) if self._mesh is None or divided[self._order[k]]]
+        donated = [
+            k
+            for k in range(len(reused))
+            if self._mesh is None
+            or (divided[self._order[k]] and are_manual[k] == (numbers[self._order[k]] in manual))
+        ]
         lie: list[Any] = [lies[k] if k in set(donated) else None for k in range(self._count)]
+        if self._has_manual:
+            lie = [layout() if own else at for own, at in zip(are_manual, lie, strict=True)]
         lie += [alone] * has_flags  # each process reads them
         placed = ""
         if self._mesh is not None:
-            placed = mesh.text_of(lies, [len(metas[k].size) for k in self._order])
+            placed = mesh.text_of(lies, list(map(len, sizes)))
         about = f"{subgraph.text()} {checked} {placed} {precision()}"
         key = on_disk.key(about)
         is_of_job = self._mesh is not None and mesh.is_of_job
@@ -253,7 +274,7 @@ class JaxLaunch(Launch):
         for bound in self._bounds:
             if is_in_bounds(bound, self._shown(inputs[bound.value])):
                 continue
-            if self._mesh is None or not self._mesh.is_of_job:
+            if not self._has_manual and (self._mesh is None or not self._mesh.is_of_job):
                 raise IndexOutOfRange
             raise IndexOutOfRange(
                 IndexError(

@@ -20,13 +20,14 @@ from torch.utils import _pytree as pytree
 
 import ltc_core.executors.jax.rules  # noqa: F401 - fills RULES
 from ltc_core.executors.inductor import tier_report
-from ltc_core.executors.jax import collectives
+from ltc_core.executors.jax import collectives, manual
 from ltc_core.executors.jax.collectives import Collectives
 from ltc_core.executors.jax.table import NOT_ON_HOST, RULES, Array, Call, dtype_of, to_dtype
 from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.graph.loop import BODIES, SCAN
+from ltc_core.graph.manual_sharding import JOIN, SPLIT, manual_values
 from ltc_core.program.index_checks import Bound, checks_of
 from ltc_core.program.lowering.decompositions import FOR_XLA
 from ltc_core.program.lowering.functional import trace
@@ -73,17 +74,23 @@ LOWERING = _Lowering()
 
 
 def function_of(
-    subgraph: Subgraph, checked: Sequence[int], joint: Collectives | None = None
+    subgraph: Subgraph,
+    checked: Sequence[int],
+    joint: Collectives | None = None,
+    manual_inputs: frozenset[int] = frozenset(),
 ) -> Function:
     """Function of the subgraph's inputs and vectors of scalars, to be traced by `jax.jit`.
 
     It returns the outputs, then, if `checked` is not empty, a vector: for each node at a position in `checked`, whether
-    one of its indices is out of range. `joint` traces the collectives among the nodes.
+    one of its indices is out of range. `joint` traces the collectives among the nodes. `manual_inputs` are the numbers
+    of the inputs that are manual tensors.
 
     Raises:
         Refused: by the function; nodes without a rule. `LOWERING` has noted all of them.
+        Misused: a manual tensor cannot be used so; by the function, if an op on it has no rule.
     """
     graph = subgraph.graph
+    own = manual_values(graph, manual_inputs)
     metas = graph.metas()
     chosen = set(checked)
 
@@ -100,12 +107,16 @@ def function_of(
                 if node.op in collective.OPS:
                     assert joint is not None
                     results = collectives.call(node, values, joint.count, joint.is_cpu)
+                elif node.op in (SPLIT, JOIN):
+                    results = [_of_mesh(node, values, own)]
                 else:
-                    results = _call(subgraph, node, metas, values, numbers)
+                    results = _call(subgraph, node, metas, values, numbers, own)
             except Exception as error:  # whatever a rule or a trace raises: the op runs on the host
                 if node.op in NOT_ON_HOST:
                     raise RuntimeError(f"{node.op} has no rule for this call") from error
                 why = _in_words(error)
+                if node.first in own:
+                    raise manual.no_rule(node, why) from error
                 LOWERING.refuse(node, metas, why)
                 refused.append(Refused(str(node.op), why))
                 # Go on, to find all such nodes at once.
@@ -147,21 +158,34 @@ def _is_out_of_range(checks: Sequence[Bound], values: Mapping[int, Array]) -> Ar
     return found
 
 
+def _of_mesh(node: Node, values: Mapping[int, Array], own: frozenset[int]) -> Array:
+    """Result of SPLIT or JOIN."""
+    value, text, which = node.args
+    if node.op is SPLIT:
+        return manual.split(values[value], text, which)
+    return manual.join(values[value], text, which, is_whole=int(value) not in own)
+
+
 def _call(
     subgraph: Subgraph,
     node: Node,
     metas: Mapping[int, TensorMeta],
     values: Mapping[int, Array],
     numbers: Sequence[Array],
+    manual_numbers: frozenset[int],
 ) -> list[Array]:
-    """Results of a node, those that ATen leaves undefined left out."""
+    """Results of a node, those that ATen leaves undefined left out; of a manual one on each device."""
     module, alone = LOWERING.nodes.of(subgraph, node, metas)
     inputs = [values[i] for i in alone.inputs]
     own = [numbers[k] for k in alone.scalars]
     for kind in kinds(alone.scalar_types):
         typed = [x for x, t in zip(own, alone.scalar_types, strict=True) if t is kind]
         inputs.append(jnp.stack(typed))
-    return run_graph(module, inputs)
+    if node.first not in manual_numbers:
+        return run_graph(module, inputs)
+    are_manual = [i in manual_numbers for i in alone.inputs]
+    are_manual += [False] * (len(inputs) - len(are_manual))
+    return manual.on_each_device(functools.partial(run_graph, module), inputs, are_manual)
 
 
 def run_graph(module: GraphModule, inputs: Sequence[Array]) -> list[Array]:

@@ -33,6 +33,7 @@ from ltc_core.graph.sharding import Sharding
 
 __all__ = [
     "DeviceMesh",
+    "axes_of",
     "checksum",
     "chosen_devices",
     "is_divided",
@@ -60,11 +61,16 @@ def named(sharding: Sharding) -> NamedSharding:
     """
     known = devices_of_mesh()
     factors = [_prime_factors(size) for size in sharding.mesh]
-    names = [[f"axis{k}_{n}" for n in range(len(own))] for k, own in enumerate(factors)]
+    names = [axes_of(sharding, axis) for axis in range(len(sharding.mesh))]
     grid = np.array([known[k] for k in sharding.devices], dtype=object)
     mesh = Mesh(grid.reshape(list(chain(*factors))), list(chain(*names)))
     spec = [tuple(chain(*(names[axis] for axis in axes))) or None for axes in sharding.spec]
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def axes_of(sharding: Sharding, axis: int) -> list[str]:
+    """JAX's names for an axis of a mesh, one for each prime factor of its size."""
+    return [f"axis{axis}_{k}" for k in range(len(_prime_factors(sharding.mesh[axis])))]
 
 
 def _prime_factors(n: int) -> list[int]:

@@ -25,6 +25,7 @@ from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph
+from ltc_core.graph.manual_sharding import Misused
 from ltc_core.program.backend import Backend, divide
 from ltc_core.program.lowering.decompositions import FOR_XLA
 from ltc_core.program.lowering.functional import trace
@@ -141,6 +142,8 @@ def programs(graph: Graph, scalars: Sequence[Any]) -> list[Program]:
             return [Program(each, scalars) for each in subgraphs if each.compiled]
         except Refused:  # its ops are known now, and run on the host
             continue
+        except Misused as found:
+            raise found.error from None
 
 
 def text_of(bytecode: bytes) -> str:

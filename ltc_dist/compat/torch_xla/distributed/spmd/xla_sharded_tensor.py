@@ -13,7 +13,7 @@ import torch
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import ShardingType, sharding_type_of
 from ltc_dist.compat.xla_text import sharding_text
-from ltc_dist.spmd import local_shards, sharding_of
+from ltc_dist.spmd import is_manual, local_shards, sharding_of
 
 __all__ = ["XLAShard", "XLAShardedTensor"]
 
@@ -33,7 +33,9 @@ class XLAShard:
 
 class _Marked(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch.Tensor) and sharding_of(instance) is not None
+        return isinstance(instance, torch.Tensor) and (
+            sharding_of(instance) is not None or is_manual(instance)
+        )
 
 
 class XLAShardedTensor(metaclass=_Marked):

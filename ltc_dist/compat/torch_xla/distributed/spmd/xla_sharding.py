@@ -15,13 +15,17 @@ from ltc_dist.spmd import (
     ShardingSpec,
     apply_backward_optimization_barrier,
     clear_sharding,
+    disable_manual_sharding,
+    enable_manual_sharding,
     get_1d_mesh,
     get_global_mesh,
+    is_manual,
     mark_sharding,
     mark_sharding_with_gradients,
     set_global_mesh,
     sharding_of,
 )
+from ltc_dist.spmd import mark_manual_sharding as _mark_manual_sharding
 
 __all__ = [
     "HybridMesh",
@@ -62,7 +66,12 @@ class ShardingType(enum.IntEnum):
 
 
 def sharding_type_of(t: torch.Tensor) -> ShardingType:
-    """TILED: each device has another part; PARTIAL: several have the same; REPLICATED: all have all of it."""
+    """TILED: each device has another part; PARTIAL: several have the same; REPLICATED: all have all of it.
+
+    MANUAL: each device has a value of its own.
+    """
+    if is_manual(t):
+        return ShardingType.MANUAL
     found = sharding_of(t)
     if found is None:
         return ShardingType.REPLICATED
@@ -75,13 +84,10 @@ def sharding_type_of(t: torch.Tensor) -> ShardingType:
     return ShardingType.TILED if parts == found[0].size() else ShardingType.PARTIAL
 
 
-_MANUAL = "no part of a program is written for one device of a mesh; mark_sharding, and let XLA divide the rest"
+_CUSTOM = "an annotation is no op of its own; mark_sharding, which tells the compiler of a recorded tensor"
 _AUTO = "tensors that nobody marks are divided by XLA's propagation alone; mark the parameters"
 
-enable_manual_sharding = Absent("enable_manual_sharding", _MANUAL)
-disable_manual_sharding = Absent("disable_manual_sharding", _MANUAL)
-_mark_manual_sharding = Absent("_mark_manual_sharding", _MANUAL)
-annotate_custom_sharding = Absent("annotate_custom_sharding", _MANUAL)
+annotate_custom_sharding = Absent("annotate_custom_sharding", _CUSTOM)
 auto_policy = Absent("auto_policy", _AUTO)
 
 
