@@ -72,9 +72,25 @@ def test_processes_train_as_eager_does_on_the_joined_batch(
 ) -> None:
     wanted = on_joined_batches()
     for found, counted in case("train", count, tmp_path, is_launched):
-        assert counted == {"JointRun": 6, "ProgramsDiffer": 0}
+        assert (counted["JointRun"], counted["ProgramsDiffer"]) == (6, 0)
         for own, other in zip(found, wanted, strict=False):
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+def test_programs_are_kept_on_disk(tmp_path: Path) -> None:
+    """All processes load a program, or all compile it."""
+    cache = {"LTC_COMPILED_CACHE_DIR": str(tmp_path / "cache")}
+    first = case("train", 2, tmp_path, **cache)
+    again = case("train", 2, tmp_path, **cache)
+    apart = case("elsewhere", 2, tmp_path, **cache)
+    for (wanted, of_first), (found, of_again), (last, _) in zip(first, again, apart, strict=True):
+        assert of_first["PersistentCacheHit"] == 0 < of_first["PersistentCacheMiss"]
+        assert of_again["PersistentCacheHit"] == of_first["PersistentCacheMiss"]
+        assert of_again["PersistentCacheMiss"] == 0
+        for one, other, third in zip(wanted, found, last, strict=True):
+            assert torch.equal(one, other) and torch.equal(one, third)
+    (_, of_0), (_, of_1) = apart
+    assert of_0["PersistentCacheHit"] > 0 == of_1["PersistentCacheHit"]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -108,7 +124,7 @@ def test_where_programs_differ_the_collectives_run_on_the_host(tmp_path: Path) -
             [2.0, 2.0, 3.0, 3.0],
         ]
         assert [t.tolist() for t in found] == expected
-        assert counted == {"JointRun": 0, "ProgramsDiffer": 4}
+        assert (counted["JointRun"], counted["ProgramsDiffer"]) == (0, 4)
         assert "the programs of the processes differ beside them, such as that of" in summary
         assert "joined.py" in summary
         assert "the processes run programs with different collectives" in summary

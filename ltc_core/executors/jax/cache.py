@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from jax.experimental import serialize_executable
 
 from ltc_core import metrics
 from ltc_core.executors.artifacts import Artifacts
-from ltc_core.executors.jax.mesh import DeviceMesh
 from ltc_core.executors.processor import processor
 from ltc_core.settings import settings
 
@@ -67,8 +67,8 @@ class ProgramsOnDisk:
         about = f"{_environment()} {device} {self._device.client.platform_version}"
         return hashlib.sha256(f"{about}\n{text}".encode()).hexdigest()
 
-    def load(self, key: str, num_inputs: int, num_outputs: int, mesh: DeviceMesh | None) -> Any:
-        """The program of a key, or None; `mesh`: the devices that it runs on, if these are several."""
+    def load(self, key: str, num_inputs: int, num_outputs: int, devices: Sequence[Any] = ()) -> Any:
+        """The program of a key, or None; `devices`: those that it runs on, if these are several."""
         path = self._place.find(key) if self._is_usable else None
         if path is None:
             metrics.count("PersistentCacheMiss")
@@ -80,7 +80,7 @@ class ProgramsOnDisk:
             in_tree,
             out_tree,
             self._device.client,
-            execution_devices=[self._device] if mesh is None else list(mesh.devices),
+            execution_devices=list(devices) or [self._device],
         )
         metrics.count("PersistentCacheHit")
         return program

@@ -61,17 +61,18 @@ class Collectives:
     """What programs that span the processes need: the mesh of one device of each, and arrays that lie on it.
 
     Attributes:
+        devices: one of each process.
         is_off: whether all collectives run on the host; the same in all processes.
     """
 
     def __init__(self) -> None:
-        self._devices = devices_of_ranks()
-        self._line = ",".join(str(rank) for rank in range(len(self._devices)))
-        self.is_off = not self._devices
+        self.devices = devices_of_ranks()
+        self._line = ",".join(str(rank) for rank in range(len(self.devices)))
+        self.is_off = not self.devices
         if why_alone():
             self._tell(why_alone())
-        if self._devices:
-            self.mesh = Mesh(np.array(self._devices, dtype=object), [AXIS])
+        if self.devices:
+            self.mesh = Mesh(np.array(self.devices, dtype=object), [AXIS])
             self._lies = NamedSharding(self.mesh, _EACH)
 
     def reduces_in_graph(self, node: Node) -> bool:
@@ -99,11 +100,16 @@ class Collectives:
 
     @property
     def count(self) -> int:
-        return len(self._devices)
+        return len(self.devices)
+
+    @property
+    def text(self) -> str:
+        """Which devices programs span, and of which processes, for the key of programs on disk."""
+        return " ".join(f"{device.id}@{device.process_index}" for device in self.devices)
 
     @property
     def is_cpu(self) -> bool:
-        return bool(self._devices[0].platform == "cpu")
+        return bool(self.devices[0].platform == "cpu")
 
     def described(self, size: Sequence[int], dtype: Any) -> Any:
         """How a program is told of an input of this size in each process."""
@@ -174,6 +180,14 @@ class Joint:
         highest, lowest = found.chunk(2)
         collectives, program = (highest == 255 - lowest).chunk(2)
         return bool(collectives.all()), bool(program.all())
+
+    def do_all(self, yes: bool) -> bool:
+        """Wait for all processes, right after `agree`; whether all of them say yes."""
+        transport = transport_of(self._route)
+        assert transport is not None
+        own = torch.tensor([yes], dtype=torch.uint8)
+        [found] = transport.all_reduce([own], "min", 1.0, "the programs on disk")
+        return bool(found.all())
 
 
 def _digest(text: str) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,8 +103,9 @@ class JaxLaunch(Launch):
         self._lower: Callable[[], Any]
         self.divided = tuple(divided)
         if collectives is not None:
-            self._options = OPTIONS.get(device.platform, {})
             self._lower_joint(subgraph, collectives, ordered, metas, len(reused), bool(checked))
+            options = OPTIONS.get(device.platform, {})
+            self._compile_joint = partial(self._of_disk_or_compiled, on_disk, collectives, options)
             return
         of_devices = manual_values(graph, manual)
         self._has_manual = bool(of_devices)
@@ -149,7 +150,8 @@ class JaxLaunch(Launch):
         traced = jax.jit(ordered, donate_argnums=donated, keep_unused=True, **how)
         self._lower = partial(traced.lower, *given)
         with wide_types():
-            self._program = on_disk.load(key, len(given), num_outputs, self._mesh)
+            devices = () if self._mesh is None else self._mesh.devices
+            self._program = on_disk.load(key, len(given), num_outputs, devices)
             if self._program is None:
                 self._program = self._lower().compile(OPTIONS.get(device.platform, {}))
                 on_disk.store(key, self._program)
@@ -196,7 +198,25 @@ class JaxLaunch(Launch):
             traced = jax.jit(spanning, donate_argnums=donated, keep_unused=True)
             lowered = traced.lower(*given)
             self._lower = lambda: lowered
-            self._joint = Joint(subgraph, lowered.as_text())
+            self._text = lowered.as_text()
+            self._joint = Joint(subgraph, self._text)
+
+    def _of_disk_or_compiled(
+        self, on_disk: ProgramsOnDisk, collectives: Collectives, options: Mapping[str, Any]
+    ) -> Any:
+        """The program of all processes, as all of them have it on disk, or compiled in all of them.
+
+        XLA may compile a program of a GPU in turns, which takes all processes.
+        """
+        key = on_disk.key(f"{collectives.text} {self._text}")
+        self._text = ""
+        num_outputs = len(self._lower().out_info)
+        program = on_disk.load(key, len(self._order), num_outputs, collectives.devices)
+        if self._joint.do_all(program is not None):
+            return program
+        program = self._lower().compile(options)
+        on_disk.store(key, program)
+        return program
 
     def _run_joint(self, collectives: Collectives, inputs: Sequence[Any]) -> list[Any]:
         """Results of the program of all processes."""
@@ -212,7 +232,7 @@ class JaxLaunch(Launch):
             raise Apart
         if self._program is None:
             with wide_types():
-                self._program = self._lower().compile(self._options)
+                self._program = self._compile_joint()
         metrics.count("JointRun")
         try:
             with wide_types():
