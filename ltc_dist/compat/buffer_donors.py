@@ -35,7 +35,7 @@ __all__ = [
 
 
 # A marked tensor -> the value that it had. A mark ends when the tensor gets another value, which frees this one.
-_donors: MutableMapping[torch.Tensor, ref[Value]] = WeakIdKeyDictionary()
+_donors: MutableMapping[Any, ref[Value]] = WeakIdKeyDictionary()
 _library: Any = torch.library.Library("xla", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
