@@ -10,6 +10,7 @@ import torch
 
 import ltc_core as ltc
 from ltc_core import export, metrics, source
+from ltc_core.api.eager import eager_mode, is_eager_mode
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError, with_notes
 from ltc_core.runtime import execution_gate
@@ -34,6 +35,7 @@ __all__ = [
     "_get_graph_hash",
     "_get_ir_debug",
     "_get_tensors_handle",
+    "_get_use_eager_mode",
     "_get_xla_sharding_spec",
     "_get_xla_tensor_debug_info",
     "_get_xla_tensor_dimension_size",
@@ -41,22 +43,30 @@ __all__ = [
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
+    "_init_computation_client",
     "_init_xla_lazy_backend",
     "_is_placecholder",
     "_set_allow_execution",
     "_set_buffer_donation",
     "_set_ir_debug",
+    "_set_use_eager_mode",
     "_short_xla_metrics_report",
     "_unsafe_buffer_pointer",
     "_xla_counter_names",
     "_xla_counter_value",
+    "_xla_device_kind",
     "_xla_dot_general",
     "_xla_get_all_devices",
     "_xla_get_cpu_tensors",
     "_xla_get_default_device",
+    "_xla_get_default_device_ordinal",
     "_xla_get_devices",
     "_xla_get_enable_alias_with_buffer_donor_config",
+    "_xla_get_num_cached_compilation_graph",
+    "_xla_get_num_processes",
+    "_xla_get_process_index",
     "_xla_get_replication_devices_count",
+    "_xla_get_rng_seed",
     "_xla_get_tensor_dimension_size",
     "_xla_get_tensor_id",
     "_xla_increment_counter",
@@ -70,6 +80,7 @@ __all__ = [
     "_xla_set_default_device",
     "_xla_set_enable_alias_with_buffer_donor_config",
     "_xla_set_mat_mul_precision",
+    "_xla_set_rng_seed",
     "_xla_set_use_full_mat_mul_precision",
     "_xla_step_marker",
     "_xla_sync_multi",
@@ -92,6 +103,14 @@ _xla_memory_info = ltc.get_memory_info
 _xla_wait_device_ops = ltc.wait_device_ops
 _get_graph_hash = get_graph_hash
 _get_xla_sharding_spec = sharding_text
+_set_use_eager_mode = eager_mode
+_get_use_eager_mode = is_eager_mode
+_xla_device_kind = xla_model.xla_device_kind
+_xla_get_num_cached_compilation_graph = runtime.get_num_cached_compilation_graph
+_xla_get_num_processes = runtime.process_count
+_xla_get_process_index = runtime.process_index
+_xla_get_rng_seed = xla_model.get_rng_state
+_xla_set_rng_seed = xla_model.set_rng_state
 _set_buffer_donation = buffer_donors.set_donor
 _get_buffer_donation = buffer_donors.is_donor
 _is_placecholder = buffer_donors.is_placeholder
@@ -193,6 +212,14 @@ def _handle(tensor: torch.Tensor) -> Handle:
 
 def _xla_get_default_device() -> str:
     return str(ltc.lazy_device())
+
+
+def _xla_get_default_device_ordinal() -> int:
+    return ltc.lazy_device().index
+
+
+def _init_computation_client() -> None:
+    """Does nothing: a device is made at its first use."""
 
 
 def _xla_get_devices() -> list[str]:
