@@ -11,6 +11,9 @@
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
     |- ExecutionError (RuntimeError)            an op failed while the graph ran
     |- ExecutionForbiddenError (RuntimeError)   recorded ops would run where the script says that they must not
+    |- NoValueError (RuntimeError)              a tensor that is read has no memory
+    |  |- PlaceholderError (RuntimeError)       it was made without
+    |  `- DonatedError (RuntimeError)           the script donated it
     |- GraphError (AssertionError)              a graph is not well formed: a fault of ltc
     |- CheckpointError (RuntimeError)
     |  |- CheckpointFormatError (ValueError)    the file is damaged or not one of ours
@@ -129,6 +132,18 @@ class ExecutionError(LtcError, RuntimeError):
 
 class ExecutionForbiddenError(LtcError, RuntimeError):
     """Recorded ops would run within a block that the script says is one graph."""
+
+
+class NoValueError(LtcError, RuntimeError):
+    """A tensor that is read has no memory."""
+
+
+class PlaceholderError(NoValueError):
+    """A tensor that is read was made without memory. Ops may be recorded with it, but not run."""
+
+
+class DonatedError(NoValueError):
+    """The buffer of a tensor that is read was donated by the script."""
 
 
 class GraphError(LtcError, AssertionError):

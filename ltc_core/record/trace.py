@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.errors import PlaceholderError
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.record import dynamic_steps
 from ltc_core.record.dynamic_shapes import Call, num_any
@@ -156,7 +157,7 @@ class Trace:
             LtcError: the op that computes the value failed.
         """
         buffer = value.buffer
-        if buffer is not None:
+        if buffer is not None and type(buffer.error) is not PlaceholderError:
             buffer.check()
         index = self.count
         value.epoch = self.epoch

@@ -10,13 +10,14 @@ has the name that such scripts expect. Nothing else changes. Without the import 
 
 from ltc_core.runtime import found_steps
 from ltc_dist import libraries
-from ltc_dist.compat import counters, dense_gradients, error_texts
+from ltc_dist.compat import buffer_donors, counters, dense_gradients, error_texts
 from ltc_dist.compat.finder import activate
 
 __all__ = ["activate"]
 
 found_steps.leave_alone()
 activate()
+buffer_donors.register()
 counters.register()
 dense_gradients.register()
 error_texts.register()

@@ -35,6 +35,10 @@ ALIASES: dict[str, str | Served] = {
     "torch_xla.amp.autocast_mode": "torch_xla.amp",
     "torch_xla.amp.grad_scaler": "torch_xla.amp",
     "torch_xla.amp.syncfree": Served("ltc_core.api.syncfree", ("SGD", "Adam", "AdamW")),
+    **{
+        f"torch_xla.amp.syncfree.{name.lower()}": Served("ltc_core.api.syncfree", (name,))
+        for name in ("Adam", "AdamW", "SGD")
+    },
     "torch_xla.distributed.parallel_loader": Served("ltc_dist.parallel_loader"),
     "torch_xla.distributed.xla_multiprocessing": Served(
         "ltc_dist.multiprocessing", ("MpModelWrapper", "MpSerialExecutor", "spawn")
@@ -119,12 +123,22 @@ _BUILDER = (
     "torch_xla.core.xla_builder"
 )
 
+_MARKS = "ops are not marked for XLA's compiler; write the op with PyTorch's own, or as a torch.library.custom_op"
+_PLUGINS = (
+    "devices are not PJRT plugins; choose what the graphs run on with LTC_DEVICE and LTC_EXECUTOR"
+)
+
 _TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo writes a model as StableHLO"
 
 # Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
     "lazy_tensor_core.core.lazy_builder": _BUILDER,
     "torch_xla.distributed.xla_dist": _XRT,
+    "torch_xla.experimental.mark_pattern_utils": _MARKS,
     "torch_xla.experimental.pallas_kernels": PALLAS,
+    "torch_xla.experimental.plugins": _PLUGINS,
+    "torch_xla.experimental.splash_attention": PALLAS,
+    "torch_xla.experimental.stablehlo_custom_call": _MARKS,
+    "torch_xla.experimental.xla_marker": _MARKS,
     "torch_xla.tf_saved_model_integration": _TF,
 }

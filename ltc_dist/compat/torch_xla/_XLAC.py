@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 
 import torch
 
 import ltc_core as ltc
 from ltc_core import export, metrics, source
+from ltc_core.api.eager import eager_mode, is_eager_mode
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError, with_notes
 from ltc_core.runtime import execution_gate
 from ltc_core.runtime.devices import context_of, contexts
 from ltc_core.tensor.handles import Handle, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
+from ltc_dist.compat import buffer_donors
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_builder, xla_model
@@ -26,9 +29,13 @@ __all__ = [
     "_clear_xla_counters",
     "_clear_xla_metrics",
     "_get_allow_execution",
+    "_get_buffer_donation",
     "_get_executed_fallback_ops",
     "_get_git_revs",
     "_get_graph_hash",
+    "_get_ir_debug",
+    "_get_tensors_handle",
+    "_get_use_eager_mode",
     "_get_xla_sharding_spec",
     "_get_xla_tensor_debug_info",
     "_get_xla_tensor_dimension_size",
@@ -36,18 +43,30 @@ __all__ = [
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
+    "_init_computation_client",
     "_init_xla_lazy_backend",
+    "_is_placecholder",
     "_set_allow_execution",
+    "_set_buffer_donation",
+    "_set_ir_debug",
+    "_set_use_eager_mode",
     "_short_xla_metrics_report",
     "_unsafe_buffer_pointer",
     "_xla_counter_names",
     "_xla_counter_value",
+    "_xla_device_kind",
     "_xla_dot_general",
     "_xla_get_all_devices",
     "_xla_get_cpu_tensors",
     "_xla_get_default_device",
+    "_xla_get_default_device_ordinal",
     "_xla_get_devices",
+    "_xla_get_enable_alias_with_buffer_donor_config",
+    "_xla_get_num_cached_compilation_graph",
+    "_xla_get_num_processes",
+    "_xla_get_process_index",
     "_xla_get_replication_devices_count",
+    "_xla_get_rng_seed",
     "_xla_get_tensor_dimension_size",
     "_xla_get_tensor_id",
     "_xla_increment_counter",
@@ -59,11 +78,14 @@ __all__ = [
     "_xla_real_devices",
     "_xla_runtime_is_initialized",
     "_xla_set_default_device",
+    "_xla_set_enable_alias_with_buffer_donor_config",
     "_xla_set_mat_mul_precision",
+    "_xla_set_rng_seed",
     "_xla_set_use_full_mat_mul_precision",
     "_xla_step_marker",
     "_xla_sync_multi",
     "_xla_tensors_from_aten",
+    "_xla_tensors_report",
     "_xla_user_computation",
     "_xla_wait_device_ops",
 ]
@@ -81,6 +103,19 @@ _xla_memory_info = ltc.get_memory_info
 _xla_wait_device_ops = ltc.wait_device_ops
 _get_graph_hash = get_graph_hash
 _get_xla_sharding_spec = sharding_text
+_set_use_eager_mode = eager_mode
+_get_use_eager_mode = is_eager_mode
+_xla_device_kind = xla_model.xla_device_kind
+_xla_get_num_cached_compilation_graph = runtime.get_num_cached_compilation_graph
+_xla_get_num_processes = runtime.process_count
+_xla_get_process_index = runtime.process_index
+_xla_get_rng_seed = xla_model.get_rng_state
+_xla_set_rng_seed = xla_model.set_rng_state
+_set_buffer_donation = buffer_donors.set_donor
+_get_buffer_donation = buffer_donors.is_donor
+_is_placecholder = buffer_donors.is_placeholder
+_get_tensors_handle = buffer_donors.handles_of
+_sync_multi_donates = False
 
 
 def _xla_metrics_report() -> str:
@@ -97,6 +132,15 @@ def _set_allow_execution(allow_execution: bool) -> None:
 
 def _get_allow_execution() -> bool:
     return not execution_gate.is_closed
+
+
+def _set_ir_debug(ir_debug: bool) -> None:
+    """Say whether texts of graphs show the user's line of each node, as LTC_IR_DEBUG does."""
+    ltc.settings.ir_debug = ir_debug
+
+
+def _get_ir_debug() -> bool:
+    return ltc.settings.ir_debug
 
 
 def _xla_dot_general(
@@ -170,6 +214,14 @@ def _xla_get_default_device() -> str:
     return str(ltc.lazy_device())
 
 
+def _xla_get_default_device_ordinal() -> int:
+    return ltc.lazy_device().index
+
+
+def _init_computation_client() -> None:
+    """Does nothing: a device is made at its first use."""
+
+
 def _xla_get_devices() -> list[str]:
     return ltc.get_lazy_supported_devices()
 
@@ -190,7 +242,20 @@ def _xla_sync_multi(
     wait: bool = True,
     sync_xla_data: bool = True,
 ) -> None:
-    ltc.sync_multi(tensors, devices, wait)
+    """Run what the tensors need; marked buffers are donated if the whole step is meant, or a setting says so."""
+    if sync_xla_data or _sync_multi_donates:
+        buffer_donors.donate()
+    ltc.sync_multi([t for t in tensors if not _is_placecholder(t)], devices, wait)
+
+
+def _xla_set_enable_alias_with_buffer_donor_config(should_alias: bool) -> None:
+    """Say whether `_xla_sync_multi(..., sync_xla_data=False)` donates marked buffers."""
+    global _sync_multi_donates
+    _sync_multi_donates = should_alias
+
+
+def _xla_get_enable_alias_with_buffer_donor_config() -> bool:
+    return _sync_multi_donates
 
 
 def _xla_step_marker(
@@ -289,6 +354,30 @@ def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
         f"ShardingSpec: {_get_xla_sharding_spec(tensor) or None}\nIR: {pending}XLAData: {data}\n"
         "Tensor on host: None\n}\n"
     )
+
+
+def _xla_tensors_report(nodes_threshold: int, device: str = "", max_frames: int = 0) -> str:
+    """Describe the live tensors of a device that at least `nodes_threshold` pending ops lead to; nothing is run.
+
+    Under LTC_IR_DEBUG each has its ops with the user's lines.
+
+    Args:
+        device: of all devices by default.
+        max_frames: accepted; one frame of the user is known of each op.
+    """
+    rows = []
+    for t in [item for item in gc.get_objects() if type(item) is LazyTensor]:
+        if device and str(t.device) != device:
+            continue
+        num_ops = len(pending_graph([t]).nodes)
+        if num_ops < nodes_threshold:
+            continue
+        rows.append(
+            f"[Tensor: id={_xla_get_tensor_id(t)}, shape={shape_text(t)}, device={t.device}, ir_nodes={num_ops}]"
+        )
+        if num_ops and ltc.settings.ir_debug:
+            rows.append(f"Frames:\n{ltc.dump_ir([t])}")
+    return "".join(f"{row}\n" for row in rows)
 
 
 def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:

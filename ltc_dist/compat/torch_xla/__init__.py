@@ -25,6 +25,7 @@ from ltc_dist.compat.torch_xla.core import xla_model as xm
 from ltc_dist.compat.torch_xla.distributed import (
     xla_backend,  # noqa: F401 - torch_xla registers it at its import, too
 )
+from ltc_dist.compat.torch_xla.stablehlo import save_as_stablehlo, save_torch_model_as_stablehlo
 from ltc_dist.compat.torch_xla.utils import utils as xu
 from ltc_dist.compat.torch_xla.version import __version__
 
@@ -38,6 +39,8 @@ __all__ = [
     "launch",
     "manual_seed",
     "real_devices",
+    "save_as_stablehlo",
+    "save_torch_model_as_stablehlo",
     "set_custom_compile_options",
     "step",
     "sync",

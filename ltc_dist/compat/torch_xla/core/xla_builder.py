@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ltc_dist.compat.absent import Absent
+from ltc_dist.compat.buffer_donors import make_placeholder
 from ltc_dist.compat.xla_ops import DTYPES, Builder, Computation, Node, make_node, make_param
 from ltc_dist.compat.xla_shapes import Shape, Type
 from ltc_dist.compat.xla_text import KINDS
@@ -41,9 +42,9 @@ __all__ = [
 ]
 
 _XLA_PT_TYPE_MAP, _PT_XLA_TYPE_MAP = DTYPES, KINDS
+create_placeholder_tensor = make_placeholder
 _NO_HLO = "there is no HLO; write the op with PyTorch's own, or as a torch.library.custom_op"
 computation_from_module_proto = Absent("xb.computation_from_module_proto", _NO_HLO)
-create_placeholder_tensor = Absent("xb.create_placeholder_tensor", _NO_HLO)
 get_computation_hlo = Absent("xb.get_computation_hlo", _NO_HLO)
 
 

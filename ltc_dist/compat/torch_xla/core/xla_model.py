@@ -53,7 +53,7 @@ from ltc_dist.collectives.ops import (
     REDUCE_SUM,
 )
 from ltc_dist.collectives.process_group import Groups
-from ltc_dist.compat import scopes
+from ltc_dist.compat import buffer_donors, scopes
 from ltc_dist.compat.absent import Absent
 from ltc_dist.compat.torch_xla.runtime import xla_device
 from ltc_dist.compat.torch_xla.utils.utils import for_each_instance, for_each_instance_rewrite
@@ -138,6 +138,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
     Raises:
         ProfilerError: such a scope is open. The step has ended.
     """
+    buffer_donors.donate(device)
     ltc.mark_step(wait, device=device)
     if reset_scope:
         scopes.check_none_is_open()
