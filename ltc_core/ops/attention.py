@@ -8,6 +8,7 @@ all dtypes, "memory efficient attention". The op has a gradient, is recorded as 
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -110,10 +111,21 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, gq
     return (
         q.dtype in _DTYPES
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-        and _fits_one_op(q, k, v, p, gqa)
+        and _fits_one_op(q, k, v, p)
+        and (not gqa or _takes_groups())
+        and (gqa or q.shape[1] == k.shape[1])
         and q.shape[3] == v.shape[3]
-        and (mask is None or (_fits_mask(q, k, mask) and not _is_divided(q)))
+        and (mask is None or _fits_mask(q, k, mask))
+        and not (_is_divided(q) and (gqa or mask is not None))
     )
+
+
+@functools.cache
+def _takes_groups() -> bool:
+    """Whether flash attention of this PyTorch takes fewer heads of keys and values than of queries."""
+    q, k = torch.zeros(1, 2, 1, 1), torch.zeros(1, 1, 1, 1)
+    flash = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+    return bool(torch._fused_sdp_choice(q, k, k, None, 0.0, False, enable_gqa=True) == flash)
 
 
 def _is_efficient(
@@ -127,18 +139,21 @@ def _is_efficient(
         return False
     aligned = _ALIGNED[q.dtype]
     return (
-        _fits_one_op(q, k, v, p, gqa)
+        _fits_one_op(q, k, v, p)
+        and not gqa
+        and q.shape[1] == k.shape[1]
         and q.shape[3] % aligned == v.shape[3] % aligned == 0
         and (mask is None or (_fits_mask(q, k, mask) and mask.dtype in (torch.bool, q.dtype)))
     )
 
 
-def _fits_one_op(q: Tensor, k: Tensor, v: Tensor, p: float, gqa: bool) -> bool:
-    """Whether there is no dropout, and each head of the query has one of the key and one of the value."""
-    if p > 0 or gqa or not (q.dim() == k.dim() == v.dim() == 4):
+def _fits_one_op(q: Tensor, k: Tensor, v: Tensor, p: float) -> bool:
+    """Whether there is no dropout, and each head of keys and values serves as many heads of the query."""
+    if p > 0 or not (q.dim() == k.dim() == v.dim() == 4) or 0 in (*q.shape, *k.shape):
         return False
-    heads = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == k.shape[3]
-    return heads and k.shape[2] == v.shape[2] and 0 not in (*q.shape, *k.shape)
+    is_one_batch = q.shape[0] == k.shape[0] == v.shape[0]
+    is_grouped = k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
+    return is_one_batch and is_grouped and q.shape[3] == k.shape[3] and k.shape[2] == v.shape[2]
 
 
 def _fits_mask(q: Tensor, k: Tensor, mask: Tensor) -> bool:

@@ -269,8 +269,8 @@ def _view(x: Size, size: Sequence[int]) -> Size:
 
 
 def _attention(q: Size, k: Size, v: Size, *rest: Any) -> Sizes:
-    _require(len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2])
-    _require(q[3] == k[3] == v[3] and k[2] == v[2])
+    _require(len(q) == len(k) == len(v) == 4 and q[0] == k[0] and k[:3] == v[:3])
+    _require(q[3] == k[3] == v[3] and k[1] > 0 and q[1] % k[1] == 0)
     return [q, q[:3]]
 
 

@@ -54,6 +54,7 @@ def attention(
     """Output and log-sum-exp of the scores, both with flash attention's strides."""
     dtype = query.dtype
     query, key, value = wide(query, key, value)
+    key, value = _for_each_head(query, key), _for_each_head(query, value)
     scores = _scores(query, key, causal, attn_mask, scale)
     top = scores.amax(-1, keepdim=True)
     if attn_mask is not None:
@@ -81,8 +82,9 @@ def attention_backward(
     scale: float | None = None,
 ) -> list[Tensor]:
     """Gradients of query, key and value."""
-    dtype = query.dtype
+    dtype, num_groups = query.dtype, key.shape[1]
     grad, query, key, value, out, log_total = wide(grad, query, key, value, out, log_total)
+    key, value = _for_each_head(query, key), _for_each_head(query, value)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = _scores(query, key, causal, attn_mask, scale)
     weights = (scores - log_total.unsqueeze(-1)).exp()
@@ -90,10 +92,20 @@ def attention_backward(
     grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) * factor
     results = (
         torch.matmul(grad_scores, key),
-        torch.matmul(grad_scores.transpose(-2, -1), query),
-        torch.matmul(weights.transpose(-2, -1), grad),
+        _sum_of_groups(torch.matmul(grad_scores.transpose(-2, -1), query), num_groups),
+        _sum_of_groups(torch.matmul(weights.transpose(-2, -1), grad), num_groups),
     )
     return [_heads_inside(t.to(dtype)) for t in results]
+
+
+def _for_each_head(query: Tensor, t: Tensor) -> Tensor:
+    """Keys or values for each head of the query; several in a row may share one."""
+    count = query.shape[1] // t.shape[1]
+    return t if count == 1 else t.repeat_interleave(count, dim=1)
+
+
+def _sum_of_groups(grad: Tensor, num_groups: int) -> Tensor:
+    return grad if grad.shape[1] == num_groups else grad.unflatten(1, (num_groups, -1)).sum(2)
 
 
 def _heads_inside(t: Tensor) -> Tensor:

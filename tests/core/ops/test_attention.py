@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import ltc_core as ltc
 from ltc_core import metrics
+from ltc_core.ops.attention import _takes_groups
 from tests.core.beside_eager import attempt, run_beside_eager
 
 Tensor = torch.Tensor
@@ -61,17 +62,33 @@ def test_it_is_flash_attention_with_eagers_numbers(
         assert torch.equal(a, b)
 
 
+@pytest.mark.skipif(not _takes_groups(), reason="flash attention of this PyTorch takes no groups")
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+@pytest.mark.parametrize("is_masked", [False, True], ids=["plain", "masked"])
+def test_heads_that_share_keys_and_values(num_groups: int, is_masked: bool) -> None:
+    found = []
+    for device in ("cpu", ltc.lazy_device()):
+        metrics.clear_all()
+        q, k, v = (t.to(device) for t in tensors())
+        operands = [t.detach().requires_grad_() for t in (q, k[:, :num_groups], v[:, :num_groups])]
+        mask = bool_mask().to(device) if is_masked else None
+        out = F.scaled_dot_product_attention(*operands, attn_mask=mask, enable_gqa=True)
+        grads = torch.autograd.grad(out.square().sum(), operands)
+        found.append([t.detach().cpu() for t in (out, *grads)])
+    assert metrics.counter_value(FLASH) == 1
+    assert metrics.counter_value(f"{FLASH}_backward") == 1
+    for eager, ours in zip(*found, strict=True):
+        assert torch.equal(ours, eager)
+
+
 CASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "dropout": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
-    "grouped heads": lambda q, k, v: F.scaled_dot_product_attention(
-        q, k[:, :2], v[:, :2], enable_gqa=True
-    ),
     "3-d": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]),
     "dropout and a mask": lambda q, k, v: F.scaled_dot_product_attention(
         q, k, v, attn_mask=bool_mask().to(q.device), dropout_p=0.5
     ),
-    "grouped heads and a mask": lambda q, k, v: F.scaled_dot_product_attention(
-        q, k[:, :2], v[:, :2], attn_mask=bool_mask().to(q.device), enable_gqa=True
+    "grouped heads and dropout": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k[:, :2], v[:, :2], dropout_p=0.5, enable_gqa=True
     ),
     "3-d and a mask with an empty row": lambda q, k, v: F.scaled_dot_product_attention(
         q[0], k[0], v[0], attn_mask=bool_mask().tril(-1).to(q.device)

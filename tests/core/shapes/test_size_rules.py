@@ -102,6 +102,10 @@ CASES: dict[str, Callable[[int, int, int], Call]] = {
         FLASH,
         (*[r(a, b, 3, c, 8).select(2, k) for k in range(3)], 0.0, True),
     ),
+    "attention of heads that share keys": lambda a, b, c: (
+        FLASH,
+        (r(a, 4, b, 8), r(a, 2, c, 8), r(a, 2, c, 8)),
+    ),
     "attention of transposed": lambda a, b, c: (
         FLASH,
         (*[r(a, c, b, 24)[..., 8 * k : 8 * k + 8].transpose(1, 2) for k in range(3)],),

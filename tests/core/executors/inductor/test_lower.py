@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from ltc_core.executors.inductor.lowering.lower import Lowered, lower
 from ltc_core.executors.inductor.partition import partition
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, ViewStep, Write
+from ltc_core.ops.attention import _takes_groups
 from ltc_core.program.lowering.decompositions import FOR_INDUCTOR, attention, attention_backward
 from ltc_core.program.lowering.retrace import Refused
 from ltc_core.program.plan import plan
@@ -286,6 +287,22 @@ class TestSpelledOut:
             for a, b in zip(got, wanted, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
                 assert a.stride() == b.stride() or layout == "packed"
+
+    @pytest.mark.skipif(not _takes_groups(), reason="the op of this PyTorch takes no groups")
+    @pytest.mark.parametrize("num_groups", [1, 2])
+    def test_heads_that_share_keys_and_values(self, num_groups: int) -> None:
+        query, key, value, grad = self.operands(4)
+        key, value = key[:, :num_groups], value[:, :num_groups]
+        expected = FLASH(query, key, value, 0.0, True)
+        given = (grad, query, key, value, *expected, 0.0, True)
+        pairs = [
+            (attention(query, key, value, 0.0, True), expected),
+            (attention_backward(*given), FLASH_BACKWARD(*given)),
+        ]
+        for got, wanted in pairs:
+            for a, b in zip(got, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+                assert a.stride() == b.stride() or 1 in a.shape
 
     @pytest.mark.parametrize("what", ["a mask", "dropout", "bfloat16", "many tokens"])
     def test_what_is_left_to_the_op(self, what: str) -> None:
