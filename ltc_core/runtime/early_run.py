@@ -25,7 +25,7 @@ from ltc_core import metrics
 from ltc_core.executors.openmp import use_threads
 from ltc_core.executors.processor import num_cores
 from ltc_core.record.trace import Trace
-from ltc_core.runtime.habit import Choice
+from ltc_core.runtime.habit import Choice, Context
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.reads import Seen
 from ltc_core.runtime.switch_interval import shorten
@@ -56,6 +56,7 @@ class EarlyRuns:
         self._worker = worker
         self._is_possible = is_possible
         self._last: CompiledGraph | None = None  # the program of the step before, if it had one
+        self._context = Context()  # of that one
         self._expected: CompiledGraph | None = None
         self._due = self._size = 0  # count of values at which more is run; 0: at none
         self._native: Any = None  # the program in C++, if the step has begun to run
@@ -132,7 +133,7 @@ class EarlyRuns:
     def _is_on_path(self, compiled: CompiledGraph) -> bool:
         """Whether what is recorded may become this program, and what has begun to run is the beginning of it."""
         is_same = self._native is None or self._epoch == self._trace.epoch
-        return is_same and self._trace.cursor in compiled.habit.path and not self._trace.sized
+        return is_same and self._trace.cursor in compiled.habit.path
 
     def _run_at(self, count: int) -> None:
         self._due = count
@@ -175,13 +176,22 @@ class EarlyRuns:
         if self._expected is not None:
             self._judge(self._expected, step, seen.took_ns)
         if self._last is not None and step is not None:
-            self._last.habit.note_next(step)
+            self._last.habit.note_next(step, self._context)
+        self._note_context(step)
         self._last, self._expected = step, None
         if step is not None:
             step.habit.recorded_ns, step.habit.num_values = seen.recorded_ns, seen.num_values
-            following = step.habit.next()
+            following = step.habit.next(self._context)
             if following is not None and self.may_gain(following):
                 self._expect(following)
+
+    def _note_context(self, step: CompiledGraph | None) -> None:
+        if step is None:
+            self._context = Context()
+        elif step is self._last:
+            self._context = self._context.again()
+        else:
+            self._context = Context(0 if self._last is None else id(self._last), 1)
 
     def _judge(self, expected: CompiledGraph, step: CompiledGraph | None, took_ns: int) -> None:
         """Note how the step ended that was expected to end in a program."""
@@ -198,13 +208,13 @@ class EarlyRuns:
 
     def skip_to(self, last: CompiledGraph) -> None:
         """C++ has cut and read meanwhile (`known_reads`), this program last."""
-        self._last = last
+        self._last, self._context = last, Context()
 
     def may_gain(self, step: CompiledGraph) -> bool:
         """Whether a step that ends in this program may be quicker if it runs early."""
         is_long = min(step.habit.recorded_ns, step.policy.cost.cost_ns) >= _LEAST_NS
         is_wanted = is_long and self._is_possible and settings.streaming == "auto"
-        if not is_wanted or step.lines or step.graph.dynamic or step.path is None:
+        if not is_wanted or step.lines or step.path is None:
             return False
         return step.program.native is not None and num_cores() > 1
 

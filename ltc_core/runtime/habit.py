@@ -8,15 +8,17 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ltc_core.graph.ir import Node
 from ltc_core.record.step import Step
 
-__all__ = ["Choice", "Habit"]
+__all__ = ["Choice", "Context", "Habit"]
 
 _SURE = 2  # times that a program must have followed another one, more often than not
 _MOST_SURE = 8
+_MOST_CONTEXTS = 64
+_MOST_IN_A_ROW = 32
 _GAIN = 0.97  # factor by which steps must be quicker with it
 _BLOCK = 5  # steps that are measured one way, the first of which does not count
 _NUM_BLOCKS = 4  # early, whole, early, whole
@@ -74,8 +76,35 @@ class Choice:
         return min(last[-_CLEAR_STEPS:]) > _CLEAR * statistics.median(other)
 
 
+class Context(NamedTuple):
+    """What came before the next program, besides the last one.
+
+    Attributes:
+        other: of the program that was cut last before this one came; 0 if there is none.
+        in_a_row: how often this one has come since then, up to a limit.
+    """
+
+    other: int = 0
+    in_a_row: int = 0
+
+    def again(self) -> Context:
+        """That of the same program, once more."""
+        return self._replace(in_a_row=min(self.in_a_row + 1, _MOST_IN_A_ROW))
+
+
+_ANY = Context()
+
+
+class _Follower(NamedTuple):
+    program: weakref.ref[Any]
+    sureness: int
+
+
 class Habit:
     """What is known of the steps that end in one program.
+
+    Which program comes next may depend on what came before: a mixture of experts reads the rows of one expert after the
+    other by one program, and another one follows the last of them.
 
     Attributes:
         choice: which way they are quicker; None before one has run early.
@@ -85,8 +114,7 @@ class Habit:
     """
 
     __slots__ = (
-        "_next",
-        "_sureness",
+        "_followers",
         "choice",
         "ends",
         "misses",
@@ -100,26 +128,39 @@ class Habit:
         self.choice: Choice | None = None
         self.path: set[Step] = set()
         self.ends: list[int] = []
-        self._next: weakref.ref[Any] | None = None
-        self._sureness = 0
+        self._followers: dict[Context, _Follower] = {}
 
-    def note_next(self, compiled: Any) -> None:
+    def note_next(self, compiled: Any, context: Context) -> None:
         """Another read has come, and this program was cut before it."""
-        if self._next is not None and self._next() is compiled:
-            self._sureness = min(self._sureness + 1, _MOST_SURE)
-        elif self._sureness > 1:
-            self._sureness -= 2
+        self._note(compiled, context)
+        self._note(compiled, _ANY)
+
+    def _note(self, compiled: Any, context: Context) -> None:
+        known = self._followers.get(context)
+        if known is not None and known.program() is compiled:
+            self._followers[context] = known._replace(sureness=min(known.sureness + 1, _MOST_SURE))
+        elif known is not None and known.sureness > 1:
+            self._followers[context] = known._replace(sureness=known.sureness - 2)
         else:
-            self._next, self._sureness = weakref.ref(compiled), 0
+            if len(self._followers) >= _MOST_CONTEXTS:
+                self._followers.clear()
+            self._followers[context] = _Follower(weakref.ref(compiled), 0)
 
-    @property
-    def follower(self) -> Any | None:
-        """A program that has followed; None if there was none that could be expected."""
-        return self._next() if self._next is not None else None
+    def followers(self) -> list[Any]:
+        """The programs that have followed."""
+        found = {
+            id(program): program
+            for known in self._followers.values()
+            if (program := known.program())
+        }
+        return list(found.values())
 
-    def next(self) -> Any | None:
+    def next(self, context: Context) -> Any | None:
         """The program that is expected before the next read; None if there is no telling."""
-        return self.follower if self._sureness >= _SURE else None
+        for known in map(self._followers.get, (context, _ANY)):
+            if known is not None and known.sureness >= _SURE:
+                return known.program()
+        return None
 
     def know_path(self, path: Sequence[Step], nodes: Sequence[Node]) -> None:
         self.path = set(path)

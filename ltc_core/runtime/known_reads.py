@@ -85,8 +85,7 @@ class KnownReads:
         self.count()
         if compiled.runs < _LEARNT:
             return
-        follower = compiled.habit.follower
-        if follower is None or not self._early.may_gain(follower):
+        if not any(map(self._early.may_gain, compiled.habit.followers())):
             self._native.let_run(compiled.known_cut, compiled.program.native, _RUNS)
 
     def resume(self) -> None:

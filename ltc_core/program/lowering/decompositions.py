@@ -105,7 +105,8 @@ def _for_each_head(query: Tensor, t: Tensor) -> Tensor:
 
 
 def _sum_of_groups(grad: Tensor, num_groups: int) -> Tensor:
-    return grad if grad.shape[1] == num_groups else grad.unflatten(1, (num_groups, -1)).sum(2)
+    n, heads, *rest = grad.shape
+    return grad if heads == num_groups else grad.reshape(n, num_groups, -1, *rest).sum(2)
 
 
 def _heads_inside(t: Tensor) -> Tensor:

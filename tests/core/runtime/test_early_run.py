@@ -148,7 +148,7 @@ def test_a_value_that_is_kept_now_and_then() -> None:
         torch.testing.assert_close(ours.cpu(), eager)
 
 
-@pytest.mark.parametrize("size", [4, 40_000])
+@pytest.mark.parametrize("size", [4, 400_000])
 def test_what_the_step_writes_is_read_before_and_after(size: int) -> None:
     """A small tensor is copied by what runs early, a large one waits for the cut."""
     found = {}
@@ -298,6 +298,56 @@ def test_programs_that_take_turns() -> None:
         y = (x * 2).tanh().exp() if k % 2 else (x * 3).exp().tanh()
         found.append((y * y).sum().sqrt().item())
     assert len(set(found)) == 2 and early() - before > 20
+
+
+def grown(device: str, steps: int) -> list[float]:
+    """As tokens that are generated: what is kept of them grows in each step."""
+    torch.manual_seed(0)
+    weight, kept = torch.randn(8, 8).to(device), torch.randn(1, 8).to(device)
+    found = []
+    for _ in range(steps):
+        row = (kept[-1:] @ weight).tanh()
+        scores = (row @ kept.t()).softmax(-1)
+        kept = torch.cat([kept, (scores @ kept).sin() + row])
+        found.append(kept[-1].sum().item())
+    return found
+
+
+def test_steps_of_any_size() -> None:
+    before = early()
+    with settings.override(dynamic_shapes="auto"):
+        assert grown("ltc", 80) == pytest.approx(grown("cpu", 80), rel=1e-4, abs=1e-5)
+    assert early() - before > 40
+
+
+def mixed(device: str, steps: int, experts: int) -> list[float]:
+    """A mixture of experts: each reads the rows that are its own, and the last step of all depends on them."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(6, 6).to(device) for _ in range(experts)]
+    parameters = [p for net in nets for p in net.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    data = torch.randn(steps, 16, 6, generator=torch.Generator().manual_seed(1))
+    found = []
+    for x in data:
+        x = x.to(device)
+        chosen = (x.sum(1).abs() * 10).long() % experts
+        out = torch.zeros_like(x)
+        for k, net in enumerate(nets):
+            rows = chosen == k
+            out[rows] = net(x[rows]).tanh()
+        loss = (out - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found + [p.detach().cpu().sum().item() for p in parameters]
+
+
+def test_a_program_that_comes_several_times_before_another() -> None:
+    before = early()
+    with settings.override(dynamic_shapes="auto"):
+        assert mixed("ltc", 60, 3) == pytest.approx(mixed("cpu", 60, 3), rel=1e-3, abs=1e-5)
+    assert early() - before > 20
 
 
 def test_a_script_that_always_ends_otherwise_is_left_alone() -> None:

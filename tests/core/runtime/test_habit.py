@@ -1,6 +1,6 @@
 """Whether steps run early is measured in steps of the script: no longer than it takes to tell."""
 
-from ltc_core.runtime.habit import Choice
+from ltc_core.runtime.habit import Choice, Context, Habit
 
 
 def steps(choice: Choice, early_ns: int, whole_ns: int, count: int) -> list[bool]:
@@ -45,3 +45,51 @@ def test_it_is_measured_again_after_a_while() -> None:
     steps(choice, 100, 130, 2100)
     assert choice.is_known
     assert not all(steps(choice, 130, 100, 2100))
+
+
+class _Program:
+    """Stands for a compiled graph."""
+
+    def __init__(self) -> None:
+        self.habit = Habit()
+
+
+def foreseen(cycle: list[_Program], count: int) -> list[_Program | None]:
+    """What was expected before each program of a script that cuts those of a cycle again and again."""
+    expected: list[_Program | None] = []
+    last, context = cycle[-1], Context(0, 1)
+    for k in range(count):
+        step = cycle[k % len(cycle)]
+        expected.append(last.habit.next(context))
+        last.habit.note_next(step, context)
+        context = context.again() if step is last else Context(id(last), 1)
+        last = step
+    return expected
+
+
+def test_one_program_again_and_again() -> None:
+    program = _Program()
+    assert foreseen([program], 100)[3:] == [program] * 97
+
+
+def test_a_program_that_comes_three_times_and_then_another() -> None:
+    """As where a mixture of experts reads the rows of each."""
+    router, expert, rest = (_Program() for _ in range(3))
+    cycle = [router, expert, expert, expert, rest]
+    assert foreseen(cycle, 100)[25:] == cycle * 15
+
+
+def test_what_follows_depends_on_what_came_before() -> None:
+    """As where every second step also ends an accumulation."""
+    forward, small, large = (_Program() for _ in range(3))
+    cycle = [forward, small, forward, large]
+    assert foreseen(cycle, 100)[20:] == cycle * 20
+
+
+def test_a_program_that_is_gone_is_not_expected() -> None:
+    first, second = _Program(), _Program()
+    foreseen([first, second], 20)
+    is_known = first.habit.followers() == [second]
+    del second
+    assert is_known
+    assert first.habit.followers() == [] and first.habit.next(Context()) is None

@@ -64,7 +64,7 @@ def trained(
     """Losses of the steps, then sums of what the model has at their end."""
     torch.manual_seed(0)
     layers = (
-        nn.Linear(8, width),
+        nn.Linear(6, width),
         nn.BatchNorm1d(width),
         nn.Tanh(),
         nn.Dropout(0.2),
@@ -72,7 +72,7 @@ def trained(
     )
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    x, y = torch.randn(32, 8).to(device), torch.randn(32, 1).to(device)
+    x, y = torch.randn(32, 6).to(device), torch.randn(32, 1).to(device)
     losses = []
     torch.manual_seed(1)  # of the device's numbers
     for k in range(steps):

@@ -30,9 +30,9 @@ namespace ltc {
 using Stack = std::vector<IValue>;
 using Values = std::vector<IValue>;
 
-// An input's memory that is as small is copied where a run that was begun would overwrite it: statistics of batches,
-// states of random generators. Memory that is larger, such as a parameter's, is overwritten when all is recorded.
-constexpr size_t kSmallBytes = 65536;
+// So much of its inputs' memory an instruction of a run that was begun may overwrite in copies: statistics of batches,
+// states of random generators, rows of an activation. Of more, as an optimizer's, it is overwritten when all is recorded.
+constexpr size_t kMostCopiedBytes = 1 << 20;
 
 struct InPython {}; // thrown where an instruction cannot be a boxed call this time
 
@@ -218,10 +218,12 @@ struct Run {
     values[each.after] = is_copied ? IValue(values[each.before].toTensor().clone()) : values[each.before];
   }
 
-  bool overwrites_large_input(const Instruction& instruction) const {
-    return std::any_of(instruction.writes.begin(), instruction.writes.end(), [&](const Write& each) {
-      return each.place == Place::input && values[each.before].toTensor().nbytes() > kSmallBytes;
-    });
+  bool overwrites_much_input(const Instruction& instruction) const {
+    size_t num_bytes = 0;
+    for (const Write& each : instruction.writes)
+      if (each.place == Place::input)
+        num_bytes += values[each.before].toTensor().nbytes();
+    return num_bytes > kMostCopiedBytes;
   }
 
   static c10::ScalarType default_dtype() {
@@ -296,7 +298,7 @@ struct Run {
   void follow_one(Begun& begun) {
     const int32_t position = begun.next;
     const auto& instruction = program.code[position];
-    if (program.groups.count(position) || overwrites_large_input(instruction)) {
+    if (program.groups.count(position) || overwrites_much_input(instruction)) {
       begun.is_over = true;
       return;
     }
