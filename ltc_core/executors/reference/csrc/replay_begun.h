@@ -15,7 +15,7 @@
 
 namespace ltc {
 
-constexpr std::chrono::microseconds kFirstLook{50}, kLastLook{1000};
+constexpr std::chrono::microseconds kFirstLook{50}, kLastLook{10000};
 
 struct Begun {
   // Of the running thread.
