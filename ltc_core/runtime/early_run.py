@@ -38,7 +38,7 @@ __all__ = ["EarlyRuns"]
 
 _LEAST_NS = 700_000  # of recording, and of running
 _PART_NS = 1_000_000  # of recording
-_MOST_PARTS = 16
+_MOST_PARTS = 8
 _MISSES = 5  # times in a row that another program was cut: then it runs whole for a while
 
 
