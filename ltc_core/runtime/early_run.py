@@ -59,8 +59,7 @@ class EarlyRuns:
         self._context = Context()  # of that one
         self._expected: CompiledGraph | None = None
         self._due = self._size = 0  # count of values at which more is run; 0: at none
-        self._native: Any = None  # the program in C++, if the step has begun to run
-        self._follower: _Follower | None = None  # runs it
+        self._follower: _Follower | None = None  # runs the step, if it has begun to run
         self._epoch = self._num_inputs = 0  # of the trace then; inputs that the program was given
 
     # -- while a step is recorded --------------------------------------------------------------
@@ -73,7 +72,7 @@ class EarlyRuns:
     @property
     def has_begun(self) -> bool:
         """Whether the step that is recorded has begun to run."""
-        return self._native is not None
+        return self._follower is not None
 
     @property
     def expects(self) -> bool:
@@ -86,7 +85,7 @@ class EarlyRuns:
         return compiled is self._expected and choice is not None and not choice.is_known
 
     def run_more(self) -> None:
-        """Have the worker run what is recorded of the step. Cost: 10 us, the first time in a step 30."""
+        """Have the worker run what is recorded of the step. Cost: 30 us, the first time in a step 50."""
         with self._trace.lock:
             self._run_more()
 
@@ -97,10 +96,9 @@ class EarlyRuns:
         compiled = self._expected
         if compiled is None or not self._is_on_path(compiled):
             return self._drop()
-        if self._native is None and not self._begin(compiled):
+        follower = self._follower or self._begin(compiled)
+        if follower is None:
             return None
-        follower = self._follower
-        assert follower is not None
         slots, rows = compiled.input_slots, self._trace.inputs
         until = bisect.bisect_left(slots, len(rows))
         positions = list(range(self._num_inputs, until))
@@ -120,19 +118,19 @@ class EarlyRuns:
             self._run_at(count + self._size)
         return None
 
-    def _begin(self, compiled: CompiledGraph) -> bool:
-        """Have the worker follow the recording. Whether it can."""
+    def _begin(self, compiled: CompiledGraph) -> _Follower | None:
+        """Have the worker follow the recording; None if it cannot."""
         native = compiled.program.native
         if native is None or not self._worker.start():
-            return False
-        self._native, self._epoch = native, self._trace.epoch
+            return None
+        self._epoch = self._trace.epoch
         self._follower = _Follower(native, compiled, torch.get_num_threads())
         self._worker.submit(self._follower)
-        return True
+        return self._follower
 
     def _is_on_path(self, compiled: CompiledGraph) -> bool:
         """Whether what is recorded may become this program, and what has begun to run is the beginning of it."""
-        is_same = self._native is None or self._epoch == self._trace.epoch
+        is_same = self._follower is None or self._epoch == self._trace.epoch
         return is_same and self._trace.cursor in compiled.habit.path
 
     def _run_at(self, count: int) -> None:
@@ -141,16 +139,17 @@ class EarlyRuns:
 
     def _drop(self) -> None:
         """Forget what has run of the step. The worker does it, after what it runs now."""
-        native = self._native
-        self._end()
-        if native is not None:
-            self._worker.submit(Job(native.drop))
+        follower = self._end()
+        if follower is not None:
+            self._worker.submit(Job(follower.native.drop))
 
-    def _end(self) -> None:
-        if self._follower is not None:
-            self._follower.let_end()
-        self._native = self._follower = None
+    def _end(self) -> _Follower | None:
+        """Give no more of the step; who followed it."""
+        follower, self._follower = self._follower, None
         self._num_inputs = 0
+        if follower is not None:
+            follower.let_end()
+        return follower
 
     # -- cuts and reads ------------------------------------------------------------------------
 
@@ -159,9 +158,9 @@ class EarlyRuns:
 
     def after_cut(self, compiled: CompiledGraph) -> bool:
         """A program is about to be launched. Whether it has begun to run: then the worker has to go on with it."""
-        if self._native is None:
+        if self._follower is None:
             return False
-        if compiled is not self._expected or compiled.program.native is not self._native:
+        if compiled is not self._expected or compiled.program.native is not self._follower.native:
             self._drop()
             return False
         self._end()
@@ -242,11 +241,11 @@ class _Follower(Job):
         num_threads: how many threads it computes with.
     """
 
-    __slots__ = ("_begun", "_compiled", "_native", "_num_threads")
+    __slots__ = ("_begun", "_compiled", "_num_threads", "native")
 
     def __init__(self, native: Any, compiled: CompiledGraph, num_threads: int) -> None:
         super().__init__(self._follow)
-        self._native = native
+        self.native = native
         self._compiled = compiled
         self._num_threads = num_threads
         self._begun = native.begin()
@@ -273,7 +272,7 @@ class _Follower(Job):
         compiled = self._compiled
         with slices.watched("run early") as seen:
             shorten(-1)
-            took_ns = self._native.follow(self._begun)
+            took_ns = self.native.follow(self._begun)
             if seen is not None:
                 seen.note(compiled.described(), computed_us=took_ns // 1000)
         cost_ns, elapsed_ns = compiled.begun_ns

@@ -95,7 +95,7 @@ class Context(NamedTuple):
 _ANY = Context()
 
 
-class _Follower(NamedTuple):
+class _Foreseen(NamedTuple):
     program: weakref.ref[Any]
     sureness: int
 
@@ -128,12 +128,12 @@ class Habit:
         self.choice: Choice | None = None
         self.path: set[Step] = set()
         self.ends: list[int] = []
-        self._followers: dict[Context, _Follower] = {}
+        self._followers: dict[Context, _Foreseen] = {}
 
     def note_next(self, compiled: Any, context: Context) -> None:
         """Another read has come, and this program was cut before it."""
-        self._note(compiled, context)
-        self._note(compiled, _ANY)
+        for each in {context, _ANY}:
+            self._note(compiled, each)
 
     def _note(self, compiled: Any, context: Context) -> None:
         known = self._followers.get(context)
@@ -144,7 +144,7 @@ class Habit:
         else:
             if len(self._followers) >= _MOST_CONTEXTS:
                 self._followers.clear()
-            self._followers[context] = _Follower(weakref.ref(compiled), 0)
+            self._followers[context] = _Foreseen(weakref.ref(compiled), 0)
 
     def followers(self) -> list[Any]:
         """The programs that have followed."""

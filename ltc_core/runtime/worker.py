@@ -163,9 +163,9 @@ class Worker:
 
         It waits for a job and takes nothing: an interrupt at any point leaves the queue as it is.
         """
-        self._let_last_end()
         jobs = list(self._unfinished)
         if len(jobs) >= self._limit:
+            jobs[-self._limit].let_end()
             jobs[-self._limit].wait()
 
     def start(self) -> bool:
@@ -186,17 +186,14 @@ class Worker:
             RuntimeError, MemoryError: the thread could not be started; the job was not queued, and the next one
                 tries again.
         """
-        self._let_last_end()
         with self._lock:
             self._start_thread()
+            if self._last is not None:
+                self._last.let_end()
             self._last = job
             self._unfinished.append(job)
             self._queue.put(job)
         self._note_queue()
-
-    def _let_last_end(self) -> None:
-        if self._last is not None:
-            self._last.let_end()
 
     def _note_queue(self) -> None:
         if slices.on is not None:
@@ -260,17 +257,20 @@ class Worker:
         """
         if self.is_this_thread:
             return True
-        self._let_last_end()
         last = self._last
-        return last is None or last.wait(timeout_s)
+        if last is None:
+            return True
+        last.let_end()
+        return last.wait(timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
         """Finish what is queued and end the thread; False if that took longer than the time given.
 
         A thread that has nothing to do ends at once, and is waited for also without any time.
         """
-        self._let_last_end()
         with self._lock:
+            if self._last is not None:
+                self._last.let_end()
             thread, self._thread = self._thread, None
             self._stopping = thread
         if thread is None:

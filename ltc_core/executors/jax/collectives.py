@@ -103,11 +103,6 @@ class Collectives:
         return len(self.devices)
 
     @property
-    def text(self) -> str:
-        """Which devices programs span, and of which processes, for the key of programs on disk."""
-        return " ".join(f"{device.id}@{device.process_index}" for device in self.devices)
-
-    @property
     def is_cpu(self) -> bool:
         return bool(self.devices[0].platform == "cpu")
 
@@ -154,6 +149,7 @@ class Joint:
         text: of the program, as the compiler gets it.
 
     Attributes:
+        digest: of the text.
         where: the user's line that recorded its first collective.
     """
 
@@ -163,7 +159,8 @@ class Joint:
         plans = "\n".join(_plan(node, metas) for node in nodes)
         self._route = str(nodes[0].args[-1])
         self.where = Route.of(self._route).where
-        self._own = torch.tensor([*_digest(plans), *_digest(text)], dtype=torch.uint8)
+        self.digest = _digest(text)
+        self._own = torch.tensor([*_digest(plans), *self.digest], dtype=torch.uint8)
 
     def agree(self) -> tuple[bool, bool]:
         """Wait for all processes; whether all have the same collectives, and the same program.

@@ -21,7 +21,7 @@ from ltc_core.errors import CollectiveError, first_line
 from ltc_core.executors.device_program import Apart, Cost, IndexOutOfRange, Interrupted, Launch
 from ltc_core.executors.jax.cache import ProgramsOnDisk
 from ltc_core.executors.jax.collectives import Collectives, Joint
-from ltc_core.executors.jax.library import wide_types, without_greeting
+from ltc_core.executors.jax.library import owners_of, wide_types, without_greeting
 from ltc_core.executors.jax.lowering import function_of
 from ltc_core.executors.jax.manual import layout
 from ltc_core.executors.jax.mesh import DeviceMesh, checksum, is_divided
@@ -198,8 +198,7 @@ class JaxLaunch(Launch):
             traced = jax.jit(spanning, donate_argnums=donated, keep_unused=True)
             lowered = traced.lower(*given)
             self._lower = lambda: lowered
-            self._text = lowered.as_text()
-            self._joint = Joint(subgraph, self._text)
+            self._joint = Joint(subgraph, lowered.as_text())
 
     def _of_disk_or_compiled(
         self, on_disk: ProgramsOnDisk, collectives: Collectives, options: Mapping[str, Any]
@@ -208,8 +207,7 @@ class JaxLaunch(Launch):
 
         XLA may compile a program of a GPU in turns, which takes all processes.
         """
-        key = on_disk.key(f"{collectives.text} {self._text}")
-        self._text = ""
+        key = on_disk.key(f"{owners_of(collectives.devices)} {self._joint.digest.hex()}")
         num_outputs = len(self._lower().out_info)
         program = on_disk.load(key, len(self._order), num_outputs, collectives.devices)
         if self._joint.do_all(program is not None):

@@ -30,6 +30,7 @@ __all__ = [
     "devices",
     "devices_of_mesh",
     "devices_of_ranks",
+    "owners_of",
     "require",
     "wait_together",
     "why_alone",
@@ -125,6 +126,11 @@ def devices_of_mesh() -> tuple[Any, ...]:
     """The devices that a mesh has: this process's, or with LTC_SPMD those of all processes, in the order of ranks."""
     own = devices()
     return _of_mesh or own
+
+
+def owners_of(chosen: Sequence[Any]) -> str:
+    """Text of devices and the processes that have them, for the key of programs on disk."""
+    return " ".join(f"{device.id}@{device.process_index}" for device in chosen)
 
 
 def agree(lane: str, what: str, where: str) -> None:

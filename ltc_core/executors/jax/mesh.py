@@ -26,6 +26,7 @@ from ltc_core.executors.jax.arrays import as_array
 from ltc_core.executors.jax.library import (
     agree,
     devices_of_mesh,
+    owners_of,
     wait_together,
     without_greeting,
 )
@@ -140,9 +141,8 @@ class DeviceMesh:
         """Text of how the inputs of a program lie, for the key of programs on disk, and of who has the devices."""
         if not self.is_used:
             return ""
-        owners = " ".join(f"{device.id}@{device.process_index}" for device in self.devices)
         lies = (_text(at, count) for at, count in zip(shardings, num_dims, strict=True))
-        return " ".join((owners, *lies))
+        return " ".join((owners_of(self.devices), *lies))
 
     def spread(self, data: Any) -> Any:
         """Data on all devices: as they are divided, else a copy on each."""

@@ -390,8 +390,7 @@ def test_what_has_run_early_is_freed() -> None:
     width = next(widths)
     trained("ltc", 30, width)
     context(0).wait()
-    native = context(0).early._native
-    assert native is None
+    assert context(0).early._follower is None
 
 
 HANDLER = """

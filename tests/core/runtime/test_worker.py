@@ -305,3 +305,30 @@ def test_an_idle_worker_ends_also_without_time() -> None:
         worker = Worker(f"ltc-test-{number}", limit=4)
         worker.submit(Job(lambda: None))
         assert worker.drain(60) and worker.stop(0.0)
+
+
+class _UntilNeeded(Job):
+    """A job that goes on until the worker is needed."""
+
+    def __init__(self) -> None:
+        self._needed = threading.Event()
+        super().__init__(self._needed.wait)  # type: ignore[arg-type]
+
+    def let_end(self) -> None:
+        self._needed.set()
+
+
+@pytest.mark.parametrize("how", ["submit", "drain", "wait_for_slot", "stop"])
+def test_a_job_that_goes_on_until_the_worker_is_needed(how: str) -> None:
+    worker = Worker("test", limit=1)
+    job = _UntilNeeded()
+    worker.submit(job)
+    assert not job.wait(0.05)
+    if how == "submit":
+        worker.submit(Job(lambda: None))
+    elif how == "stop":
+        assert worker.stop(5)
+    else:
+        getattr(worker, how)()
+    assert job.wait(5)
+    assert worker.stop(5)
