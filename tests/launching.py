@@ -152,8 +152,9 @@ def _shared_memory() -> set[str]:
     """Names of shared memory that no living process uses: tests that run beside this one have theirs."""
     names = {name for name in os.listdir("/dev/shm") if not _is_named_after_a_process(name)}
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # Semaphores of multiprocessing do not tell whose they are: those of a test beside this one come and go.
-        names = {name for name in names if not name.startswith("sem.mp-")}
+        # These do not tell whose they are: semaphores of multiprocessing, and tensors on their way between processes.
+        # Those of a test beside this one come and go, and stay if it kills the process that sends one.
+        names = {name for name in names if not name.startswith(("sem.mp-", "torch_"))}
     return names
 
 
