@@ -102,8 +102,8 @@ class Trace:
     """
 
     __slots__ = (
-        "count", "cursor", "device", "epoch", "first_limit", "inputs", "limit", "lock", "may_be_dynamic", "may_compile",
-        "memory", "on_limit", "reads", "root", "scalars", "sized", "steps", "values", "varying",
+        "count", "cursor", "device", "epoch", "first_limit", "give_more", "inputs", "limit", "lock", "may_be_dynamic",
+        "may_compile", "memory", "on_limit", "reads", "root", "scalars", "sized", "steps", "values", "varying",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
@@ -114,6 +114,9 @@ class Trace:
         self.lock = _new_lock()
         self.on_limit: Callable[[], None] | None = None
         self.reads: Any = None  # for C++: numbers that it may read (`runtime.known_reads`)
+        self.give_more: Any = (
+            None  # for C++: called at the limit where a step runs early (`runtime.early_run`)
+        )
         self.first_limit = 1 << 62
         self.steps = 0
         self.root = Step(None, None, ())

@@ -27,6 +27,27 @@ constexpr Py_ssize_t kMostWays = 16;
 bool copies = true; // read and changed under the GIL
 thread_local bool is_for_python = false; // `Follower` leaves the last call to Python because of `is_of_other_mode`
 
+// Lets a step that runs while it is recorded (runtime/early_run.py) run on, if it has come so far. An error is left set.
+void give_more(PyObject* trace) {
+  const Py_ssize_t count = trace_of.count.number(trace), limit = trace_of.limit.number(trace);
+  const Py_ssize_t first_limit = trace_of.first_limit.number(trace);
+  if (count < limit || count >= first_limit || trace_of.give_more.is_none(trace))
+    return;
+  const Object give(Py_NewRef(trace_of.give_more.of(trace))), cursor(Py_NewRef(trace_of.cursor.of(trace)));
+  const Object epoch(PyLong_FromSsize_t(trace_of.epoch.number(trace))), at(PyLong_FromSsize_t(count));
+  const Object due(PyLong_FromSsize_t(limit));
+  if (!epoch || !at || !due)
+    return;
+  PyObject* const given[] = {
+      cursor.get(), epoch.get(), due.get(), at.get(), trace_of.inputs.of(trace), trace_of.scalars.of(trace)};
+  const Object next(PyObject_Vectorcall(give.get(), given, 6, nullptr));
+  if (!next || !PyLong_Check(next.get()))
+    return;
+  const Py_ssize_t then = PyLong_AsSsize_t(next.get());
+  if (then >= 0)
+    trace_of.limit.set_number(trace, then ? std::min(then, first_limit) : first_limit);
+}
+
 // The kernel of one op: records a call that repeats a known step, else calls Python.
 class Follower final : public c10::OperatorKernel {
  public:
@@ -104,8 +125,9 @@ class Follower final : public c10::OperatorKernel {
       const Locked locked(trace);
       if (!locked.is_taken)
         throw_python_error();
+      give_more(trace);
       std::optional<NextStep> call;
-      bool is_next = call.emplace(op, trace, args).is_next() || (!PyErr_Occurred() && is_other(trace, args, call));
+      bool is_next = (!PyErr_Occurred() && call.emplace(op, trace, args).is_next()) || (!PyErr_Occurred() && is_other(trace, args, call));
       if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).make_operands() && !PyErr_Occurred())
         is_next = call.emplace(op, trace, args).is_next();
       if (!is_next && !PyErr_Occurred() && copies && CopiedStep(op, trace, args).put(originals))
@@ -293,7 +315,7 @@ PyObject* setup(PyObject*, PyObject* given) {
                    {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.values, "values"},
                    {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.sized, "sized"}, {&trace_of.device, "device"},
                    {&trace_of.root, "root"}, {&trace_of.first_limit, "first_limit"},
-                   {&trace_of.steps, "steps"}, {&trace_of.reads, "reads"}}) &&
+                   {&trace_of.steps, "steps"}, {&trace_of.reads, "reads"}, {&trace_of.give_more, "give_more"}}) &&
       find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
                   {&step_of.next_key, "next_key"}, {&step_of.children, "children"}, {&step_of.node, "node"},
                   {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},

@@ -89,7 +89,8 @@ class Slot {
 };
 
 inline struct {
-  Slot lock, epoch, cursor, count, limit, values, inputs, scalars, sized, device, root, first_limit, steps, reads;
+  Slot lock, epoch, cursor, count, limit, values, inputs, scalars, sized, device, root, first_limit, steps, reads,
+      give_more;
 } trace_of;
 inline struct {
   Slot parent, next, next_key, children, node, inputs, end, num_scalars, lenses, expected, dynamic, patterns, programs,

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,25 @@ def test_numbers_are_those_of_whole_steps_to_the_bit() -> None:
     before = early()
     assert trained("ltc", 40, width) == expected
     assert early() > before
+
+
+def test_python_begins_a_step_and_c_gives_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step in eight parts, Python is called for the first one."""
+    counts, starts = list[int](), list[int]()
+    counted = early_run.EarlyRuns.run_more
+
+    def run_more(self: early_run.EarlyRuns) -> None:
+        counts.append(context(0).trace.count)
+        counted(self)
+
+    def before(k: int) -> None:
+        starts.append(early())
+        if k == 20:
+            monkeypatch.setattr(early_run.EarlyRuns, "run_more", run_more)
+
+    trained("ltc", 40, next(widths), before=before)
+    num_early = early() - starts[20]
+    assert 10 < num_early <= len(counts) < 2 * num_early
 
 
 def test_a_branch_leaves_the_path() -> None:
@@ -453,10 +473,24 @@ class TestTheBeginningOfARun:
         return step.program.native, [x.cpu()]
 
     @staticmethod
-    def begin(native: Any, x: torch.Tensor) -> Any:
+    def begun(native: Any) -> Any:
+        """Of a trace with one input, the row 0, whose values are that and one for each of four instructions."""
+        return native.begin({"on the path"}, (0,), [2, 3, 4, 5], 1, 6, 1, 1)
+
+    @staticmethod
+    def give(begun: Any, x: object, scalars: list[int], num: int, **other: Any) -> int | None:
+        """Let the first `num` instructions run."""
+        buffer = SimpleNamespace(data=x, error=other.get("error"))
+        where = other.get("cursor", "on the path"), other.get("epoch", 1)
+        limit = other.get("limit", begun.due)
+        due: int | None = begun.give(*where, limit, 1 + num, [(0, None, buffer, None)], scalars)
+        return due
+
+    @classmethod
+    def begin(cls, native: Any, x: torch.Tensor) -> Any:
         """Run the first two instructions, which need `x` and the first scalar."""
-        begun = native.begin()
-        assert begun.give([0], [x], [2], 2)
+        begun = cls.begun(native)
+        assert cls.give(begun, x, [2], 2) == 4
         with ThreadPoolExecutor(1) as other:
             done = other.submit(native.follow, begun)
             while begun.num_run() < 2:
@@ -495,17 +529,17 @@ class TestTheBeginningOfARun:
 
     def test_nothing_is_given_after_the_end(self) -> None:
         native, (x,) = self.program()
-        assert not self.begin(native, x).give([], [], [2, 3], 3)
+        assert self.give(self.begin(native, x), x, [2, 3], 3) == 0
 
     def test_it_waits_for_what_is_given(self) -> None:
         native, (x,) = self.program()
         expected = native.run([x], [2, 3])[0]
-        begun = native.begin()
+        begun = self.begun(native)
         with ThreadPoolExecutor(1) as other:
             done = other.submit(native.follow, begun)
-            assert begun.give([0], [x], [2], 1) and begun.give([], [], [2], 2)
+            assert [self.give(begun, x, [2], 1), self.give(begun, x, [2], 2)] == [3, 4]
             assert not done.done()
-            assert begun.give([], [], [2, 3], 4)
+            assert self.give(begun, x, [2, 3], 4) == 0  # there is no more
             begun.close()
             done.result()
         torch.testing.assert_close(native.run([x], [2, 3])[0], expected)
@@ -513,8 +547,35 @@ class TestTheBeginningOfARun:
     def test_inputs_that_were_given_last_are_there_for_the_rest(self) -> None:
         native, (x,) = self.program()
         expected = native.run([x], [2, 3])[0]
-        begun = native.begin()
-        begun.give([0], [x], [2], 2)
+        begun = self.begun(native)
+        self.give(begun, x, [2], 2)
         begun.close()
         assert native.follow(begun) >= 0
         torch.testing.assert_close(native.run([x], [2, 3])[0], expected)
+
+    def test_inputs_that_are_not_there_yet_come_later(self) -> None:
+        native, (x,) = self.program()
+        expected = native.run([x], [2, 3])[0]
+        begun = self.begun(native)
+        assert self.give(begun, None, [2], 2) == 4
+        begun.close()
+        native.follow(begun)
+        assert begun.num_run() == 0
+        torch.testing.assert_close(native.run([x], [2, 3])[0], expected)
+
+    @pytest.mark.parametrize(
+        ("other", "answer"),
+        [
+            ({"cursor": "another"}, -1),
+            ({"epoch": 2}, -1),
+            ({"error": ValueError("no value")}, -1),
+            ({"limit": 0}, None),
+        ],
+    )
+    def test_it_is_not_given(self, other: dict[str, Any], answer: int | None) -> None:
+        native, (x,) = self.program()
+        begun = self.begun(native)
+        assert self.give(begun, x, [2], 2, **other) == answer
+        begun.close()
+        native.follow(begun)
+        assert begun.num_run() == 0

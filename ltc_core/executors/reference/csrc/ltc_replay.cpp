@@ -4,6 +4,7 @@
 // copies, a number that its parameter does not take) calls back into Python for itself alone. This file is the Python
 // module; `replay_program.h` is what it builds, `replay_nodes.h` and `replay_arguments.h` of what, and `replay_run.h` how
 // that runs.
+#include "replay_given.h"
 #include "replay_nodes.h"
 #include "replay_run.h"
 
@@ -22,17 +23,6 @@ struct ProgramObject {
 
 Program& program_of(PyObject* self) {
   return *reinterpret_cast<ProgramObject*>(self)->program;
-}
-
-// Runs `function`, whose C++ exceptions become Python's; nullptr then.
-template <typename Function>
-PyObject* guarded(Function function) {
-  try {
-    return function();
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
 }
 
 PyObject* py_add(PyObject* self, PyObject* args) {
@@ -108,13 +98,6 @@ bool is_same(const c10::Scalar& a, const c10::Scalar& b) {
   return a.isComplex() ? a.toComplexDouble() == b.toComplexDouble() : a.toLong() == b.toLong();
 }
 
-// The running thread holds it, too, in a forked child for ever.
-struct BegunObject {
-  PyObject_HEAD
-  std::shared_ptr<Begun> begun;
-  size_t num_scalars;               // given so far
-};
-
 // Takes the run that was begun with these inputs and scalars; null if there is none.
 std::shared_ptr<Begun> take_begun(Program& program, PyObject* inputs, const std::vector<c10::Scalar>& scalars) {
   auto begun = std::move(program.begun);
@@ -129,84 +112,17 @@ std::shared_ptr<Begun> take_begun(Program& program, PyObject* inputs, const std:
   return begun;
 }
 
-PyObject* py_give(PyObject* self, PyObject* args) {
-  int end;
-  PyObject *positions, *inputs, *numbers;
-  if (!PyArg_ParseTuple(args, "O!O!O!i:give", &PyList_Type, &positions, &PyList_Type, &inputs, &PyList_Type, &numbers, &end))
+PyObject* py_begin(PyObject* self, PyObject* args) {
+  BegunObject::Step step;
+  if (!PyArg_ParseTuple(
+          args, "O!O!O!nnnn:begin", &PySet_Type, &step.path, &PyTuple_Type, &step.slots, &PyList_Type, &step.ends,
+          &step.epoch, &step.num_values, &step.size, &step.due))
     return nullptr;
-  return guarded([&]() -> PyObject* {
-    auto& object = *reinterpret_cast<BegunObject*>(self);
-    std::vector<int32_t> at;
-    if (!ints_of(positions, at))
-      return nullptr;
-    std::vector<c10::Scalar> more;
-    for (auto i = static_cast<Py_ssize_t>(object.num_scalars); i < PyList_GET_SIZE(numbers); ++i) {
-      const auto number = number_of(PyList_GET_ITEM(numbers, i));
-      if (!number) {
-        object.begun->close();
-        Py_RETURN_FALSE;
-      }
-      more.push_back(*number);
-    }
-    std::vector<std::pair<int32_t, at::Tensor>> given;
-    given.reserve(at.size());
-    for (size_t i = 0; i < at.size(); ++i) {
-      PyObject* item = PyList_GetItem(inputs, static_cast<Py_ssize_t>(i));
-      if (!item)
-        return nullptr;
-      if (!is_tensor(item))
-        return PyErr_Format(PyExc_TypeError, "input %d is no tensor but a %s", at[i], Py_TYPE(item)->tp_name);
-      given.emplace_back(at[i], THPVariable_Unpack(item));
-    }
-    object.num_scalars += more.size();
-    return PyBool_FromLong(object.begun->give(given, more, end));
-  });
-}
-
-PyObject* py_close(PyObject* self, PyObject*) {
-  reinterpret_cast<BegunObject*>(self)->begun->close();
-  Py_RETURN_NONE;
-}
-
-PyObject* py_num_run(PyObject* self, PyObject*) {
-  return PyLong_FromLong(reinterpret_cast<BegunObject*>(self)->begun->next);
-}
-
-void begun_dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  reinterpret_cast<BegunObject*>(self)->begun.~shared_ptr();
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyMethodDef begun_methods[] = {
-    {"give", py_give, METH_VARARGS,
-     "give(positions, inputs, scalars, end): instructions before `end` may run; these inputs are theirs, and the scalars "
-     "are all those known so far. False if nothing more runs before the whole run."},
-    {"num_run", py_num_run, METH_NOARGS, "num_run(): how many instructions have run."},
-    {"close", py_close, METH_NOARGS, "close(): nothing more will be given; the thread that follows ends."},
-    {nullptr, nullptr, 0, nullptr},
-};
-PyType_Slot begun_slots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(begun_dealloc)},
-    {Py_tp_methods, begun_methods},
-    {0, nullptr},
-};
-PyType_Spec begun_spec = {
-    "_ltc_replay.Begun", sizeof(BegunObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, begun_slots};
-PyTypeObject* begun_type = nullptr;
-
-PyObject* py_begin(PyObject* self, PyObject*) {
-  auto* object = reinterpret_cast<BegunObject*>(begun_type->tp_alloc(begun_type, 0));
-  if (!object)
-    return nullptr;
-  new (&object->begun) std::shared_ptr<Begun>(std::make_shared<Begun>(program_of(self).inputs.size()));
-  object->num_scalars = 0;
-  return reinterpret_cast<PyObject*>(object);
+  return guarded([&] { return BegunObject::make(program_of(self).inputs.size(), step); });
 }
 
 PyObject* py_follow(PyObject* self, PyObject* object) {
-  if (!PyObject_TypeCheck(object, begun_type))
+  if (!PyObject_TypeCheck(object, BegunObject::type))
     return PyErr_Format(PyExc_TypeError, "expected what `begin` has returned, got a %s", Py_TYPE(object)->tp_name);
   return guarded([&]() -> PyObject* {
     auto& program = program_of(self);
@@ -301,7 +217,10 @@ PyMethodDef program_methods[] = {
      "is a call of a kernel. `needs` are the values that it reads, `roots` the values whose memory values have."},
     {"group", py_group, METH_VARARGS,
      "group(first, last, ends, frees): run instructions of the code together, chunk by chunk of their lists."},
-    {"begin", py_begin, METH_NOARGS, "begin(): a run that begins before its inputs and scalars are all known."},
+    {"begin", py_begin, METH_VARARGS,
+     "begin(path, slots, ends, epoch, num_values, size, due): a run that begins while the trace is recorded: one of this "
+     "epoch, along this path, to so many values. The inputs are those that it reads at these rows, and the instructions "
+     "end at these counts of values. What is recorded is given at the count `due`, then after `size` values each."},
     {"follow", py_follow, METH_O,
      "follow(begun): run what is given to it, as far as that changes no input, until it is closed; `run` does the rest. "
      "Returns the nanoseconds that it did not wait."},
@@ -406,6 +325,8 @@ PyMODINIT_FUNC PyInit__ltc_replay() {
            {&name_uses_default_dtype, "uses_default_dtype"}})
     *name = PyUnicode_InternFromString(text);
   program_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&program_spec));
-  begun_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&begun_spec));
-  return program_type && begun_type ? PyModule_Create(&module) : nullptr;
+  BegunObject::name_error = PyUnicode_InternFromString("error");
+  BegunObject::name_data = PyUnicode_InternFromString("data");
+  BegunObject::type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&begun_spec));
+  return program_type && BegunObject::type ? PyModule_Create(&module) : nullptr;
 }
