@@ -53,6 +53,10 @@ _RECORDED_AS_THEY_ARE = frozenset(
     }
 )
 
+# Recorded as one where nothing needs its parts: C++ leaves it whole then (`record/csrc/whole_op.h`), and in inference
+# mode all of it arrives here.
+_LINEAR = torch.ops.aten.linear.default
+
 # Operands, by position, that may be on the CPU as for every device: indices, lengths.
 _INDICES = frozenset({1})
 _MAY_BE_ON_CPU: dict[str, frozenset[int]] = {
@@ -159,6 +163,9 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
         rule = RULE_MAKERS[op.namespace](op)
     if rule is not None:  # before composites: `_pad_packed_sequence` is one
         return lambda args, kwargs: rule(*args, **(kwargs or {}))
+    if op is _LINEAR:
+        add_op(op, schema)
+        return _as_one(_with_rescue(schema, recorder(schema)), _decomposed(schema))
     if schema.composite:
         return _decomposed(schema)
     if schema.name.startswith(_QUANTIZED):
@@ -305,6 +312,24 @@ def _decomposed(schema: OpSchema) -> Handler:
         if result is NotImplemented:
             return run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
         return result
+
+    return handle
+
+
+def _as_one(record: Handler, decomposed: Handler) -> Handler:
+    """Record a linear layer as one op, if its parts are a product of rows and at most one addition."""
+
+    def handle(args: Any, kwargs: Any) -> Any:
+        x, weight, *others = [*args, *(kwargs or {}).values()]
+        biases = [t for t in others if t is not None]
+        is_whole = (
+            all(type(t) is LazyTensor and t.dtype is x.dtype for t in (x, weight, *biases))
+            and x.dim() >= 2
+            and weight.dim() == 2
+            and all(t.dim() <= 1 for t in biases)
+            and x.is_contiguous()
+        )
+        return (record if is_whole else decomposed)(args, kwargs)
 
     return handle
 

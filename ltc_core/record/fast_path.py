@@ -86,6 +86,7 @@ def install() -> bool:
             for names, op in _ops.items():
                 native.add(*names, *op)
             native.add_reader()
+            native.add_whole_ops()
             native.enable(_is_on is not False)  # not `_is_wanted`: the first op reads LTC_EAGER
             _native = native
     return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 from ltc_core.graph.arguments import map_leaves
@@ -17,12 +18,19 @@ from ltc_core.graph.ir import Node, Ref, TensorMeta, Write, references
 __all__ = ["bytes_of", "flops_of"]
 
 
+def _linear(x: Any, weight: Any, *bias: Any, out_val: Any) -> int:
+    return 2 * int(x.numel()) * int(weight.shape[0])
+
+
+_FORMULAS = {**flop_registry, torch.ops.aten.linear: _linear}
+
+
 def flops_of(node: Node, metas: Mapping[int, TensorMeta]) -> int:
     """Floating point operations of a node."""
     if node.view:
         return 0
     made = [meta for meta in node.outs if meta is not None]
-    formula = flop_registry.get(node.op.overloadpacket)
+    formula = _FORMULAS.get(node.op.overloadpacket)
     if formula is not None:
         found = _by_formula(formula, node, metas)
         if found is not None:

@@ -188,6 +188,12 @@ def _mm(a: Size, b: Size, *rest: Any) -> Size:
     return (rows, columns)
 
 
+def _linear(x: Size, weight: Size, bias: Size | None = None) -> Size:
+    columns, depth = weight
+    _require(x[-1] == depth and bias in (None, (columns,)))
+    return (*x[:-1], columns)
+
+
 def _bmm(a: Size, b: Size, *rest: Any) -> Size:
     _require(len(a) == 3 == len(b) and a[0] == b[0])
     return (a[0], *_mm(a[1:], b[1:]))
@@ -305,6 +311,7 @@ _PACKED = {
     aten.mm.default,
     aten.bmm.default,
     aten.addmm.default,
+    aten.linear.default,
     aten.embedding.default,
     aten.embedding_dense_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -326,6 +333,7 @@ _RULES: dict[Any, Callable[..., Sizes]] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
     aten.addmm.default: _added(_mm),
+    aten.linear.default: _linear,
     aten.baddbmm.default: _added(_bmm),
     aten.sum.dim_IntList: _reduce,
     aten.mean.dim: _reduce,

@@ -10,6 +10,7 @@
 #include "known_read.h"
 #include "locked.h"
 #include "view_function.h"
+#include "whole_op.h"
 
 #include <ATen/core/stack.h>
 
@@ -280,20 +281,28 @@ PyObject* add(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// add_reader(): register the kernel of `item()`.
-PyObject* add_reader(PyObject*, PyObject*) {
+template <typename Kernel>
+PyObject* add_kernel(const char* name, c10::DispatchKey key) {
   static auto* registered = new std::optional<c10::RegistrationHandleRAII>(); // leaked, as those of `add`
   try {
-    const char* name = "aten::_local_scalar_dense";
     auto& dispatcher = c10::Dispatcher::singleton();
-    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Reader>(dispatcher.findSchemaOrThrow(name, "")));
-    registered->emplace(dispatcher.registerImpl(
-        {name, ""}, c10::DispatchKey::Python, std::move(kernel), std::nullopt, nullptr, "ltc"));
+    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(dispatcher.findSchemaOrThrow(name, "")));
+    registered->emplace(dispatcher.registerImpl({name, ""}, key, std::move(kernel), std::nullopt, nullptr, "ltc"));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
   }
   Py_RETURN_NONE;
+}
+
+// add_reader(): register the kernel of `item()`.
+PyObject* add_reader(PyObject*, PyObject*) {
+  return add_kernel<Reader>("aten::_local_scalar_dense", c10::DispatchKey::Python);
+}
+
+// add_whole_ops(): register the kernels of ops that are recorded as one.
+PyObject* add_whole_ops(PyObject*, PyObject*) {
+  return add_kernel<WholeLinear>("aten::linear", c10::DispatchKey::AutogradPrivateUse1);
 }
 
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, epochs,
@@ -431,6 +440,7 @@ PyMethodDef methods[] = {
     {"known_cut", known_cut, METH_VARARGS, nullptr},
     {"known_reads", known_reads, METH_VARARGS, nullptr},
     {"add_reader", add_reader, METH_NOARGS, nullptr},
+    {"add_whole_ops", add_whole_ops, METH_NOARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_record", nullptr, -1, methods};
