@@ -320,14 +320,15 @@ def _as_one(record: Handler, decomposed: Handler) -> Handler:
     """Record a linear layer as one op, if its parts are a product of rows and at most one addition."""
 
     def handle(args: Any, kwargs: Any) -> Any:
-        x, weight, *others = [*args, *(kwargs or {}).values()]
-        biases = [t for t in others if t is not None]
+        given: list[Any] = [*args, *(kwargs or {}).values()]
+        x, weight = given[:2]
+        biases = [t for t in given[2:] if t is not None]
         is_whole = (
             all(type(t) is LazyTensor and t.dtype is x.dtype for t in (x, weight, *biases))
             and x.dim() >= 2
             and weight.dim() == 2
             and all(t.dim() <= 1 for t in biases)
-            and x.is_contiguous()
+            and x._h.meta.contiguous  # a lazy tensor looks contiguous to Python
         )
         return (record if is_whole else decomposed)(args, kwargs)
 

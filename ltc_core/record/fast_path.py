@@ -85,8 +85,7 @@ def install() -> bool:
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
                 native.add(*names, *op)
-            native.add_reader()
-            native.add_whole_ops()
+            native.add_kernels()
             native.enable(_is_on is not False)  # not `_is_wanted`: the first op reads LTC_EAGER
             _native = native
     return True

@@ -236,9 +236,10 @@ class _Follower(Job):
         super().__init__(self._follow)
         self._compiled = compiled
         self._num_threads = torch.get_num_threads()
-        self.native: Any = compiled.program.native
-        habit = compiled.habit
-        self.begun = self.native.begin(
+        native, habit = compiled.program.native, compiled.habit
+        assert native is not None
+        self.native: Any = native
+        self.begun = native.begin(
             habit.path, compiled.input_slots, habit.ends, epoch, habit.num_values, size, due
         )
         shorten(1)

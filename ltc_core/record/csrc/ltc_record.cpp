@@ -7,6 +7,7 @@
 // are made in C++ (`NextStep`, next_step.h). So are those of a call that was recorded at another place: its step is a copy
 // (`CopiedStep`, copied_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
 #include "copied_step.h"
+#include "dropout.h"
 #include "known_read.h"
 #include "locked.h"
 #include "view_function.h"
@@ -282,7 +283,7 @@ PyObject* add(PyObject*, PyObject* given) {
 }
 
 template <typename Kernel>
-PyObject* add_kernel(const char* name, c10::DispatchKey key) {
+bool add_kernel(const char* name, c10::DispatchKey key) {
   static auto* registered = new std::optional<c10::RegistrationHandleRAII>(); // leaked, as those of `add`
   try {
     auto& dispatcher = c10::Dispatcher::singleton();
@@ -290,19 +291,18 @@ PyObject* add_kernel(const char* name, c10::DispatchKey key) {
     registered->emplace(dispatcher.registerImpl({name, ""}, key, std::move(kernel), std::nullopt, nullptr, "ltc"));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
+    return false;
   }
-  Py_RETURN_NONE;
+  return true;
 }
 
-// add_reader(): register the kernel of `item()`.
-PyObject* add_reader(PyObject*, PyObject*) {
-  return add_kernel<Reader>("aten::_local_scalar_dense", c10::DispatchKey::Python);
-}
-
-// add_whole_ops(): register the kernels of ops that are recorded as one.
-PyObject* add_whole_ops(PyObject*, PyObject*) {
-  return add_kernel<WholeLinear>("aten::linear", c10::DispatchKey::AutogradPrivateUse1);
+// add_kernels(): register those of single ops.
+PyObject* add_kernels(PyObject*, PyObject*) {
+  const bool added = add_kernel<Reader>("aten::_local_scalar_dense", c10::DispatchKey::Python) &&
+      add_kernel<EmptyLike>("aten::empty_like", c10::DispatchKey::Python) &&
+      add_kernel<Dropout>("aten::native_dropout", c10::DispatchKey::Python) &&
+      add_kernel<WholeLinear>("aten::linear", c10::DispatchKey::AutogradPrivateUse1);
+  return added ? Py_NewRef(Py_None) : nullptr;
 }
 
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, epochs,
@@ -439,8 +439,7 @@ PyMethodDef methods[] = {
     {"rename_view", rename_view, METH_VARARGS, nullptr},
     {"known_cut", known_cut, METH_VARARGS, nullptr},
     {"known_reads", known_reads, METH_VARARGS, nullptr},
-    {"add_reader", add_reader, METH_NOARGS, nullptr},
-    {"add_whole_ops", add_whole_ops, METH_NOARGS, nullptr},
+    {"add_kernels", add_kernels, METH_NOARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_record", nullptr, -1, methods};

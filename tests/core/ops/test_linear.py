@@ -85,6 +85,14 @@ def test_what_needs_the_parts_has_them(name: str) -> None:
     torch.testing.assert_close(found, APART[name]("cpu").detach())
 
 
+def test_rows_with_gaps_have_the_parts_in_inference_mode() -> None:
+    with torch.inference_mode():
+        for _ in range(3):
+            found, is_one = is_whole(lambda: APART["rows with gaps"]("ltc"))
+            assert not is_one
+            torch.testing.assert_close(found, APART["rows with gaps"]("cpu"))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_step_has_eagers_gradients_after_a_step_without(mode: Callable[[], Any]) -> None:
     found = []
