@@ -57,10 +57,13 @@ class Follower final : public c10::OperatorKernel {
       : op(std::move(given)),
         writes_list(op.writes_list()),
         takes_masks(op.handle.schema().name() == "aten::index"),
+        copies_in(op.handle.schema().name() == "aten::copy_"),
         python(op.handle.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!is_on.load(std::memory_order_relaxed) || !Py_IsInitialized() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
+      return python.callBoxed(handle, keys, stack);
+    if (copies_in && torch::jit::peek(*stack, 1, op.codes.size()).toTensor().is_cpu()) // an upload: nothing is recorded
       return python.callBoxed(handle, keys, stack);
     Noted noted;
     {
@@ -77,7 +80,7 @@ class Follower final : public c10::OperatorKernel {
  private:
   const Op op;
   Originals& originals = *new Originals(); // read and changed under the GIL; leaked: kernels outlive the interpreter
-  const bool writes_list, takes_masks;
+  const bool writes_list, takes_masks, copies_in;
   const c10::SafeKernelFunction python;
 
   static void count_writes(c10::ArrayRef<IValue> tensors) {
