@@ -18,6 +18,7 @@ from ltc_core import errors, metrics, source
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.ops import cpu_draws
 from ltc_core.ops.composites import RULE_MAKERS, RULES
+from ltc_core.ops.cpu_numbers import with_number
 from ltc_core.ops.fallback import cannot_hold, run_real
 from ltc_core.ops.special import SPECIAL, on_other_device, share
 from ltc_core.record.fast_path import add_op, enable
@@ -226,6 +227,9 @@ def _rescue(
     device = kwargs.get("device")
     if device is not None and _is_elsewhere(device, args, kwargs):
         return on_other_device(schema, args, kwargs)
+    numbers = with_number(schema, args)
+    if numbers is not None:
+        return handle(numbers, kwargs)
     trace = find_trace(args, kwargs)
     moved = _Mover(schema, trace.device)
     new_args = [moved.argument(a, position) for position, a in enumerate(args)]

@@ -65,6 +65,8 @@ class Follower final : public c10::OperatorKernel {
       return python.callBoxed(handle, keys, stack);
     if (copies_in && torch::jit::peek(*stack, 1, op.codes.size()).toTensor().is_cpu()) // an upload: nothing is recorded
       return python.callBoxed(handle, keys, stack);
+    if (op.takes_number)
+      use_number(op, stack->data() + (stack->size() - op.codes.size()));
     Noted noted;
     {
       const Gil gil;
@@ -274,6 +276,7 @@ PyObject* add(PyObject*, PyObject* given) {
       return nullptr;
     }
     op.schema = Py_NewRef(schema);
+    op.note_numbers();
     auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Follower>(std::move(op)));
     static auto* all = new std::vector<c10::RegistrationHandleRAII>(); // leaked: ops are called until the very end
     all->push_back(dispatcher.registerImpl(

@@ -2,6 +2,7 @@
 #pragma once
 #include "tensors.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 
@@ -25,6 +26,16 @@ struct Op {
   c10::OperatorHandle handle;
   bool writes_any = false;
   PyObject* schema = nullptr; // its `OpSchema`, with which its keys begin; never freed
+  bool takes_number = false, commutes = false; // see `use_number`
+
+  void note_numbers() {
+    const auto& name = handle.schema().name();
+    const bool is_in_place = name.back() == '_';
+    const auto plain = is_in_place ? name.substr(0, name.size() - 1) : name;
+    takes_number = handle.schema().overload_name() == "Tensor" &&
+        (plain == "aten::add" || plain == "aten::sub" || plain == "aten::mul" || plain == "aten::div");
+    commutes = name == "aten::mul";
+  }
 
   // Whether the kernel must increment the tensors' version counters. Autograd does not for a list: it relies on the ops
   // that eager PyTorch calls for each tensor.
@@ -40,6 +51,25 @@ inline bool is_number(const IValue& a) {
 // PyTorch passes a scalar as a tensor if the op has no overload that takes scalars. Python gets the scalar.
 inline bool is_wrapped_number(const IValue& a) {
   return a.isTensor() && a.toTensor().defined() && a.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+// A CPU tensor without dims is to a tensor of the device what a number is, for ops that take both: its dtype does not
+// count. So it becomes one (`ops.cpu_numbers`), and nothing is uploaded. `first`: the operands of such an op.
+inline void use_number(const Op& op, IValue* first) {
+  const auto is_number_on_host = [](const IValue& a) {
+    if (!a.isTensor() || !a.toTensor().defined())
+      return false;
+    const at::Tensor& t = a.toTensor();
+    return t.is_cpu() && t.dim() == 0 && t.is_floating_point() && t.layout() == at::kStrided && !t.is_neg() &&
+        !t.key_set().has(c10::DispatchKey::Python) && !t.unsafeGetTensorImpl()->is_wrapped_number();
+  };
+  const auto is_larger = [](const IValue& a) {
+    return a.isTensor() && a.toTensor().is_privateuseone() && a.toTensor().dim() > 0 && a.toTensor().is_floating_point();
+  };
+  // Of half precision, ATen rounds a first factor, and no second one.
+  if (op.commutes && is_number_on_host(first[0]) && is_larger(first[1]) && first[1].toTensor().element_size() >= 4)
+    std::swap(first[0], first[1]);
+  if (is_number_on_host(first[1]) && is_larger(first[0]))
+    first[1] = at::native::wrapped_scalar_tensor(first[1].toTensor().item());
 }
 inline PyObject* python_number(const IValue& a) {
   if (a.isDouble())
