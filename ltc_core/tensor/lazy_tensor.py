@@ -250,6 +250,8 @@ class LazyTensor(torch.Tensor):
         which is here. As in eager, the view requires gradients and passes none on.
         """
         super().detach_()
+        if self.is_inference():  # no view of it is tracked
+            return self
         if self._version and self._use_count() > 1:  # type: ignore[attr-defined]
             for view in alive(LazyTensor):
                 if view._is_view() and view._base is self:

@@ -99,6 +99,15 @@ def test_version_counters() -> None:
     beside_eager(program)
 
 
+def test_a_tensor_of_inference_mode_is_detached_in_place() -> None:
+    def program(device: torch.device) -> Any:
+        with torch.inference_mode():
+            x = torch.ones(2, device=device) * 3
+        return [x.detach_(), x.is_inference(), x.requires_grad]
+
+    beside_eager(program)
+
+
 def test_a_base_is_detached_after_a_write_through_its_view() -> None:
     """What is asked of the view after that, and what is done with it, is as in eager."""
 
