@@ -114,9 +114,7 @@ class Trace:
         self.lock = _new_lock()
         self.on_limit: Callable[[], None] | None = None
         self.reads: Any = None  # for C++: numbers that it may read (`runtime.known_reads`)
-        self.give_more: Any = (
-            None  # for C++: called at the limit where a step runs early (`runtime.early_run`)
-        )
+        self.give_more: Any = None  # for C++: what a step that runs early calls at the limit
         self.first_limit = 1 << 62
         self.steps = 0
         self.root = Step(None, None, ())

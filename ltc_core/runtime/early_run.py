@@ -57,9 +57,8 @@ class EarlyRuns:
         self._last: CompiledGraph | None = None  # the program of the step before, if it had one
         self._context = Context()  # of that one
         self._expected: CompiledGraph | None = None
-        self._due = self._size = (
-            0  # count of values at which it begins to run, 0: at none; of more, then
-        )
+        self._due = 0  # count of values at which it begins to run; 0: at none
+        self._size = 0  # of the parts after the first
         self._follower: _Follower | None = None  # runs the step, if it has begun to run
 
     # -- while a step is recorded --------------------------------------------------------------

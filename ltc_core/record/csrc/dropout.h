@@ -12,11 +12,15 @@
 
 namespace ltc {
 
-// Whether C++ may handle a call with this first operand in Python's place.
+// Whether C++ may handle a call with this first operand in Python's place: a lazy tensor, and nobody else looks.
 inline bool is_ours(const IValue& x) {
-  return is_on.load(std::memory_order_relaxed) && Py_IsInitialized() && !c10::InferenceMode::is_enabled() &&
+  const bool may_be = is_on.load(std::memory_order_relaxed) && Py_IsInitialized() && !c10::InferenceMode::is_enabled() &&
       c10::impl::TorchDispatchModeTLS::stack_len() == 0 && x.isTensor() && x.toTensor().defined() &&
       !x.toTensor().is_inference();
+  if (!may_be)
+    return false;
+  const Gil gil;
+  return static_cast<bool>(Object(handle_of(x.toTensor())));
 }
 
 // `_uninitialised` of ops/special.py, for calls with no other option than a dtype.
@@ -30,26 +34,24 @@ class EmptyLike final : public c10::OperatorKernel {
     if (!is_ours(args[0]) || !std::all_of(args.begin() + 2, args.end(), is_none))
       return python.callBoxed(op, keys, stack);
     const int64_t dtype = args[1].isNone() ? -1 : args[1].toInt();
-    PyObject* like = nullptr; // the meta; of metas there is one object each
+    PyObject* like; // the operand's meta; of equal metas there is one object
     {
       const Gil gil;
       const Object handle(handle_of(args[0].toTensor()));
-      if (handle) {
-        like = Py_NewRef(is_type(handle.get(), cell_type) ? cell_of.meta.of(handle.get()) : view_of.meta.of(handle.get()));
-        at::Tensor made = again({like, dtype}, handle.get());
-        if (made.defined()) {
-          Py_DECREF(like);
-          torch::jit::drop(*stack, kArguments);
-          stack->emplace_back(std::move(made));
-          return;
-        }
+      const Slot& meta = is_type(handle.get(), cell_type) ? cell_of.meta : view_of.meta;
+      Object of_operand(Py_NewRef(meta.of(handle.get())));
+      at::Tensor made = again({of_operand.get(), dtype}, handle.get());
+      if (made.defined()) {
+        torch::jit::drop(*stack, kArguments);
+        stack->emplace_back(std::move(made));
+        return;
       }
+      like = of_operand.release();
     }
     python.callBoxed(op, keys, stack);
     const Gil gil;
-    const Object of(like);
-    if (of)
-      note({like, dtype}, stack->back().toTensor());
+    const Object of_operand(like);
+    note({like, dtype}, stack->back().toTensor());
   }
 
  private:

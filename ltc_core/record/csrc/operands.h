@@ -52,8 +52,8 @@ inline bool is_number(const IValue& a) {
 inline bool is_wrapped_number(const IValue& a) {
   return a.isTensor() && a.toTensor().defined() && a.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
 }
-// A CPU tensor without dims is to a tensor of the device what a number is, for ops that take both: its dtype does not
-// count. So it becomes one (`ops.cpu_numbers`), and nothing is uploaded. `first`: the operands of such an op.
+// A CPU tensor without dims is to a lazy tensor what a number is, for ops that take both: its dtype does not count. So it
+// becomes one (`ops.cpu_numbers`), and nothing is uploaded. `first`: the operands of such an op.
 inline void use_number(const Op& op, IValue* first) {
   const auto is_number_on_host = [](const IValue& a) {
     if (!a.isTensor() || !a.toTensor().defined())
@@ -63,10 +63,14 @@ inline void use_number(const Op& op, IValue* first) {
         !t.key_set().has(c10::DispatchKey::Python) && !t.unsafeGetTensorImpl()->is_wrapped_number();
   };
   const auto is_larger = [](const IValue& a) {
-    return a.isTensor() && a.toTensor().is_privateuseone() && a.toTensor().dim() > 0 && a.toTensor().is_floating_point();
+    if (!a.isTensor() || !a.toTensor().is_privateuseone() || a.toTensor().dim() == 0 || !a.toTensor().is_floating_point())
+      return false;
+    const Gil gil;
+    return static_cast<bool>(Object(handle_of(a.toTensor())));
   };
   // Of half precision, ATen rounds a first factor, and no second one.
-  if (op.commutes && is_number_on_host(first[0]) && is_larger(first[1]) && first[1].toTensor().element_size() >= 4)
+  const bool is_turned = op.commutes && is_number_on_host(first[0]);
+  if (is_turned && is_larger(first[1]) && first[1].toTensor().element_size() >= 4)
     std::swap(first[0], first[1]);
   if (is_number_on_host(first[1]) && is_larger(first[0]))
     first[1] = at::native::wrapped_scalar_tensor(first[1].toTensor().item());

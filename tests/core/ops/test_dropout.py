@@ -126,3 +126,33 @@ def test_memory_like_another_is_new_each_time() -> None:
     both = torch.empty_like(x), torch.empty_like(x)
     both[0].zero_()
     assert both[1].fill_(2).sum().item() == 6 and both[0].sum().item() == 0
+
+
+def test_what_is_no_lazy_tensor_sees_the_whole_op() -> None:
+    """A tensor that wraps one of the device, as a DTensor does, has an op of its own for dropout."""
+    seen: list[str] = []
+
+    class Wrapping(torch.Tensor):
+        @staticmethod
+        def __new__(cls, held: Tensor) -> Any:
+            return torch.Tensor._make_wrapper_subclass(
+                cls, held.shape, dtype=held.dtype, device=held.device
+            )
+
+        def __init__(self, held: Tensor) -> None:
+            self.held = held
+
+        @classmethod
+        def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(op))
+            given = [a.held if isinstance(a, Wrapping) else a for a in args]
+            return op(*given, **(kwargs or {}))
+
+    x = Wrapping(torch.ones(2, 3, device="ltc"))
+    with torch.no_grad():
+        F.dropout(x, 0.5)
+        torch.empty_like(x)
+        _ = x / torch.tensor(2.0)
+        F.linear(x, torch.ones(4, 3, device="ltc"))
+    assert seen[:3] == ["aten.native_dropout.default", "aten.empty_like.default", "aten.div.Tensor"]
+    assert "aten.mm.default" in seen and "aten.linear.default" not in seen
