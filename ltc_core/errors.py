@@ -5,7 +5,8 @@
     |- VersionError (ImportError)               a library is too old or too new
     |- BuildError (RuntimeError)                a wheel cannot be made
     |- DeviceError (RuntimeError)               no such device, or it cannot be built
-    |  `- DeviceIndexError (IndexError)         the process has fewer devices
+    |  |- DeviceIndexError (IndexError)         the process has fewer devices
+    |  `- TpuHostError (OSError)                the facts of a TPU host cannot be read
     |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
     |- ShardingError (AssertionError)           a mesh does not fit the devices, or a spec does not fit a tensor
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
@@ -107,6 +108,10 @@ class DeviceError(LtcError, RuntimeError):
 
 class DeviceIndexError(DeviceError, IndexError):
     """The process has no device of that index."""
+
+
+class TpuHostError(DeviceError, OSError):
+    """The facts of a TPU host cannot be read: no metadata server answers, or a fact is missing or malformed."""
 
 
 class DeviceMismatchError(LtcError, RuntimeError):

@@ -6,19 +6,21 @@ Used by `settings` for the number of devices, by `executors.torch_xla.topology` 
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 
-__all__ = ["count_chips", "has_megacores"]
+__all__ = ["CHIP_IDS", "GOOGLE", "count_chips", "has_megacores"]
 
 _BUS = "/sys/bus/pci/devices"
-_VENDOR = "0x1ae0"  # Google
-_CHIP_IDS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
+# PCI vendor, and its devices that are TPU chips.
+GOOGLE = "0x1ae0"
+CHIP_IDS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 _V4 = "0x005e"
 
 
 def count_chips(devices: str = _BUS) -> int:
     """Count the TPU chips on this host's PCI bus; 0 if the host shows no PCI bus."""
-    return sum(chip in _CHIP_IDS for chip in _of_google(devices))
+    return sum(chip in CHIP_IDS for chip in _of_google(devices))
 
 
 def has_megacores(devices: str = _BUS) -> bool:
@@ -27,5 +29,6 @@ def has_megacores(devices: str = _BUS) -> bool:
 
 
 def _of_google(devices: str) -> list[str]:
-    vendors = [p for p in Path(devices).glob("*/vendor") if p.read_text().strip() == _VENDOR]
-    return [path.with_name("device").read_text().strip() for path in vendors]
+    vendors = [Path(path) for path in glob.glob(f"{devices}/*/vendor")]
+    chips = [path for path in vendors if path.read_text().strip() == GOOGLE]
+    return [path.with_name("device").read_text().strip() for path in chips]

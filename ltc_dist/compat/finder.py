@@ -20,7 +20,7 @@ from typing import Any
 from ltc_core.errors import LtcError
 from ltc_core.settings import settings
 from ltc_dist.compat.absent import Absent
-from ltc_dist.compat.table import ABSENT, SERVED, Served
+from ltc_dist.compat.table import ABSENT, REPLACEABLE, SERVED, Served
 from ltc_dist.expected_name import NAMES, root_of
 
 __all__ = ["ImportOrderError", "activate"]
@@ -64,7 +64,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not root_of(name):
             return None
         if name in SERVED:
-            loader: Any = _ServedModule(SERVED[name])
+            loader: Any = _ServedModule(SERVED[name], name in REPLACEABLE)
         elif name in ABSENT:
             loader = _AbsentModule(ABSENT[name])
         elif _is_imported():
@@ -110,10 +110,10 @@ class _Installed(Distribution):
 
 
 class _ServedModule(importlib.abc.Loader):
-    """Loader that fills a module with the names of one of ours."""
+    """Loader that fills a module with the names of one of ours; if `is_replaceable`, with functions of its own."""
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, served: Served, is_replaceable: bool) -> None:
+        self._served, self._is_replaceable = served, is_replaceable
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None
@@ -122,6 +122,12 @@ class _ServedModule(importlib.abc.Loader):
         module.__getattr__ = partial(_part_of, module.__name__)  # type: ignore[method-assign]
         source = importlib.import_module(self._served.module)
         module.__doc__ = source.__doc__
+        if self._is_replaceable:
+            assert source.__spec__ is not None and isinstance(
+                source.__spec__.loader, importlib.abc.InspectLoader
+            )
+            exec(source.__spec__.loader.get_code(source.__name__), module.__dict__)  # type: ignore[arg-type]
+            return
         for name in self._served.names or getattr(source, "__all__", ()):
             setattr(module, name, getattr(source, name))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ABSENT", "PALLAS", "SERVED", "Served"]
+__all__ = ["ABSENT", "PALLAS", "PLUGINS", "REPLACEABLE", "SERVED", "Served"]
 
 # Old package -> its folder.
 _FOLDERS = {
@@ -116,6 +116,9 @@ def _served() -> dict[str, Served]:
 # Old import path -> what serves it.
 SERVED: dict[str, Served] = _served()
 
+# Modules whose functions find each other in the served module: a script may replace one of them for all.
+REPLACEABLE = frozenset({"torch_xla._internal.tpu", "torch_xla.experimental.tpu"})
+
 PALLAS = "there are no Pallas kernels; use torch.nn.functional.scaled_dot_product_attention"
 _XRT = "there are no XRT workers; start the script with ltc-launch --nnodes N on each host, or with torchrun"
 _BUILDER = (
@@ -124,7 +127,7 @@ _BUILDER = (
 )
 
 _MARKS = "ops are not marked for XLA's compiler; write the op with PyTorch's own, or as a torch.library.custom_op"
-_PLUGINS = (
+PLUGINS = (
     "devices are not PJRT plugins; choose what the graphs run on with LTC_DEVICE and LTC_EXECUTOR"
 )
 
@@ -136,7 +139,7 @@ ABSENT: dict[str, str] = {
     "torch_xla.distributed.xla_dist": _XRT,
     "torch_xla.experimental.mark_pattern_utils": _MARKS,
     "torch_xla.experimental.pallas_kernels": PALLAS,
-    "torch_xla.experimental.plugins": _PLUGINS,
+    "torch_xla.experimental.plugins": PLUGINS,
     "torch_xla.experimental.splash_attention": PALLAS,
     "torch_xla.experimental.stablehlo_custom_call": _MARKS,
     "torch_xla.experimental.xla_marker": _MARKS,

@@ -284,7 +284,7 @@ from torch_xla._internal import tpu
 from torch_xla.experimental import tpu as older
 assert importlib.metadata.version("torch_xla") == importlib.metadata.version("torch-xla") == torch_xla.__version__
 assert torch_xla.__version__.startswith("2.9") and importlib.metadata.version("torch") == torch.__version__
-assert tpu.num_available_devices() == older.num_available_devices() == 2 and tpu.task_id() == 0
+assert tpu.num_available_devices() == older.num_available_devices() == 2 and tpu.task_id() is None
 assert xm._maybe_convert_to_cpu({{"a": (x, 1)}})["a"][0].device.type == "cpu"
 assert xm._maybe_convert_to_cpu(x, convert=False) is x
 with pytest.raises(RuntimeError, match="Input tensor is not an XLA tensor: torch.FloatTensor"):

@@ -20,6 +20,7 @@ TREE = {
     "BuildError": RuntimeError,
     "DeviceError": RuntimeError,
     "DeviceIndexError": IndexError,
+    "TpuHostError": OSError,
     "DeviceMismatchError": RuntimeError,
     "ShardingError": AssertionError,
     "UnsupportedOpError": NotImplementedError,

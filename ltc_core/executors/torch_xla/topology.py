@@ -16,10 +16,21 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ltc_core.errors import DeviceError, listed
+from ltc_core.errors import DeviceError, TpuHostError, listed
 from ltc_core.tpu_chips import count_chips
 
-__all__ = ["TpuHost", "chip_variables", "read_tpu_host"]
+__all__ = [
+    "METADATA_SERVER",
+    "TpuHost",
+    "chip_variables",
+    "fetch_attribute",
+    "hosts_by_cores",
+    "parse_tpu_env",
+    "read_tpu_host",
+    "unreadable",
+]
+
+METADATA_SERVER = "metadata.google.internal"
 
 _BASE_PORT = 8476
 _ATTRIBUTES = "/computeMetadata/v1/instance/attributes/"
@@ -57,23 +68,22 @@ class TpuHost:
 
 
 def read_tpu_host(
-    environ: Mapping[str, str], server: str = "metadata.google.internal", timeout_s: float = 5.0
+    environ: Mapping[str, str], server: str = METADATA_SERVER, timeout_s: float = 5.0
 ) -> TpuHost:
     """Facts of this host: from variables if TPU_SKIP_MDS_QUERY is set (as on GKE), else from its metadata server.
 
     Raises:
-        DeviceError: a fact is missing or malformed, or the server cannot be read.
+        TpuHostError: a fact is missing or malformed, or the server cannot be read.
 
     Cost: two requests to the metadata server.
     """
     facts, of, place = environ, 1, "environment"
     hosts = environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
     if not environ.get("TPU_SKIP_MDS_QUERY"):
-        text = _fetch(server, "tpu-env", timeout_s)
-        facts = dict(re.findall(r"^\s*(\w+)\s*:\s*['\"]?(.*?)['\"]?\s*$", text, re.MULTILINE))
+        facts = parse_tpu_env(fetch_attribute(server, "tpu-env", timeout_s))
         of, place = 0, "metadata tpu-env"
         # "name:id:address,...", in the order of the workers.
-        workers = _fetch(server, "worker-network-endpoints", timeout_s).split(",")
+        workers = fetch_attribute(server, "worker-network-endpoints", timeout_s).split(",")
         hosts = [worker.strip().split(":")[-1] for worker in workers]
 
     def fact(key: str, pattern: str) -> re.Match[str]:
@@ -81,7 +91,7 @@ def read_tpu_host(
         text = next((facts[name] for name in names if facts.get(name)), "")
         match = re.fullmatch(pattern, text.replace(" ", "").lower())
         if match is None:
-            raise _unreadable(f"{' or '.join(names)} is {text!r} in the {place}")
+            raise unreadable(f"{' or '.join(names)} is {text!r} in the {place}")
         return match
 
     kind = fact("type", r"(?:v|tpu)(\d+)[a-z]*-(\d+)")
@@ -91,11 +101,8 @@ def read_tpu_host(
         ]
         x, y, z = (int(a) * int(b) for a, b in zip(*bounds, strict=True))
     else:
-        # The metadata of v2 and v3 has no bounds. A host has eight cores on 2 x 2 chips: v3-32 is 2 x 2 hosts, v3-64 is
-        # 2 x 4.
-        count = max(int(kind[2]) // 8, 1)
-        across = 2 ** ((count.bit_length() - 1) // 2)
-        x, y, z = 2 * across, 2 * (count // across), 1
+        hosts_x, hosts_y = hosts_by_cores(int(kind[2]))
+        x, y, z = 2 * hosts_x, 2 * hosts_y, 1
     return TpuHost(
         kind[0],
         int(kind[1]),
@@ -103,6 +110,21 @@ def read_tpu_host(
         int(fact("worker", r"\d+")[0]),
         tuple(hosts) if len(hosts) > 1 else ("localhost",),
     )
+
+
+def parse_tpu_env(text: str) -> dict[str, str]:
+    """The facts of the metadata `tpu-env`: lines of a name and a value, which may be quoted."""
+    return dict(re.findall(r"^\s*(\w+)\s*:\s*['\"]?(.*?)['\"]?\s*$", text, re.MULTILINE))
+
+
+def hosts_by_cores(num_cores: int) -> tuple[int, int]:
+    """Hosts along x and y of a slice of v2 or v3, whose metadata has no bounds.
+
+    A host has eight cores on 2 x 2 chips: v3-32 is 2 x 2 hosts, v3-64 is 2 x 4.
+    """
+    count = max(num_cores // 8, 1)
+    across = 2 ** ((count.bit_length() - 1) // 2)
+    return across, count // across
 
 
 def chip_variables(
@@ -236,7 +258,14 @@ def _check_slice(process: _Process, tpu: TpuHost) -> None:
         )
 
 
-def _fetch(server: str, key: str, timeout_s: float) -> str:
+def fetch_attribute(server: str, key: str, timeout_s: float = 5.0) -> str:
+    """Text of an attribute of this virtual machine.
+
+    Raises:
+        TpuHostError: no metadata server answers in time, or it does not have the attribute.
+
+    Cost: a request to the metadata server.
+    """
     url = f"http://{server}{_ATTRIBUTES}{key}"
     connection = http.client.HTTPConnection(server, timeout=timeout_s)  # without proxies
     try:
@@ -244,13 +273,14 @@ def _fetch(server: str, key: str, timeout_s: float) -> str:
         reply = connection.getresponse()
         text = reply.read().decode()
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise _unreadable(f"{url}: {type(error).__name__}: {error}") from error
+        raise unreadable(f"{url}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()
     if reply.status != http.HTTPStatus.OK:
-        raise _unreadable(f"{url}: {reply.status} {reply.reason}")
+        raise unreadable(f"{url}: {reply.status} {reply.reason}")
     return text
 
 
-def _unreadable(problem: str) -> DeviceError:
-    return DeviceError("the facts of this TPU host cannot be read", got=problem, next=_BY_HAND)
+def unreadable(problem: str) -> TpuHostError:
+    """The error of a fact that is missing or malformed."""
+    return TpuHostError("the facts of this TPU host cannot be read", got=problem, next=_BY_HAND)
