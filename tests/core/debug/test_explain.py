@@ -153,17 +153,24 @@ def test_ops_that_are_there_only_sometimes(causes: list[Cause]) -> None:
     assert len(causes) == 2
 
 
-def test_evaluation_after_training(causes: list[Cause]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "pattern"),
+    [
+        (torch.enable_grad, r"other ops: aten::argmax at .* where compile \d+ had aten::_log_softmax at .*"),
+        # A linear layer is one op where nothing needs its parts.
+        (torch.no_grad, r"new code: nothing like its 4 ops was compiled before, the first is aten::linear at .*"),
+    ],
+)  # fmt: skip
+def test_evaluation_after_training(
+    mode: Callable[[], Any], pattern: str, causes: list[Cause]
+) -> None:
     training = Training()
     training.step()
-    with torch.no_grad():
+    with mode():
         kept = training.net(torch.ones(5, 8).to(device())).argmax(1)
     ltc.mark_step()
     assert kept.shape == (5,)
-    assert re.match(
-        r"other ops: aten::argmax at .* where compile \d+ had aten::_log_softmax at .*",
-        causes[1].sentence,
-    )
+    assert re.match(pattern, causes[1].sentence)
 
 
 @pytest.mark.parametrize(("make", "pattern"), [

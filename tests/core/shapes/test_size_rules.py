@@ -38,6 +38,8 @@ CASES: dict[str, Callable[[int, int, int], Call]] = {
     "mm": lambda a, b, c: (aten.mm.default, (r(a, b), r(b, c))),
     "mm of a transposed": lambda a, b, c: (aten.mm.default, (r(b, a).t(), r(c, b).t())),
     "addmm": lambda a, b, c: (aten.addmm.default, (r(c), r(a, b), r(c, b).t())),
+    "linear": lambda a, b, c: (aten.linear.default, (r(a, 2, b), r(c, b), r(c))),
+    "linear without a bias": lambda a, b, c: (aten.linear.default, (r(a, b), r(c, b))),
     "addmm of a matrix": lambda a, b, c: (aten.addmm.default, (r(a, c), r(a, b), r(b, c))),
     "bmm": lambda a, b, c: (aten.bmm.default, (r(a, b, c), r(a, b, c).transpose(1, 2))),
     "baddbmm": lambda a, b, c: (
