@@ -128,7 +128,7 @@ class EarlyRuns:
             self._worker.submit(Job(follower.native.drop))
 
     def _end(self) -> _Follower | None:
-        """Give no more of the step; who followed it."""
+        """Give no more of the step. Returns its follower; None if it has not begun to run."""
         follower, self._follower = self._follower, None
         self._trace.give_more = None
         if follower is not None:

@@ -14,13 +14,7 @@ namespace ltc {
 
 // Whether C++ may handle a call with this first operand in Python's place: a lazy tensor, and nobody else looks.
 inline bool is_ours(const IValue& x) {
-  const bool may_be = is_on.load(std::memory_order_relaxed) && Py_IsInitialized() && !c10::InferenceMode::is_enabled() &&
-      c10::impl::TorchDispatchModeTLS::stack_len() == 0 && x.isTensor() && x.toTensor().defined() &&
-      !x.toTensor().is_inference();
-  if (!may_be)
-    return false;
-  const Gil gil;
-  return static_cast<bool>(Object(handle_of(x.toTensor())));
+  return may_handle() && !c10::InferenceMode::is_enabled() && is_lazy(x.toTensor()) && !x.toTensor().is_inference();
 }
 
 // `_uninitialised` of ops/special.py, for calls with no other option than a dtype.
@@ -66,14 +60,13 @@ class EmptyLike final : public c10::OperatorKernel {
     if (known == found.end())
       return {};
     PyObject* trace = trace_of_handle(handle);
-    const Object value(new_object(value_type)), cell(value ? new_object(cell_type) : nullptr);
-    if (!cell || !value_of.epoch.set_number(value.get(), -1) || !value_of.index.set_number(value.get(), -1) ||
-        !cell_of.version.set_number(cell.get(), 0))
+    const Object value(new_object(value_type));
+    if (!value || !value_of.epoch.set_number(value.get(), -1) || !value_of.index.set_number(value.get(), -1))
       throw_python_error();
     value_of.buffer.set(value.get(), Py_None);
-    cell_of.trace.set(cell.get(), trace);
-    cell_of.value.set(cell.get(), value.get());
-    cell_of.meta.set(cell.get(), known->second);
+    const Object cell(new_cell(trace, value.get(), known->second));
+    if (!cell)
+      throw_python_error();
     at::Tensor made = wrap(known->second, trace_of.device.of(trace), cell.get());
     if (!made.defined())
       throw_python_error();

@@ -31,9 +31,11 @@ thread_local bool is_for_python = false; // `Follower` leaves the last call to P
 
 // Lets a step that runs while it is recorded (runtime/early_run.py) run on, if it has come so far. An error is left set.
 void give_more(PyObject* trace) {
+  if (trace_of.give_more.is_none(trace))
+    return;
   const Py_ssize_t count = trace_of.count.number(trace), limit = trace_of.limit.number(trace);
   const Py_ssize_t first_limit = trace_of.first_limit.number(trace);
-  if (count < limit || count >= first_limit || trace_of.give_more.is_none(trace))
+  if (count < limit || count >= first_limit)
     return;
   const Object give(Py_NewRef(trace_of.give_more.of(trace))), cursor(Py_NewRef(trace_of.cursor.of(trace)));
   const Object epoch(PyLong_FromSsize_t(trace_of.epoch.number(trace))), at(PyLong_FromSsize_t(count));
@@ -61,7 +63,7 @@ class Follower final : public c10::OperatorKernel {
         python(op.handle.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (!is_on.load(std::memory_order_relaxed) || !Py_IsInitialized() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
+    if (!may_handle())
       return python.callBoxed(handle, keys, stack);
     if (copies_in && torch::jit::peek(*stack, 1, op.codes.size()).toTensor().is_cpu()) // an upload: nothing is recorded
       return python.callBoxed(handle, keys, stack);
@@ -202,8 +204,7 @@ class Reader final : public c10::OperatorKernel {
   explicit Reader(const c10::OperatorHandle& op) : python(op.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    const bool is_seen = c10::impl::TorchDispatchModeTLS::stack_len() > 0;
-    if (!is_on.load(std::memory_order_relaxed) || is_seen || !Py_IsInitialized())
+    if (!may_handle())
       return python.callBoxed(handle, keys, stack);
     std::optional<c10::Scalar> number;
     {

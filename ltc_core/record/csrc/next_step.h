@@ -453,13 +453,8 @@ class NextStep : Operands {
 
   at::Tensor new_result(PyObject* meta) {
     const Object value(define());
-    const Object cell(value ? new_object(cell_type) : nullptr);
-    if (!cell || !cell_of.version.set_number(cell.get(), 0))
-      return {};
-    cell_of.trace.set(cell.get(), trace);
-    cell_of.value.set(cell.get(), value.get());
-    cell_of.meta.set(cell.get(), meta);
-    return wrap(meta, trace_of.device.of(trace), cell.get());
+    const Object cell(value ? new_cell(trace, value.get(), meta) : nullptr);
+    return cell ? wrap(meta, trace_of.device.of(trace), cell.get()) : at::Tensor();
   }
 
   at::Tensor new_view(PyObject* base, PyObject* lens, PyObject* meta) {

@@ -63,10 +63,7 @@ inline void use_number(const Op& op, IValue* first) {
         !t.key_set().has(c10::DispatchKey::Python) && !t.unsafeGetTensorImpl()->is_wrapped_number();
   };
   const auto is_larger = [](const IValue& a) {
-    if (!a.isTensor() || !a.toTensor().is_privateuseone() || a.toTensor().dim() == 0 || !a.toTensor().is_floating_point())
-      return false;
-    const Gil gil;
-    return static_cast<bool>(Object(handle_of(a.toTensor())));
+    return a.isTensor() && is_lazy(a.toTensor()) && a.toTensor().dim() > 0 && a.toTensor().is_floating_point();
   };
   // Of half precision, ATen rounds a first factor, and no second one.
   const bool is_turned = op.commutes && is_number_on_host(first[0]);

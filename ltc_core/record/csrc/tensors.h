@@ -19,6 +19,11 @@
 
 namespace ltc {
 
+// Whether C++ may handle a call in Python's place: it is on, and no dispatch mode looks at calls.
+inline bool may_handle() {
+  return is_on.load(std::memory_order_relaxed) && Py_IsInitialized() && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+}
+
 // Size, stride, offset, dtype and device for `new_tensor`, which makes what `Tensor._make_wrapper_subclass` makes.
 struct Maker {
   PyObject_HEAD
@@ -120,9 +125,8 @@ class LazyImpl final : DyingWithGil, public c10::TensorImpl {
  private:
   // Whether `__torch_dispatch__` would return a tensor that holds the same handle.
   bool is_shared() const {
-    return is_on.load(std::memory_order_relaxed) && Py_IsInitialized() && key_set().has(c10::DispatchKey::Python) &&
+    return may_handle() && key_set().has(c10::DispatchKey::Python) &&
         !const_cast<LazyImpl*>(this)->is_inference() && !c10::InferenceMode::is_enabled() &&
-        c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
   }
   c10::intrusive_ptr<TensorImpl> shared(bool allows_changes) const; // null: the tensor has no handle
@@ -180,6 +184,24 @@ inline PyObject* handle_of(const at::Tensor& tensor) {
   else if (!is_handle(handle))
     Py_CLEAR(handle);
   return handle;
+}
+
+// Takes the GIL.
+inline bool is_lazy(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_privateuseone())
+    return false;
+  const Gil gil;
+  return static_cast<bool>(Object(handle_of(tensor)));
+}
+// A cell of memory with this value; null after an error.
+inline PyObject* new_cell(PyObject* trace, PyObject* value, PyObject* meta) {
+  Object cell(new_object(cell_type));
+  if (!cell || !cell_of.version.set_number(cell.get(), 0))
+    return nullptr;
+  cell_of.trace.set(cell.get(), trace);
+  cell_of.value.set(cell.get(), value);
+  cell_of.meta.set(cell.get(), meta);
+  return cell.release();
 }
 
 constexpr const char* no_handle = "_h: the tensor has no handle";

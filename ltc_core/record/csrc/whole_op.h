@@ -3,7 +3,6 @@
 #include "operands.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 namespace ltc {
 
@@ -14,7 +13,7 @@ class WholeLinear final : public c10::OperatorKernel {
       : composite(op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradCPU)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (is_on.load(std::memory_order_relaxed) && Py_IsInitialized() && is_whole(torch::jit::last(*stack, 3)))
+    if (may_handle() && is_whole(torch::jit::last(*stack, 3)))
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     else
       composite.callBoxed(op, keys, stack);
@@ -23,23 +22,19 @@ class WholeLinear final : public c10::OperatorKernel {
  private:
   const c10::SafeKernelFunction composite;
 
-  // Whether no gradient needs the parts, no mode sees them, and they would be a product of rows and at most one addition.
+  // Whether no gradient needs the parts, and they would be a product of rows and at most one addition.
   static bool is_whole(c10::ArrayRef<IValue> args) {
-    if (c10::impl::TorchDispatchModeTLS::stack_len() > 0)
-      return false;
     const at::Tensor &x = args[0].toTensor(), &weight = args[1].toTensor();
     const at::Tensor bias = args[2].isTensor() ? args[2].toTensor() : at::Tensor();
-    if (!is_plain(x) || !is_plain(weight) || (bias.defined() && !(is_plain(bias) && bias.dim() <= 1)))
+    if (needs_parts(x) || needs_parts(weight) || needs_parts(bias))
       return false;
-    return x.dim() >= 2 && weight.dim() == 2 && x.is_contiguous();
+    const bool has_sizes = x.dim() >= 2 && weight.dim() == 2 && (!bias.defined() || bias.dim() <= 1) && x.is_contiguous();
+    return has_sizes && is_lazy(x) && is_lazy(weight) && (!bias.defined() || is_lazy(bias));
   }
 
-  static bool is_plain(const at::Tensor& tensor) {
-    const bool needs_grad = tensor.requires_grad() && at::GradMode::is_enabled();
-    if (needs_grad || !tensor.is_privateuseone() || tensor._fw_grad(0).defined())
-      return false;
-    const Gil gil;
-    return static_cast<bool>(Object(handle_of(tensor)));
+  static bool needs_parts(const at::Tensor& tensor) {
+    const bool needs_grad = tensor.defined() && tensor.requires_grad() && at::GradMode::is_enabled();
+    return needs_grad || (tensor.defined() && tensor._fw_grad(0).defined());
   }
 };
 
