@@ -130,15 +130,18 @@ def _connect(line: Group) -> None:
 
 
 @atexit.register
-def _end_what_is_stuck() -> None:
-    """End this process, at its very end, although collectives are under way, which would keep it.
+def _disconnect() -> None:
+    """End the threads of gloo; end this process although collectives are under way, which would keep it.
 
-    Handlers that are registered later, as those of scripts are, have run. If the exit code is known, the process ends
-    without waiting for the threads of gloo, which may abort it.
+    Handlers that are registered later, as those of scripts are, have run. If a collective is under way and the exit
+    code is known, the process ends without waiting for the threads of gloo, which may abort it.
     """
     stuck = [line for line in LINES if line.is_stuck]
-    for line in stuck:
-        keep(line.backend)
+    for line in LINES:
+        if line in stuck:
+            keep(line.backend)
+        else:
+            line.disconnect()
     code = host_collectives.exit_code
     if code is None and hasattr(sys, "last_value"):  # an exception that nobody has caught
         code = 1

@@ -265,6 +265,15 @@ class Line:
         """Whether a collective is under way, or was left under way by an error."""
         return bool(self.under_way) or self._num_awaited > 0
 
+    def disconnect(self) -> None:
+        """End the threads of gloo, which have nothing to do. Call this only at exit.
+
+        A thread that frees the tensors of the last collective takes the GIL. If the interpreter is being ended by then,
+        CPython unwinds the thread, and PyTorch aborts the process.
+        """
+        if not is_on_gpus():
+            self.backend = None
+
     def _wait(self, work: Any, call: _Call, looks_for_ended: bool) -> None:
         is_done = _is_done_on_gpu if is_on_gpus() else _is_done
         patience = Patience(self._store)

@@ -16,6 +16,7 @@ from ltc_core.graph.collective import Route
 from ltc_dist.collectives import transport
 from ltc_dist.collectives.transport import Line
 from tests import prepared
+from tests.launching import Job
 
 SCRIPT = Path(__file__).parent / "two_devices.py"
 
@@ -161,3 +162,30 @@ def test_devices_that_reduce_in_another_order() -> None:
         assert [line for line in text.splitlines() if line.startswith("[")] == ["[0, 0]"] * 3
         assert "are at different collectives" in text
         assert "on device 0" in text and "on device 1" in text
+
+
+def test_no_thread_of_gloo_is_left_when_a_process_ends(tmp_path: Path) -> None:
+    """One that frees tensors while the interpreter ends would abort the process."""
+    (tmp_path / "train.py").write_text("""
+import atexit, pathlib
+
+def tell_threads():
+    names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    print("gloo", sum("gloo" in name for name in names))
+
+atexit.register(tell_threads)  # before ltc registers its own: it runs after those
+import torch
+import ltc_dist
+
+x = ltc_dist.all_reduce("sum", torch.ones(3, device="ltc"))
+print("sum", x.sum().item())
+""")
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = Job(
+        [sys.executable, *start, "--log-dir", str(tmp_path), "train.py"],
+        tmp_path,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    code, out, err = job.end()
+    assert code == 0, err
+    assert sorted(out.split("\n")) == ["", "gloo 0", "gloo 0", "sum 6.0", "sum 6.0"]

@@ -49,3 +49,5 @@ accelerator.wait_for_everyone()
 accelerator.save_model(model, f"{directory}/model")
 rounded = [[round(loss, 4) for loss in losses] for losses in (first, second, again)]
 accelerator.print("result", accelerator.device.type, accelerator.num_processes, seen, *rounded)
+if "--cpu" in sys.argv and torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # else a thread of gloo may abort the process at exit

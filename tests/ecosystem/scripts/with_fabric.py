@@ -77,3 +77,5 @@ name = fabric.broadcast(f"of {fabric.global_rank}")
 gathered = fabric.all_gather(torch.tensor([fabric.global_rank], device=fabric.device))
 rest = [state["epoch"], name, sum(gathered.flatten().tolist())]
 fabric.print("result", fabric.device.type, fabric.world_size, first, ahead, again, *rest)
+if "--cpu" in sys.argv and torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # else a thread of gloo may abort the process at exit

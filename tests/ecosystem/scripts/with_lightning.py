@@ -82,3 +82,5 @@ right = round(second.validate(resumed, data(40), verbose=False)[0]["right"], 4)
 if second.is_global_zero:
     there = str(second.strategy.root_device.type)
     print("result", there, second.world_size, losses, right, second.global_step)
+if "--cpu" in sys.argv and torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # else a thread of gloo may abort the process at exit

@@ -47,3 +47,5 @@ if arguments.process_index == 0:
     weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     assert all(torch.equal(saved[name], tensor.cpu()) for name, tensor in weights.items())
     print("result", arguments.device.type, arguments.world_size, losses)
+if "--cpu" in sys.argv and torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # else a thread of gloo may abort the process at exit
