@@ -27,7 +27,7 @@ from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.settings import settings
 from ltc_core.timeline import slices
 from ltc_core.timeline.marks import Awaited
-from ltc_dist.collectives.transport import KINDS, LINES, Line, is_on_gpus, keep
+from ltc_dist.collectives.transport import KINDS, LINES, Line, is_on_gpus
 from ltc_dist.job import clock, companions, host_collectives, protocol
 from ltc_dist.job.host_collectives import connected, job_store
 from ltc_dist.job.peers import await_peers
@@ -136,16 +136,13 @@ def _disconnect() -> None:
     Handlers that are registered later, as those of scripts are, have run. If a collective is under way and the exit
     code is known, the process ends without waiting for the threads of gloo, which may abort it.
     """
-    stuck = [line for line in LINES if line.is_stuck]
     for line in LINES:
-        if line in stuck:
-            keep(line.backend)
-        else:
-            line.disconnect()
+        line.disconnect()
+    is_stuck = companions.is_stuck or any(line.is_stuck for line in LINES)
     code = host_collectives.exit_code
     if code is None and hasattr(sys, "last_value"):  # an exception that nobody has caught
         code = 1
-    if (stuck or companions.is_stuck) and code is not None:
+    if is_stuck and code is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -266,12 +266,14 @@ class Line:
         return bool(self.under_way) or self._num_awaited > 0
 
     def disconnect(self) -> None:
-        """End the threads of gloo, which have nothing to do. Call this only at exit.
+        """End the threads of gloo, unless a collective is under way, for which they would be waited for.
 
         A thread that frees the tensors of the last collective takes the GIL. If the interpreter is being ended by then,
-        CPython unwinds the thread, and PyTorch aborts the process.
+        CPython unwinds the thread, and PyTorch aborts the process. Call this only at exit.
         """
-        if not is_on_gpus():
+        if self.is_stuck:
+            keep(self.backend)
+        elif not is_on_gpus():
             self.backend = None
 
     def _wait(self, work: Any, call: _Call, looks_for_ended: bool) -> None:
