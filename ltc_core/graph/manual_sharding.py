@@ -1,12 +1,14 @@
 """Manual tensors: each device of a mesh has a value of its own, and ops compute it there without communication.
 
-`SPLIT` makes a manual tensor of the parts of a whole one, `JOIN` is its inverse. The meta of a manual tensor is that of
-one device. What an op makes of a manual operand is manual; `manual_values` finds these values. A whole value among the
-operands is the same on each device. `executors.jax` lowers all that. Recorded by `api.manual_sharding`.
+`SPLIT` makes a manual tensor of the parts of a whole one, `JOIN` is its inverse; `EXCHANGES` send values between the
+devices. The meta of a manual tensor is that of one device. What an op makes of a manual operand is manual;
+`manual_values` finds these values. A whole value among the operands is the same on each device. `executors.jax` lowers
+all that. Recorded by `api.sharding` and `api.manual_collectives`.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +17,22 @@ from ltc_core.errors import ShardingError
 from ltc_core.graph.ir import Graph, Node, references
 from ltc_core.graph.sharding import SHARD, Sharding
 
-__all__ = ["ALL", "FIRST", "JOIN", "SPLIT", "Misused", "manual_values", "value_error"]
+__all__ = [
+    "ALL",
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "EXCHANGES",
+    "FIRST",
+    "JOIN",
+    "OPS",
+    "PERMUTE",
+    "REDUCE_SCATTER",
+    "SPLIT",
+    "Misused",
+    "manual_values",
+    "value_error",
+]
 
 # What becomes of a part that several devices have. SPLIT: each of them gets it, or the first of them, and the others
 # get zeros. JOIN: the sum is taken, or the value of the first. So the one is the other's gradient.
@@ -33,17 +50,61 @@ def _join_meta(value: torch.Tensor, sharding: str, which: str) -> torch.Tensor:
     return value.new_empty([size * own.parts(dim) for dim, size in enumerate(value.shape)])
 
 
-def _on_host(value: torch.Tensor, sharding: str, which: str) -> NoReturn:
+def _size_of_group(groups: str) -> int:
+    return len(json.loads(groups)[0])
+
+
+def _resized(value: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
+    return value.new_empty([sizes.get(dim, size) for dim, size in enumerate(value.shape)])
+
+
+def _all_reduce_meta(value: torch.Tensor, kind: str, groups: str) -> torch.Tensor:
+    return _resized(value, {})
+
+
+def _all_gather_meta(value: torch.Tensor, dim: int, groups: str) -> torch.Tensor:
+    return _resized(value, {dim: value.shape[dim] * _size_of_group(groups)})
+
+
+def _reduce_scatter_meta(value: torch.Tensor, dim: int, groups: str) -> torch.Tensor:
+    return _resized(value, {dim: value.shape[dim] // _size_of_group(groups)})
+
+
+def _all_to_all_meta(
+    value: torch.Tensor, split_dim: int, concat_dim: int, groups: str
+) -> torch.Tensor:
+    count = _size_of_group(groups)
+    return _all_gather_meta(
+        _resized(value, {split_dim: value.shape[split_dim] // count}), concat_dim, groups
+    )
+
+
+def _permute_meta(value: torch.Tensor, pairs: str) -> torch.Tensor:
+    return _resized(value, {})
+
+
+def _on_host(value: torch.Tensor, *args: object) -> NoReturn:
     raise ShardingError(
-        "a tensor cannot be split over a mesh, or joined, on the host",
+        "manual tensors cannot be made, joined or sent on the host",
         got="a program with manual tensors that runs op by op, after its compiled form has failed",
         next="see the error before; LTC_EXECUTOR=jax compiles such programs",
     )
 
 
 _library: Any = torch.library.Library("ltc_sharding", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _name, _meta in {"split": _split_meta, "join": _join_meta}.items():
-    _library.define(f"{_name}(Tensor value, str sharding, str which) -> Tensor")
+_metas: dict[str, Any] = {
+    "split(Tensor value, str sharding, str which)": _split_meta,
+    "join(Tensor value, str sharding, str which)": _join_meta,
+    # Groups: lists of the numbers of devices, all of one length, with each device in one; pairs: [from, to]. Both JSON.
+    "all_reduce(Tensor value, str kind, str groups)": _all_reduce_meta,
+    "all_gather(Tensor value, int dim, str groups)": _all_gather_meta,
+    "reduce_scatter(Tensor value, int dim, str groups)": _reduce_scatter_meta,
+    "all_to_all(Tensor value, int split_dim, int concat_dim, str groups)": _all_to_all_meta,
+    "permute(Tensor value, str pairs)": _permute_meta,
+}
+for _schema, _meta in _metas.items():
+    _name = _schema.partition("(")[0]
+    _library.define(f"{_schema} -> Tensor")
     _library.impl(_name, _meta, "Meta")
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _on_host, _key)
@@ -52,6 +113,13 @@ for _name, _meta in {"split": _split_meta, "join": _join_meta}.items():
 
 SPLIT: torch._ops.OpOverload = torch.ops.ltc_sharding.split.default
 JOIN: torch._ops.OpOverload = torch.ops.ltc_sharding.join.default
+ALL_REDUCE: torch._ops.OpOverload = torch.ops.ltc_sharding.all_reduce.default
+ALL_GATHER: torch._ops.OpOverload = torch.ops.ltc_sharding.all_gather.default
+REDUCE_SCATTER: torch._ops.OpOverload = torch.ops.ltc_sharding.reduce_scatter.default
+ALL_TO_ALL: torch._ops.OpOverload = torch.ops.ltc_sharding.all_to_all.default
+PERMUTE: torch._ops.OpOverload = torch.ops.ltc_sharding.permute.default
+EXCHANGES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE})
+OPS = frozenset({SPLIT, JOIN, *EXCHANGES})
 
 
 class Misused(Exception):
@@ -75,7 +143,8 @@ def manual_values(graph: Graph, inputs: frozenset[int]) -> frozenset[int]:
         Misused: a manual value is split or sharded, or written into memory that is whole.
     """
     found = set(inputs)
-    made = {node.first + k: node for node in graph.nodes for k in range(len(node.outs))}
+    made: dict[int, Node] = {}
+    read: set[int] = set()
     for node in graph.nodes:
         is_manual = any(value in found for value in references(node))
         if is_manual and node.op in (SPLIT, SHARD):
@@ -86,10 +155,12 @@ def manual_values(graph: Graph, inputs: frozenset[int]) -> frozenset[int]:
                 next=f"{_TO_DO}, which can be divided",
             )
             raise Misused(node, error)
-        if node.op is JOIN or not (is_manual or node.op is SPLIT):
-            continue
-        for value in node.writes:
-            if value not in found and not _is_scratch(value, made):
+        own = range(node.first, node.first + len(node.outs))
+        made.update(dict.fromkeys(own, node))
+        is_made = node.op is SPLIT or node.op in EXCHANGES
+        is_manual = node.op is not JOIN and (is_manual or is_made)
+        for value in node.writes if is_manual else ():
+            if value not in found and not _is_scratch(value, made, read):
                 error = ShardingError(
                     f"{node.op} writes a manual tensor into one that is the same on all devices",
                     got=f"memory of shape {_shape(node)}, which would differ between devices",
@@ -98,7 +169,9 @@ def manual_values(graph: Graph, inputs: frozenset[int]) -> frozenset[int]:
                     "makes its gradient the sum over all devices; other memory: write into its manual tensor",
                 )
                 raise Misused(node, error)
-        found.update(range(node.first, node.first + len(node.outs)))
+        if is_manual:
+            found.update(own)
+        read.update(references(node)[len(node.writes) :])
     return frozenset(found)
 
 
@@ -106,9 +179,12 @@ def _shape(node: Node) -> tuple[int, ...]:
     return next((tuple(meta.size) for meta in reversed(node.outs) if meta is not None), ())
 
 
-def _is_scratch(value: int, made: dict[int, Node]) -> bool:
-    """Whether a value is a constant that the graph makes, such as zeros that a gradient is written into."""
-    while value in made:
+def _is_scratch(value: int, made: dict[int, Node], read: set[int]) -> bool:
+    """Whether a value is a constant that the graph makes, such as zeros that a gradient is written into.
+
+    One that an op has read is none: a parameter may begin as ones.
+    """
+    while value in made and value not in read:
         node = made[value]
         if not node.writes:
             return not references(node) and "generator" not in node.kwargs

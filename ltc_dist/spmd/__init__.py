@@ -11,6 +11,13 @@ from ltc_dist.spmd.manual import (
     enable_manual_sharding,
     mark_manual_sharding,
 )
+from ltc_dist.spmd.manual_collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    permute,
+    reduce_scatter,
+)
 from ltc_dist.spmd.mesh import (
     HybridMesh,
     Mesh,
@@ -38,6 +45,9 @@ __all__ = [
     "Shard",
     "ShardingSpec",
     "SpmdFullyShardedDataParallel",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
     "apply_backward_optimization_barrier",
     "clear_sharding",
     "disable_manual_sharding",
@@ -50,6 +60,8 @@ __all__ = [
     "mark_sharding",
     "mark_sharding_with_gradients",
     "num_devices",
+    "permute",
+    "reduce_scatter",
     "set_global_mesh",
     "sharding_of",
     "use_spmd",

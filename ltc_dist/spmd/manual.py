@@ -13,7 +13,7 @@ import torch
 
 from ltc_core import errors, source
 from ltc_core.api import sharding
-from ltc_dist.spmd.mesh import Mesh, get_global_mesh
+from ltc_dist.spmd.mesh import Mesh, given_or_global
 from ltc_dist.spmd.sharding import check_spec, is_manual, note, note_manual
 
 __all__ = ["disable_manual_sharding", "enable_manual_sharding", "mark_manual_sharding"]
@@ -25,7 +25,8 @@ def enable_manual_sharding(
     """A tensor whose value on each device is the device's part of `t`; ops on it run there, without communication.
 
     Ops with this tensor, and with what they return, see the part alone: a softmax is one over the part. A tensor that
-    is not manual has the same value on each device for them.
+    is not manual has the same value on each device for them. `all_reduce` and the other functions of
+    `manual_collectives` send values to other devices.
 
     Args:
         t: a tensor on the device, of any shape that the mesh divides evenly.
@@ -38,8 +39,7 @@ def enable_manual_sharding(
         each dimension: the gradient of one that is used without it would differ between devices.
 
     Raises:
-        ShardingError: there is no mesh, or its devices are in another order than their numbers; or the spec does not
-            fit the mesh or the tensor, or does not divide it evenly.
+        ShardingError: there is no mesh, or the spec does not fit the mesh or the tensor, or does not divide it evenly.
         DeviceError: `t` is not a tensor on the device, or the executor has no mesh of that size.
 
     Cost: none if `t` is divided so already; else it is moved.
@@ -127,20 +127,6 @@ def mark_manual_sharding(t: torch.Tensor) -> torch.Tensor:
 def _checked(
     name: str, t: torch.Tensor, spec: Sequence[Any], mesh: Mesh | None
 ) -> tuple[Mesh, sharding.Sharding]:
-    mesh = mesh or get_global_mesh()
-    if mesh is None:
-        raise errors.ShardingError(
-            f"{name} needs a mesh, and no global one is set",
-            where=source.user_line(),
-            next="pass mesh=Mesh(...), or call set_global_mesh before",
-        )
+    mesh = given_or_global(name, mesh)
     check_spec(name, t, mesh, spec)
-    own = mesh.sharding(spec)
-    if own.devices != tuple(range(len(own.devices))):
-        raise errors.ShardingError(
-            f"{name} needs a mesh that has its devices in the order of their numbers",
-            got=f"device_ids {list(own.devices)}",
-            where=source.user_line(),
-            next=f"Mesh(range({len(own.devices)}), {mesh.mesh_shape}, ...)",
-        )
-    return mesh, own
+    return mesh, mesh.sharding(spec)

@@ -20,6 +20,7 @@ __all__ = [
     "Mesh",
     "get_1d_mesh",
     "get_global_mesh",
+    "given_or_global",
     "num_devices",
     "set_global_mesh",
 ]
@@ -223,6 +224,24 @@ def set_global_mesh(mesh: Mesh) -> None:
 def get_global_mesh() -> Mesh | None:
     """The mesh that is used where none is given, or None."""
     return _global_mesh
+
+
+def given_or_global(name: str, mesh: Any) -> Mesh:
+    """The mesh that a function was given, or else the global one.
+
+    Raises:
+        ShardingError: there is none, or it is no mesh; `name` is the function's.
+    """
+    found = _global_mesh if mesh is None else mesh
+    if isinstance(found, Mesh):
+        return found
+    raise errors.ShardingError(
+        f"{name} needs a mesh, and no global one is set"
+        if found is None
+        else f"{name} takes a Mesh as its mesh, not {type(found).__name__}",
+        where=source.user_line(),
+        next="pass mesh=Mesh(...), or call set_global_mesh before",
+    )
 
 
 def get_1d_mesh(axis_name: str | None = None) -> Mesh:

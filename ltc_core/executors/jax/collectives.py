@@ -29,7 +29,7 @@ from ltc_core.graph.ir import Node, Ref, TensorMeta, Write
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
 
-__all__ = ["AXIS", "Collectives", "Joint", "call", "has_collectives"]
+__all__ = ["AXIS", "FOLDS", "Collectives", "Joint", "call", "has_collectives"]
 
 aten = torch.ops.aten
 AXIS = "ranks"
@@ -287,7 +287,7 @@ class _Way:
         processes, and 0.4 ms in these two halves.
         """
         if kind != "sum":
-            return _FOLDS[kind](lax.all_gather(flat, AXIS))
+            return FOLDS[kind](lax.all_gather(flat, AXIS))
         missing = -flat.size % self._count
         even = jnp.pad(flat, (0, missing))
         part = lax.psum_scatter(even, AXIS, tiled=True)
@@ -299,7 +299,7 @@ def _folded(fold: Any) -> Callable[[Array], Array]:
 
 
 # kind -> how the rows of a matrix become one row
-_FOLDS: dict[str, Callable[[Array], Array]] = {
+FOLDS: dict[str, Callable[[Array], Array]] = {
     "sum": lambda rows: jnp.sum(rows, axis=0, dtype=rows.dtype),
     "mul": lambda rows: jnp.prod(rows, axis=0, dtype=rows.dtype),
     "min": lambda rows: jnp.min(rows, axis=0),
@@ -311,7 +311,7 @@ _FOLDS: dict[str, Callable[[Array], Array]] = {
 _COMBINED: dict[str, Callable[[Array], Array]] = {
     **{
         kind: lambda x, fold=fold: fold(lax.all_gather(x, AXIS))  # type: ignore[misc]
-        for kind, fold in _FOLDS.items()
+        for kind, fold in FOLDS.items()
     },
     "sum": lambda x: lax.psum(x, AXIS),
     "min": lambda x: lax.pmin(x, AXIS),

@@ -24,11 +24,11 @@ from ltc_core.executors.jax.collectives import Collectives, Joint
 from ltc_core.executors.jax.library import owners_of, wide_types, without_greeting
 from ltc_core.executors.jax.lowering import function_of
 from ltc_core.executors.jax.manual import layout
-from ltc_core.executors.jax.mesh import DeviceMesh, checksum, is_divided
+from ltc_core.executors.jax.mesh import DeviceMesh, checksum, is_divided, with_names
 from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import dtype_of
+from ltc_core.graph import manual_sharding
 from ltc_core.graph.ir import TensorMeta
-from ltc_core.graph.manual_sharding import JOIN, SPLIT, manual_values
 from ltc_core.graph.sharding import SHARD
 from ltc_core.program.index_checks import find_bounds, is_in_bounds
 from ltc_core.program.plan import plan
@@ -39,6 +39,8 @@ __all__ = ["OPTIONS", "JaxLaunch"]
 
 # As eager: nan is kept in minima and maxima, and each op rounds its result to bfloat16.
 OPTIONS = {"cpu": {"xla_cpu_enable_fast_min_max": False, "xla_allow_excess_precision": False}}
+
+_OF_MESH = frozenset({SHARD, *manual_sharding.OPS})
 
 
 class JaxLaunch(Launch):
@@ -107,9 +109,9 @@ class JaxLaunch(Launch):
             options = OPTIONS.get(device.platform, {})
             self._compile_joint = partial(self._of_disk_or_compiled, on_disk, collectives, options)
             return
-        of_devices = manual_values(graph, manual)
+        of_devices = manual_sharding.manual_values(graph, manual)
         self._has_manual = bool(of_devices)
-        if any(divided) or any(node.op in (SHARD, SPLIT, JOIN) for node in graph.nodes):
+        if any(divided) or any(node.op in _OF_MESH for node in graph.nodes):
             self._mesh = mesh
             mesh.is_used = True
         alone = SingleDeviceSharding(device) if self._mesh is None else mesh.whole
@@ -279,7 +281,7 @@ class JaxLaunch(Launch):
                     raise IndexError(f"index out of range in {node.op}")
         results: list[Any] = [None] * self._count
         for place, k in enumerate(self._results):
-            results[k] = found[place]
+            results[k] = found[place] if self._mesh is None else with_names(found[place])
         return results
 
     def _check(self, inputs: Sequence[Any]) -> None:

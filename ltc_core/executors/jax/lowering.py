@@ -27,7 +27,7 @@ from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.graph.loop import BODIES, SCAN
-from ltc_core.graph.manual_sharding import JOIN, SPLIT, manual_values
+from ltc_core.graph.manual_sharding import OPS, manual_values
 from ltc_core.program.index_checks import Bound, checks_of
 from ltc_core.program.lowering.decompositions import FOR_XLA
 from ltc_core.program.lowering.functional import trace
@@ -107,8 +107,9 @@ def function_of(
                 if node.op in collective.OPS:
                     assert joint is not None
                     results = collectives.call(node, values, joint.count, joint.is_cpu)
-                elif node.op in (SPLIT, JOIN):
-                    results = [_of_mesh(node, values, own)]
+                elif node.op in OPS:
+                    of = int(node.args[0])
+                    results = [manual.call(node, values[of], is_whole=of not in own)]
                 else:
                     results = _call(subgraph, node, metas, values, numbers, own)
             except Exception as error:  # whatever a rule or a trace raises: the op runs on the host
@@ -156,14 +157,6 @@ def _is_out_of_range(checks: Sequence[Bound], values: Mapping[int, Array]) -> Ar
             bad &= index != check.also_legal
         found |= jnp.any(bad)
     return found
-
-
-def _of_mesh(node: Node, values: Mapping[int, Array], own: frozenset[int]) -> Array:
-    """Result of SPLIT or JOIN."""
-    value, text, which = node.args
-    if node.op is SPLIT:
-        return manual.split(values[value], text, which)
-    return manual.join(values[value], text, which, is_whole=int(value) not in own)
 
 
 def _call(

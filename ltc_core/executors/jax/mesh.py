@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ltc_core import source
 from ltc_core.executors.companions import Run
@@ -40,6 +41,7 @@ __all__ = [
     "is_divided",
     "named",
     "offsets_of",
+    "with_names",
 ]
 
 # So often the processes compare tensors of one kind that they divide; each time asks the store of the job.
@@ -59,14 +61,42 @@ def named(sharding: Sharding) -> NamedSharding:
 
     Each axis of the mesh becomes several, one for each prime factor of its size. JAX says how outputs lie in terms of
     the first input's mesh, and fails where XLA has divided an output into fewer parts than an axis has devices.
+
+    A program has one order of devices, so each mesh of JAX has that of their numbers. Another order is that of the
+    parts: `jax.device_put` within a program says it so, too.
     """
-    known = devices_of_mesh()
     factors = [_prime_factors(size) for size in sharding.mesh]
     names = [axes_of(sharding, axis) for axis in range(len(sharding.mesh))]
-    grid = np.array([known[k] for k in sharding.devices], dtype=object)
+    grid = np.array(devices_of_mesh(), dtype=object)
     mesh = Mesh(grid.reshape(list(chain(*factors))), list(chain(*names)))
     spec = [tuple(chain(*(names[axis] for axis in axes))) or None for axes in sharding.spec]
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    is_ordered = sharding.devices == tuple(range(len(sharding.devices)))
+    order = None if is_ordered else sharding.devices
+    return NamedSharding(mesh, PartitionSpec(*spec), _logical_device_ids=order)
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_named(sharding: Any, shape: tuple[int, ...]) -> NamedSharding:
+    """The form of `named` for a division that JAX has no mesh for, found from each device's part."""
+    known = {device: k for k, device in enumerate(devices_of_mesh())}
+    parts = {known[d]: index for d, index in sharding.devices_indices_map(shape).items()}
+    counts = [
+        len({index[dim].indices(size)[0] for index in parts.values()})
+        for dim, size in enumerate(shape)
+    ]
+    order = sorted(parts, key=lambda k: (offsets_of(parts[k]), k))
+    copies = len(order) // math.prod(counts)
+    spec = tuple((dim,) for dim in range(len(shape)))
+    return named(Sharding(tuple(order), (*counts, copies), spec))
+
+
+def with_names(data: Any) -> Any:
+    """Data of a program that divides them as JAX cannot say, as it can; others as they are. Cost: 0.1 us, or 50 us."""
+    at = data.sharding
+    if isinstance(at, NamedSharding | SingleDeviceSharding):
+        return data
+    parts = [shard.data for shard in data.addressable_shards]
+    return jax.make_array_from_single_device_arrays(data.shape, _as_named(at, data.shape), parts)
 
 
 def axes_of(sharding: Sharding, axis: int) -> list[str]:

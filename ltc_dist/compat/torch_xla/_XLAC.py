@@ -11,8 +11,9 @@ import torch
 import ltc_core as ltc
 from ltc_core import export, metrics, source
 from ltc_core.api.eager import eager_mode, is_eager_mode
+from ltc_core.api.manual_collectives import all_reduce, reduce_scatter
 from ltc_core.api.verbs import pending_graph
-from ltc_core.errors import DeviceMismatchError, with_notes
+from ltc_core.errors import DeviceMismatchError, UnsupportedOpError, with_notes
 from ltc_core.runtime import execution_gate
 from ltc_core.runtime.devices import context_of, contexts
 from ltc_core.tensor.handles import Handle, base_of
@@ -82,6 +83,8 @@ __all__ = [
     "_xla_set_mat_mul_precision",
     "_xla_set_rng_seed",
     "_xla_set_use_full_mat_mul_precision",
+    "_xla_spmd_all_reduce",
+    "_xla_spmd_reduce_scatter",
     "_xla_step_marker",
     "_xla_sync_multi",
     "_xla_tensors_from_aten",
@@ -328,6 +331,43 @@ def _get_xla_tensor_shape_type(tensor: torch.Tensor) -> str:
 def _xla_get_tensor_id(tensor: torch.Tensor) -> int:
     """A number for the tensor's memory: tensors that share memory have one, as tied weights have there."""
     return tensor.untyped_storage().data_ptr()
+
+
+def _xla_spmd_all_reduce(
+    reduce_type: str, input: torch.Tensor, scale: float, groups: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """A manual tensor reduced over groups of devices, times `scale`; without groups over all devices."""
+    return _scaled(all_reduce(input, reduce_type, _of_devices(groups)), scale)
+
+
+def _xla_spmd_reduce_scatter(
+    reduce_type: str,
+    input: torch.Tensor,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """The sum of a manual tensor over groups of devices, times `scale`; each device gets a part of it.
+
+    Raises:
+        UnsupportedOpError: `reduce_type` is not a sum.
+    """
+    if reduce_type != xla_model.REDUCE_SUM:
+        raise UnsupportedOpError(
+            f"_xla_spmd_reduce_scatter has no reduction {reduce_type!r}",
+            where=source.user_line(),
+            next="use 'sum', or _xla_spmd_all_reduce",
+        )
+    return _scaled(reduce_scatter(input, scatter_dim, _of_devices(groups)), scale)
+
+
+def _of_devices(groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    return groups or [list(range(runtime.global_runtime_device_count()))]
+
+
+def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+    return tensor if scale == 1.0 else tensor * scale
 
 
 def _xla_set_use_full_mat_mul_precision(use_full_mat_mul_precision: bool = True) -> None:
