@@ -292,6 +292,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("streaming", "LTC_STREAMING", (), str, "auto",
             "Whether a step that is waited for may begin to run while it is recorded, where that is quicker.",
             choices=("auto", "never")),
+    Setting("distribution_checks", "LTC_DISTRIBUTION_CHECKS", (), str, "later",
+            "When torch.distributions raises an illegal parameter or sample: at the next read, or now, waiting for it.",
+            choices=("later", "now")),
     Setting("trim_graph_size", "LTC_TRIM_GRAPH_SIZE", ("XLA_TRIM_GRAPH_SIZE",), int, 20000,
             "Ops recorded without a cut, after which the loop is cut at its head.", at_least=1),
     Setting("max_graph_size", "LTC_MAX_GRAPH_SIZE", (), int, 200000,
@@ -377,6 +380,7 @@ class Settings:
     steps: str
     dynamic_shapes: str
     streaming: str
+    distribution_checks: str
     trim_graph_size: int
     max_graph_size: int
     compilation_cache_size: int

@@ -19,6 +19,7 @@ from ltc_core.graph.ir import TensorMeta, ViewStep, contiguous_stride
 from ltc_core.graph.lens import Lens, steps_to_memory
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.ops.backward import note_crossing
+from ltc_core.ops.distribution_checks import is_all_true
 from ltc_core.ops.in_place_view import IN_PLACE_VIEWS
 from ltc_core.ops.masks import index
 from ltc_core.ops.set_data import set_data
@@ -454,6 +455,7 @@ SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten.copy_.default: _copy,
     aten._local_scalar_dense.default: _item,
     aten.index.Tensor: index,
+    aten._is_all_true.default: is_all_true,
     aten.histc.default: _histc,
     aten.huber_loss.default: _huber_loss,
     aten.as_strided.default: _as_strided,

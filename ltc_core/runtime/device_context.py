@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ltc_core.runtime import execution_gate, fork_gate
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
 from ltc_core.runtime.known_reads import KnownReads
+from ltc_core.runtime.later_checks import LaterChecks
 from ltc_core.runtime.launch import Failure, Launch, Published, lost_at_a_fork
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
@@ -68,6 +69,7 @@ class DeviceContext:
             f"ltc-worker-{index}", settings.max_pending_steps, self.executor.begin_thread
         )
         self.failures: deque[Failure] = deque()
+        self._later_checks = LaterChecks(self._is_true, self.failures)
         self.launcher = Launcher(
             self.device, self.executor, self.memory, self.worker, self.failures
         )
@@ -188,7 +190,7 @@ class DeviceContext:
             if compiled is None or not self._is_undisturbed:
                 return False
             native = compiled.program.native
-            if native is None or not compiled.policy.cost.is_quicker_here(is_awaited):
+            if native is None or not compiled.policy.runs_here(is_awaited):
                 return False
             self.reads.before_cut()
             self.early.before_cut()
@@ -338,6 +340,7 @@ class DeviceContext:
         self.trace.after_fork()
         self.trace.limit = self.trace.first_limit
         self.worker.after_fork()
+        self._later_checks.clear()
         self._follow_steps()
         if not is_whole:
             for _, value in self.trace.cut().alive:
@@ -351,6 +354,7 @@ class DeviceContext:
         Args:
             all_of_them: also errors that tensors carry, and raise when they are read.
         """
+        self._later_checks.look()
         unseen = []
         for _ in range(len(self.failures)):  # the worker may add to them meanwhile
             try:
@@ -412,7 +416,7 @@ class DeviceContext:
                 self._await_value(value, reason, seen)
         self._after_read()
         assert value.buffer is not None
-        if self.failures and value.buffer.error is None:
+        if (self.failures or self._later_checks) and value.buffer.error is None:
             self.raise_failure(all_of_them=False)
         return value.buffer.take()
 
@@ -421,7 +425,21 @@ class DeviceContext:
         if seen is not None:
             self.streaming.after_read(seen)
             self.early.after_read(seen)
-        self.known_reads.resume()
+        self._later_checks.look()
+        if not self._later_checks:
+            self.known_reads.resume()
+
+    def check_later(self, cell: Cell, error: Callable[[], errors.LtcError]) -> None:
+        """Raise the error at the first read or `mark_step` after a run has computed that the bool is false.
+
+        Cost: the next read is Python's.
+        """
+        self.known_reads.pause()
+        self._later_checks.add(cell, error)
+
+    @in_own_state
+    def _is_true(self, cell: Cell, data: Any) -> bool:
+        return bool(self.executor.view(data, cell.meta))
 
     def _await_value(self, value: Value, reason: str, seen: Slice | None) -> None:
         """Cut if the value is only recorded, and wait for it."""

@@ -39,9 +39,17 @@ class RunPolicy:
         return self._latest is not None and self._latest.chosen is Placement.HERE
 
     def is_measuring(self, is_waited: bool) -> bool:
-        """Whether each launch is to be placed: replay and compiled code are compared by it."""
+        """Whether each launch is to be placed: a place was chosen by time, or replay and compiled code compete."""
         choice = self._choices.get(is_waited)
-        return choice is not None and choice.is_measuring
+        return self._is_settled_here or (choice is not None and choice.is_measuring)
+
+    def runs_here(self, is_awaited: bool) -> bool:
+        """Whether the next run is to be in the thread that cuts, and it need not be asked for a place."""
+        return self.cost.is_quicker_here(is_awaited) or self._is_settled_here
+
+    @property
+    def _is_settled_here(self) -> bool:
+        return self.is_here and self._latest is not None and self._latest.is_settled
 
     def note_run(self, cost_ns: int, elapsed_ns: int) -> None:
         """Note the CPU time and the duration of a run."""

@@ -126,6 +126,18 @@ def test_both_places_are_tried_and_the_quicker_one_is_kept() -> None:
         assert set(places[30:]) == {wanted}
 
 
+def test_a_place_that_was_chosen_is_known_before_the_next_run() -> None:
+    """A run in the thread that cuts need not be asked for, but it is still told of, so that it is measured again."""
+    for here_ns, there_ns, is_here in ((400_000, 600_000, True), (600_000, 400_000, False)):
+        loop = Loop(here_ns, there_ns, run_ns=200_000)
+        loop.steps(5)
+        assert not loop.policy.runs_here(is_awaited=False)
+        loop.steps(55)
+        assert loop.policy.runs_here(is_awaited=False) is is_here
+        assert loop.policy.runs_here(is_awaited=True)
+        assert loop.policy.is_measuring(is_waited=False) or not is_here
+
+
 def test_where_the_overlap_gains_much_the_thread_that_cuts_is_not_tried() -> None:
     for recording_ns, is_tried in ((900, False), (10, True)):
         loop = Loop(here_ns=1900, there_ns=1000, run_ns=1000)
