@@ -56,6 +56,7 @@ ALIASES: dict[str, str | Served] = {
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": Served(
         "ltc_dist.spmd.fully_sharded", ("SpmdFullyShardedDataParallel",)
     ),
+    "torch_xla.distributed.spmd.api": "torch_xla.distributed.spmd",
     "torch_xla.experimental.xla_sharding": "torch_xla.distributed.spmd.xla_sharding",
     "torch_xla.distributed.fsdp.wrap": Served(
         "torch.distributed.fsdp.wrap",

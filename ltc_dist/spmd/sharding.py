@@ -22,6 +22,7 @@ from ltc_dist.job.ranks import ranks
 from ltc_dist.spmd.mesh import Mesh
 
 __all__ = [
+    "MarkShardingFunction",
     "Shard",
     "ShardingSpec",
     "apply_backward_optimization_barrier",
@@ -136,7 +137,12 @@ def sharding_of(t: torch.Tensor) -> tuple[Mesh, tuple[Any, ...]] | None:
     return getattr(t, _MARK, None)
 
 
-class _WithGradients(torch.autograd.Function):
+class MarkShardingFunction(torch.autograd.Function):
+    """`mark_sharding_with_gradients` as `apply(t, mesh, partition_spec)`.
+
+    Source: `torch_xla.distributed.spmd.xla_sharding.MarkShardingFunction`.
+    """
+
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, mesh: Mesh, spec: Any) -> torch.Tensor:
         ctx.mesh, ctx.spec = mesh, spec
@@ -154,7 +160,7 @@ def mark_sharding_with_gradients(
 
     Source: `torch_xla.distributed.spmd.mark_sharding_with_gradients`.
     """
-    return _WithGradients.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-any-return, no-untyped-call]
+    return MarkShardingFunction.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -468,3 +468,20 @@ def test_an_old_script_with_fsdp_v2(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [8, 16]
+
+
+def test_marking_as_a_function_of_autograd() -> None:
+    found = run(
+        """
+        import torch_xla.runtime as xr
+        from torch_xla.distributed.spmd import api, xla_sharding as xs
+        assert xr.is_spmd() and api.Mesh is xs.Mesh  # by the variable, without use_spmd()
+        w = torch.ones(8, 4, device=device, requires_grad=True)
+        y = xs.MarkShardingFunction.apply(w, xs.get_1d_mesh("x"), ("x", None))
+        y.sum().backward()
+        print(json.dumps([list(spmd.local_shards(t)[0].data.shape) for t in (y, w.grad)]))
+        """,
+        LTC_COMPAT="1",
+        XLA_USE_SPMD="1",
+    )
+    assert found == [[1, 4], [1, 4]]

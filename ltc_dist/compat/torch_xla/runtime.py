@@ -183,8 +183,8 @@ _is_spmd = False
 
 
 def is_spmd() -> bool:
-    """Whether `use_spmd` was called."""
-    return _is_spmd
+    """Whether `use_spmd` was called, or LTC_SPMD or XLA_USE_SPMD is true."""
+    return _is_spmd or ltc.settings.peek("spmd")  # type: ignore[no-any-return]
 
 
 def use_spmd(auto: bool = False) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from ltc_dist.compat.absent import Absent
 from ltc_dist.spmd import (
     HybridMesh,
+    MarkShardingFunction,
     Mesh,
     ShardingSpec,
     apply_backward_optimization_barrier,
@@ -29,6 +30,7 @@ from ltc_dist.spmd import mark_manual_sharding as _mark_manual_sharding
 
 __all__ = [
     "HybridMesh",
+    "MarkShardingFunction",
     "Mesh",
     "ShardingSpec",
     "ShardingType",
