@@ -184,7 +184,7 @@ _is_spmd = False
 
 def is_spmd() -> bool:
     """Whether `use_spmd` was called, or LTC_SPMD or XLA_USE_SPMD is true."""
-    return _is_spmd or ltc.settings.peek("spmd")  # type: ignore[no-any-return]
+    return _is_spmd or ltc.settings.peek("spmd")
 
 
 def use_spmd(auto: bool = False) -> None:
