@@ -165,10 +165,11 @@ def mark_sharding_with_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A part of a tensor: the number of its device, and a copy of the part on the CPU."""
+    """A part of a tensor: the number of its device, a copy of the part on the CPU, and where the part begins."""
 
     device: int
     data: torch.Tensor
+    offsets: tuple[int, ...]
 
 
 def local_shards(t: torch.Tensor) -> list[Shard]:
@@ -177,7 +178,7 @@ def local_shards(t: torch.Tensor) -> list[Shard]:
     Cost: waits for the tensor.
     """
     parts = sharding.parts_of(t, takes_manual=True)
-    return [Shard(part.device, part.read()) for part in parts]
+    return [Shard(part.device, part.read(), part.offsets) for part in parts]
 
 
 def _write_items(t: LazyTensor) -> NoReturn:
