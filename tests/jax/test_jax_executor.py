@@ -436,7 +436,8 @@ def test_random_numbers_are_drawn_after_a_draw_that_did_not_fit() -> None:
     import ltc_core as ltc
     device = ltc.lazy_device()
     torch.rand(2, device=device).tolist()
-    large = torch.rand(2**20, 2**30, device=device).sum()
+    rows = torch.rand(2**20, 2**30, device=device)
+    large = rows.sum()
     try:
         large.item()
     except RuntimeError as error:
