@@ -46,6 +46,7 @@ ALIASES: dict[str, str | Served] = {
     "torch_xla.distributed.zero_redundancy_optimizer": Served(
         "ltc_dist.train.zero_redundancy_optimizer", ("ZeroRedundancyOptimizer",)
     ),
+    "torch_xla.experimental.distributed_checkpoint._helpers": "torch_xla.experimental.distributed_checkpoint",
     "torch_xla.experimental.distributed_checkpoint.manager": "torch_xla.experimental.distributed_checkpoint",
     "torch_xla.experimental.distributed_checkpoint.planners": "torch_xla.experimental.distributed_checkpoint",
     "torch_xla.experimental.distributed_checkpoint.util": "torch_xla.experimental.distributed_checkpoint",

@@ -243,7 +243,8 @@ def divide(batch: Any, spec: ShardingSpec | dict[str, ShardingSpec]) -> Any:
     A dict of specs has one for each name.
 
     Raises:
-        ShardingError: the specs are a dict, and the batch is none, or has tensors of names without a spec.
+        ShardingError: the specs are a dict, and the batch is none.
+        MissingShardingError: the specs are a dict, and the batch has tensors of names without a spec.
     """
     if isinstance(spec, dict):
         _check_names(batch, spec)
@@ -272,7 +273,7 @@ def _check_names(batch: Any, specs: dict[str, ShardingSpec]) -> None:
         if name not in specs and any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value))
     ]
     if missing:
-        raise errors.ShardingError(
+        raise errors.MissingShardingError(
             f"Keys: {missing} are missing from input_sharding.",
             got=f"specs for {list(specs)}",
             where=source.user_line(),

@@ -257,6 +257,7 @@ def test_batches_that_are_dicts() -> None:
             (batch,) = ltd.MpDeviceLoader([batch], device, input_sharding=specs)
             return {name: list(spmd.local_shards(t)[0].data.shape) for name, t in batch.items()}
         except ValueError as error:
+            assert isinstance(error, KeyError) is str(error).startswith("Keys")  # torch_xla's types of both
             return str(error)
     two = {"tokens": torch.ones(8, 4), "mask": torch.ones(8, 4)}
     print(json.dumps([parts(two, {"tokens": spec, "mask": None, "labels": spec}), parts(two, {"tokens": spec}),
@@ -385,6 +386,7 @@ def test_other_executors_have_a_mesh_of_one_device() -> None:
 OLD_SCRIPT = """
 import functools
 import json
+import os
 import numpy as np
 import torch
 from torch import nn
@@ -397,8 +399,12 @@ from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch_xla.distributed.spmd.xla_sharding import apply_xla_patch_to_nn_linear
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
 
+assert xr.global_device_count() == xr.addressable_device_count() == len(xm.get_xla_supported_devices()) == 8
 xr.use_spmd()
-assert xr.is_spmd()
+assert xr.is_spmd() and os.environ["XLA_USE_SPMD"] == "1" and xr.world_size() == 1
+assert xr.global_device_count() == xr.local_device_count() == xr.addressable_device_count() == 1  # a script sees one
+assert xm.get_xla_supported_devices() == ["xla:0"] and torch_xla.device_count() == 1
+assert xr.addressable_runtime_device_count() == xr.global_runtime_device_count() == 8
 count = xr.global_runtime_device_count()
 mesh = xs.Mesh(np.arange(count), (count // 2, 2), ("fsdp", "tensor"))
 xs.set_global_mesh(mesh)
@@ -474,12 +480,17 @@ def test_an_old_script_with_fsdp_v2(tmp_path: Path) -> None:
 def test_marking_as_a_function_of_autograd() -> None:
     found = run(
         """
+        import pytest
         import torch_xla.runtime as xr
         from torch_xla.distributed.spmd import api, xla_sharding as xs
         assert xr.is_spmd() and api.Mesh is xs.Mesh  # by the variable, without use_spmd()
+        from torch_xla.experimental.distributed_checkpoint import _helpers
         w = torch.ones(8, 4, device=device, requires_grad=True)
         y = xs.MarkShardingFunction.apply(w, xs.get_1d_mesh("x"), ("x", None))
         y.sum().backward()
+        assert _helpers._is_sharded_tensor(y) and not _helpers._is_sharded_tensor(w)
+        with pytest.raises(NotImplementedError, match="(?s)no checkpoint is saved from parts.*CheckpointManager.save"):
+            _helpers._sharded_cpu_state_dict({})
         print(json.dumps([list(spmd.local_shards(t)[0].data.shape) for t in (y, w.grad)]))
         """,
         LTC_COMPAT="1",
