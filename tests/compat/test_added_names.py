@@ -119,6 +119,10 @@ t, there = torch.ones(4, 2), torch.ones(4, 2, device="xla")
 for each in (t, there):
     assert torch.ops.xla.dynamo_mark_sharding(each, [0], [1, 1], "('x', 'y')", "('x', 'y')") is each
 assert isinstance(there, xs.XLAShardedTensor) and not isinstance(t, xs.XLAShardedTensor)
+X = torch_xla._XLAC
+assert X._get_xla_sharding_type(there) == xs.ShardingType.REPLICATED
+assert X._get_xla_sharding_type(torch.ones(2, device="xla")) is None
+X._ensure_xla_coordinator_initialized(0, 1, "localhost")
 (shard,) = there.local_shards
 assert (shard.indices, shard.replica_id) == (..., 0) and torch.equal(shard.unpadded_data, t)
 w = torch.ones(3, 2, device="xla", requires_grad=True)
