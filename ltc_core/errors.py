@@ -9,6 +9,7 @@
     |  `- TpuHostError (OSError)                the facts of a TPU host cannot be read
     |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
     |- ShardingError (AssertionError)           a mesh does not fit the devices, or a spec does not fit a tensor
+    |  `- MissingShardingError (KeyError)       a batch has names without a spec
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
     |- ExecutionError (RuntimeError)            an op failed while the graph ran
     |- ExecutionForbiddenError (RuntimeError)   recorded ops would run where the script says that they must not
@@ -125,6 +126,10 @@ class ShardingError(LtcError, AssertionError, ValueError):
     """
 
     where_words = "called at"
+
+
+class MissingShardingError(ShardingError, KeyError):
+    """A batch has names for which there is no spec."""
 
 
 class UnsupportedOpError(LtcError, NotImplementedError):

@@ -38,6 +38,7 @@ INSIDE_FUNCTIONS = {
     ),
     ("ltc_core.executors", "ltc_core.executors.jax.executor"): "an optional dependency",
     ("ltc_core.export", "ltc_core.executors.jax.stablehlo"): "an optional dependency",
+    ("ltc_dist.compat.cached_calls", "ltc_core.executors.jax.functions"): "an optional dependency",
     ("ltc_dist.libraries.dtensor", "torch.distributed.tensor.experimental"): "a second to import",
     ("ltc_core.live.scalars", "torch.utils.tensorboard"): "an optional dependency",
     ("ltc_core.executors.jax.library", "jax"): "an optional dependency",

@@ -378,13 +378,14 @@ def _partitioned(
 ) -> PartitionedProgram:
     """Program of a graph; `firsts` are the positions of the nodes that make initial values."""
     backend = _Backend(device, {graph.nodes[at].first for at in firsts}, is_apart)
+    names = graph.outputs
     graph, subgraphs = divide(graph, backend, scalars, varied)
     of_host = random_keys.of_host(graph)
     runners = [
         _Compiled(subgraph, device) if subgraph.compiled else _Host(subgraph, device, of_host)
         for subgraph in subgraphs
     ]
-    return PartitionedProgram(graph, runners, memory_of=id)
+    return PartitionedProgram(graph, runners, memory_of=id, names=names)
 
 
 def _runs_on_host(node: Node, device: DeviceRuntime, is_apart: bool) -> bool:

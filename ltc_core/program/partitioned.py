@@ -75,6 +75,7 @@ class PartitionedProgram(Program):
         runners: the runners of its subgraphs, in order.
         memory_of: key of the memory of some data: equal for data that share memory.
         rest: makes, of the scalars of a run, what runs single nodes after a failure; None if there is no such thing.
+        names: what the caller calls the outputs, for what is left after a failure: a pass may have renumbered them.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class PartitionedProgram(Program):
         runners: Sequence[SubgraphRunner],
         memory_of: Callable[[Any], int] = storage_of,
         rest: Callable[[Sequence[Any]], NodeRunner] | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         self._inputs = tuple(graph.inputs)
         self._outputs = graph.outputs
+        self._names = dict(zip(graph.outputs, names or graph.outputs, strict=True))
         self._origins = origins(graph.nodes, graph.outputs)
         self._donated = graph.donated
         self._runners = runners
@@ -172,7 +175,12 @@ class PartitionedProgram(Program):
             memory = self._memory_of(data)
             found.data[output] = data.clone() if memory in taken else data
             taken.add(memory)
-        return found
+        names = self._names
+        return Salvaged(
+            {names[output]: data for output, data in found.data.items()},
+            frozenset(names[output] for output in found.older),
+            {names[output]: cause for output, cause in found.causes.items()},
+        )
 
 
 def _never(node: Node, values: dict[int, Any]) -> None:

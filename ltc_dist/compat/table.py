@@ -46,6 +46,7 @@ ALIASES: dict[str, str | Served] = {
     "torch_xla.distributed.zero_redundancy_optimizer": Served(
         "ltc_dist.train.zero_redundancy_optimizer", ("ZeroRedundancyOptimizer",)
     ),
+    "torch_xla.experimental.distributed_checkpoint._helpers": "torch_xla.experimental.distributed_checkpoint",
     "torch_xla.experimental.distributed_checkpoint.manager": "torch_xla.experimental.distributed_checkpoint",
     "torch_xla.experimental.distributed_checkpoint.planners": "torch_xla.experimental.distributed_checkpoint",
     "torch_xla.experimental.distributed_checkpoint.util": "torch_xla.experimental.distributed_checkpoint",
@@ -56,6 +57,7 @@ ALIASES: dict[str, str | Served] = {
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": Served(
         "ltc_dist.spmd.fully_sharded", ("SpmdFullyShardedDataParallel",)
     ),
+    "torch_xla.distributed.spmd.api": "torch_xla.distributed.spmd",
     "torch_xla.experimental.xla_sharding": "torch_xla.distributed.spmd.xla_sharding",
     "torch_xla.distributed.fsdp.wrap": Served(
         "torch.distributed.fsdp.wrap",

@@ -28,6 +28,7 @@ from ltc_dist.spmd.mesh import (
 )
 from ltc_dist.spmd.processes import use_spmd
 from ltc_dist.spmd.sharding import (
+    MarkShardingFunction,
     Shard,
     ShardingSpec,
     apply_backward_optimization_barrier,
@@ -41,6 +42,7 @@ from ltc_dist.spmd.sharding import (
 
 __all__ = [
     "HybridMesh",
+    "MarkShardingFunction",
     "Mesh",
     "Shard",
     "ShardingSpec",

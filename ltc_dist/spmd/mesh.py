@@ -167,9 +167,14 @@ def _fault_of(
             f"Number of device IDs ({len(ids)}) must match mesh size ({math.prod(shape)})",
             f"pass a shape whose sizes multiply to {len(ids)}, not {shape}",
         )
+    if max(ids) >= count:
+        return (
+            f"Device IDs must be less than mesh size ({count}), got: {ids}",
+            f"pass each number of range({count}) once",
+        )
     if sorted(ids) != list(range(count)):
         return (
-            f"Device IDs must be unique, and less than {count}, got: {ids}",
+            f"Device IDs must be unique, got: {ids}",
             f"pass each number of range({count}) once",
         )
     return None

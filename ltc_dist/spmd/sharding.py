@@ -22,6 +22,7 @@ from ltc_dist.job.ranks import ranks
 from ltc_dist.spmd.mesh import Mesh
 
 __all__ = [
+    "MarkShardingFunction",
     "Shard",
     "ShardingSpec",
     "apply_backward_optimization_barrier",
@@ -136,7 +137,12 @@ def sharding_of(t: torch.Tensor) -> tuple[Mesh, tuple[Any, ...]] | None:
     return getattr(t, _MARK, None)
 
 
-class _WithGradients(torch.autograd.Function):
+class MarkShardingFunction(torch.autograd.Function):
+    """`mark_sharding_with_gradients` as `apply(t, mesh, partition_spec)`.
+
+    Source: `torch_xla.distributed.spmd.xla_sharding.MarkShardingFunction`.
+    """
+
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, mesh: Mesh, spec: Any) -> torch.Tensor:
         ctx.mesh, ctx.spec = mesh, spec
@@ -154,15 +160,16 @@ def mark_sharding_with_gradients(
 
     Source: `torch_xla.distributed.spmd.mark_sharding_with_gradients`.
     """
-    return _WithGradients.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-any-return, no-untyped-call]
+    return MarkShardingFunction.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A part of a tensor: the number of its device, and a copy of the part on the CPU."""
+    """A part of a tensor: the number of its device, a copy of the part on the CPU, and where the part begins."""
 
     device: int
     data: torch.Tensor
+    offsets: tuple[int, ...]
 
 
 def local_shards(t: torch.Tensor) -> list[Shard]:
@@ -171,7 +178,7 @@ def local_shards(t: torch.Tensor) -> list[Shard]:
     Cost: waits for the tensor.
     """
     parts = sharding.parts_of(t, takes_manual=True)
-    return [Shard(part.device, part.read()) for part in parts]
+    return [Shard(part.device, part.read(), part.offsets) for part in parts]
 
 
 def _write_items(t: LazyTensor) -> NoReturn:
@@ -236,7 +243,8 @@ def divide(batch: Any, spec: ShardingSpec | dict[str, ShardingSpec]) -> Any:
     A dict of specs has one for each name.
 
     Raises:
-        ShardingError: the specs are a dict, and the batch is none, or has tensors of names without a spec.
+        ShardingError: the specs are a dict, and the batch is none.
+        MissingShardingError: the specs are a dict, and the batch has tensors of names without a spec.
     """
     if isinstance(spec, dict):
         _check_names(batch, spec)
@@ -265,7 +273,7 @@ def _check_names(batch: Any, specs: dict[str, ShardingSpec]) -> None:
         if name not in specs and any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value))
     ]
     if missing:
-        raise errors.ShardingError(
+        raise errors.MissingShardingError(
             f"Keys: {missing} are missing from input_sharding.",
             got=f"specs for {list(specs)}",
             where=source.user_line(),

@@ -56,3 +56,77 @@ with pytest.raises(NotImplementedError, match="devices are not PJRT plugins"):
     plugins.use_dynamic_plugins()
 """
     run(tmp_path, code)
+
+
+def test_what_is_beneath_torch_compile(tmp_path: Path) -> None:
+    code = """
+import warnings
+import torch, torch_xla
+from torch_xla._dynamo import config, dynamo_backend2
+from torch_xla._dynamo import dynamo_bridge as bridge
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+warnings.filterwarnings("ignore", message="torch.compile does nothing on xla")
+config.skip_input_data_check = True
+x = torch.ones(3, device="xla")
+for backend in ("openxla", dynamo_backend2.dynamo_backend):
+    made = torch.compile(lambda t: t.sin() + 1, backend=backend)
+    assert torch.equal(made(x).cpu(), torch.ones(3).sin() + 1)
+on_cpu = torch.compile(lambda t: t * 2, backend=dynamo_backend2.dynamo_backend)(torch.ones(3))
+assert torch.equal(on_cpu, torch.full((3,), 2.0))
+graph = torch.fx.symbolic_trace(torch.nn.ReLU())
+call = bridge.extract_compiled_graph(graph, (x,))
+assert call(-x).device == x.device and call(-x).tolist() == [0, 0, 0]
+assert bridge.alias_with_buffer_donor_config is alias_with_buffer_donor_config and not bridge.get_fallback_ops()
+
+for given, rest in ((["a", None, "b", None], ["a", "b"]), (("a", None), ("a",)), ((), ()), ([None], [])):
+    remover, kept = bridge.NoneRemover(), list(given)
+    found = remover.remove_nones(given)
+    assert found == rest and (found is given or isinstance(given, tuple))
+    assert list(remover.add_nones(found)) == kept
+"""
+    run(tmp_path, code)
+
+
+def test_pictures_of_shardings(tmp_path: Path) -> None:
+    code = """
+import pytest, torch, torch_xla
+from torch_xla.distributed.spmd import debugging
+
+def cells(text):
+    table = debugging.visualize_sharding(text, use_color=False)
+    return [[cell.renderable.renderable for cell in column._cells] for column in table.columns]
+
+assert cells("{devices=[2,2]0,1,2,3}") == [["CPU 0", "CPU 2"], ["CPU 1", "CPU 3"]]
+assert cells("{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}") == [["CPU [0, 1]", "CPU [2, 3]"]]
+assert cells("{devices=[4]0,1,2,3}") == [["CPU 0", "CPU 1", "CPU 2", "CPU 3"]]
+assert cells("{replicated}") == cells("") == [["CPU [0]"]]
+assert debugging.visualize_tensor_sharding(torch.ones(2, 2, device="xla")).row_count == 1
+for wrong in ("{manual}", "{devices=[2,2]0,1,2}"):
+    with pytest.raises(ValueError, match="is not organized as expected"):
+        debugging.visualize_sharding(wrong)
+with pytest.raises(NotImplementedError, match="the picture shows two dimensions"):
+    debugging.visualize_sharding("{devices=[1,1,2]0,1}")
+"""
+    run(tmp_path, code, PJRT_DEVICE="CPU")
+
+
+def test_a_mark_as_an_op_on_one_device(tmp_path: Path) -> None:
+    code = """
+import torch, torch_xla
+import torch_xla.distributed.spmd as xs
+t, there = torch.ones(4, 2), torch.ones(4, 2, device="xla")
+for each in (t, there):
+    assert torch.ops.xla.dynamo_mark_sharding(each, [0], [1, 1], "('x', 'y')", "('x', 'y')") is each
+assert isinstance(there, xs.XLAShardedTensor) and not isinstance(t, xs.XLAShardedTensor)
+X = torch_xla._XLAC
+assert X._get_xla_sharding_type(there) == xs.ShardingType.REPLICATED
+assert X._get_xla_sharding_type(torch.ones(2, device="xla")) is None
+X._ensure_xla_coordinator_initialized(0, 1, "localhost")
+(shard,) = there.local_shards
+assert (shard.indices, shard.replica_id) == (..., 0) and torch.equal(shard.unpadded_data, t)
+w = torch.ones(3, 2, device="xla", requires_grad=True)
+xs.XLAPatchedLinear.apply(there, w, None).sum().backward()
+assert w.grad.tolist() == [[4.0, 4.0]] * 3
+"""
+    run(tmp_path, code)

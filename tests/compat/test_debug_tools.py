@@ -224,3 +224,51 @@ with xp.StepTrace("step"):
 assert met.counter_value("MarkStep") == 6
 """
     run(tmp_path, code)
+
+
+def test_reports_are_read_and_compared(tmp_path: Path) -> None:
+    code = """
+import pytest, torch, torch_xla
+import torch_xla.debug.metrics as met
+import torch_xla.debug.metrics_compare_utils as mcu
+
+REPORT = '''--metric:localhost
+Metric: InboundData
+  TotalSamples: 1728
+  Accumulator: {size}
+  Rate: 16.8665 / second
+  Percentiles: 1%=393.00KB; 50%=1.54MB; 99%=1.54MB
+Metric: TransferToDeviceTime
+  TotalSamples: 2616
+  Accumulator: 04d17h11m07s495ms546.299us
+  ValueRate: 783ms426.227us / second
+  Rate: 24.5054 / second
+  Percentiles: 1%=05m003ms; 99%=05m129ms
+Counter: CreateCompileHandles
+  Value: 40
+'''
+first, second = REPORT.format(size="10GB"), REPORT.format(size="14GB") + "Counter: aten::nonzero\\n  Value: 3\\n"
+found = mcu.parse_metrics_report(first)
+assert found["InboundData__TotalSamples"] == 1728 and found["InboundData__Accumulator_mb"] == 10000
+assert found["InboundData__Percentile_1_mb"] == 0.393 and found["CreateCompileHandles__Value"] == 40
+assert abs(found["TransferToDeviceTime__Accumulator_sec"] - 407467.495546299) < 1e-6
+assert abs(found["TransferToDeviceTime__Percentile_99_sec"] - 300.129) < 1e-9
+assert mcu.parse_metrics_report(first, dehumanize=False)["InboundData__Accumulator_mb"] == (10000, "10GB")
+with pytest.raises(ValueError, match="Unknown metric_str format: 3parsec"):
+    mcu.parse_metrics_report(first.replace("10GB", "3parsec"))
+
+points = mcu.get_data_points_from_metrics_reports([first, second])
+assert points["InboundData__Accumulator_mb"] == [10000, 14000] and points["aten::nonzero__Value"] == [None, 3]
+assert mcu.compare_metrics(points, second) == ""
+points = mcu.get_data_points_from_metrics_reports([first, first])
+mean = "Mean: 10000.0.  Stddev: 0.0.  Actual Value: 14000.0"
+failed = f"InboundData__Accumulator_mb failed its expression check. Expression: v <= v_mean + (v_stddev * 2.0).  {mean}"
+assert mcu.compare_metrics(points, second).splitlines() == [failed, "Found new aten counter: aten::nonzero__Value: 3"]
+given = {"base_expression": "v == v_mean", "InboundData__Accumulator_mb_expression": "v > v_mean"}
+assert mcu.compare_metrics(points, second.replace("aten::", "xla::"), given) == ""
+
+(torch.rand(3, 3, device="xla") + 1).cpu()
+own = mcu.parse_metrics_report(met.metrics_report())
+assert {"CompileTime__TotalSamples", "CompileTime__Accumulator_sec", "ExecuteTime__Percentile_99_sec"} <= own.keys()
+"""
+    run(tmp_path, code)

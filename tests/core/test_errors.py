@@ -23,6 +23,7 @@ TREE = {
     "TpuHostError": OSError,
     "DeviceMismatchError": RuntimeError,
     "ShardingError": AssertionError,
+    "MissingShardingError": KeyError,
     "UnsupportedOpError": NotImplementedError,
     "ExecutionError": RuntimeError,
     "ExecutionForbiddenError": RuntimeError,

@@ -428,3 +428,32 @@ def test_without_jax_one_is_told_what_to_install() -> None:
             print(json.dumps(str(error)))
     """
     assert "pip install '.[jax]'" in _run(program, {})
+
+
+def test_random_numbers_are_drawn_after_a_draw_that_did_not_fit() -> None:
+    code = """
+    import torch
+    import ltc_core as ltc
+    device = ltc.lazy_device()
+    torch.rand(2, device=device).tolist()
+    rows = torch.rand(2**20, 2**30, device=device)
+    large = rows.sum()
+    try:
+        large.item()
+    except RuntimeError as error:
+        assert "memory" in str(error), error
+    first, second = (torch.rand(2, device=device).tolist() for _ in range(2))
+    assert first != second
+    torch.manual_seed(1)
+    third = torch.rand(2, device=device).tolist()
+    torch.manual_seed(1)
+    assert torch.rand(2, device=device).tolist() == third
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "LTC_EXECUTOR": "jax", "LTC_RANDOM": "device"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -257,6 +257,7 @@ def test_batches_that_are_dicts() -> None:
             (batch,) = ltd.MpDeviceLoader([batch], device, input_sharding=specs)
             return {name: list(spmd.local_shards(t)[0].data.shape) for name, t in batch.items()}
         except ValueError as error:
+            assert isinstance(error, KeyError) is str(error).startswith("Keys")  # torch_xla's types of both
             return str(error)
     two = {"tokens": torch.ones(8, 4), "mask": torch.ones(8, 4)}
     print(json.dumps([parts(two, {"tokens": spec, "mask": None, "labels": spec}), parts(two, {"tokens": spec}),
@@ -315,6 +316,7 @@ def test_what_is_refused() -> None:
         "spmd.Mesh(range(4), (4,))": "must match the global number of devices (8)",
         "spmd.Mesh(range(8), (8,), ('x', 'y'))": "Number of axis names (2)",
         "spmd.Mesh([0] * 8, (8,))": "Device IDs must be unique",
+        "spmd.Mesh(range(1, 9), (8,))": "Device IDs must be less than mesh size",
         "spmd.mark_sharding(torch.ones(8), mesh, (0,))": "only tensors on the device can be sharded",
         "spmd.mark_sharding(there[0], mesh, (0, None))": "should be equal to the input rank (1)",
         "spmd.mark_sharding(there, mesh, ('x', 'x'))": "should appear at most once",
@@ -384,6 +386,7 @@ def test_other_executors_have_a_mesh_of_one_device() -> None:
 OLD_SCRIPT = """
 import functools
 import json
+import os
 import numpy as np
 import torch
 from torch import nn
@@ -396,8 +399,12 @@ from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch_xla.distributed.spmd.xla_sharding import apply_xla_patch_to_nn_linear
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
 
+assert xr.global_device_count() == xr.addressable_device_count() == len(xm.get_xla_supported_devices()) == 8
 xr.use_spmd()
-assert xr.is_spmd()
+assert xr.is_spmd() and os.environ["XLA_USE_SPMD"] == "1" and xr.world_size() == 1
+assert xr.global_device_count() == xr.local_device_count() == xr.addressable_device_count() == 1  # a script sees one
+assert xm.get_xla_supported_devices() == ["xla:0"] and torch_xla.device_count() == 1
+assert xr.addressable_runtime_device_count() == xr.global_runtime_device_count() == 8
 count = xr.global_runtime_device_count()
 mesh = xs.Mesh(np.arange(count), (count // 2, 2), ("fsdp", "tensor"))
 xs.set_global_mesh(mesh)
@@ -468,3 +475,65 @@ def test_an_old_script_with_fsdp_v2(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [8, 16]
+
+
+def test_marking_as_a_function_of_autograd() -> None:
+    found = run(
+        """
+        import pytest
+        import torch_xla.runtime as xr
+        from torch_xla.distributed.spmd import api, xla_sharding as xs
+        assert xr.is_spmd() and api.Mesh is xs.Mesh  # by the variable, without use_spmd()
+        from torch_xla.experimental.distributed_checkpoint import _helpers
+        w = torch.ones(8, 4, device=device, requires_grad=True)
+        y = xs.MarkShardingFunction.apply(w, xs.get_1d_mesh("x"), ("x", None))
+        y.sum().backward()
+        assert _helpers._is_sharded_tensor(y) and not _helpers._is_sharded_tensor(w)
+        with pytest.raises(NotImplementedError, match="(?s)no checkpoint is saved from parts.*CheckpointManager.save"):
+            _helpers._sharded_cpu_state_dict({})
+        print(json.dumps([list(spmd.local_shards(t)[0].data.shape) for t in (y, w.grad)]))
+        """,
+        LTC_COMPAT="1",
+        XLA_USE_SPMD="1",
+    )
+    assert found == [[1, 4], [1, 4]]
+
+
+def test_parts_of_a_tensor_know_their_place_and_are_loaded() -> None:
+    found = run(
+        """
+        import pytest
+        import torch_xla.distributed.spmd as xs
+        import torch_xla.distributed.spmd.debugging as debugging
+        whole = torch.arange(128.0).reshape(16, 8)
+        t = whole.to(device)
+        ids, shape = list(range(8)), [4, 2]
+        same = torch.ops.xla.dynamo_mark_sharding(t, ids, shape, "('x', 'y')", "(None, 'y')")
+        assert same is t and t.sharding_type is xs.ShardingType.PARTIAL
+        assert [shard.replica_id for shard in t.local_shards] == [0, 0, 1, 1, 2, 2, 3, 3]
+        for shard in t.local_shards:
+            assert torch.equal(whole[shard.indices], shard.data) and shard.data.shape == (16, 4)
+        table = debugging.visualize_tensor_sharding(t, use_color=False)
+        assert (table.row_count, len(table.columns)) == (1, 2)
+
+        mesh = xs.Mesh(ids, (8,), ("x",))
+        tiled = xs.mark_sharding(whole.to(device), mesh, ("x", None))
+        parts = tiled.local_shards
+        assert [part.replica_id for part in parts] == [0] * 8
+        assert [part.indices[0] for part in parts] == [slice(k, k + 2, 1) for k in range(0, 16, 2)]
+        for part in parts:
+            part.data *= -1
+        tiled.load_local_shards_(parts)
+        assert torch.equal(tiled.cpu(), -whole) and list(tiled.local_shards[0].data.shape) == [2, 8]
+
+        copied = xs.mark_sharding(whole.to(device), mesh, (None, None))
+        assert [(shard.indices, shard.replica_id) for shard in copied.local_shards] == [(..., k) for k in range(8)]
+        parts[0].data = parts[0].data[:1]
+        for target, wrong in ((tiled, parts), (tiled, parts[1:]), (copied, copied.local_shards)):
+            with pytest.raises(RuntimeError, match="(?s)cannot be loaded.*Next: pass what t.local_shards"):
+                target.load_local_shards_(wrong)
+        print(json.dumps([debugging.construct_v1_sharding_str(tiled)]))
+        """,
+        LTC_COMPAT="1",
+    )
+    assert found == ["{devices=[8,1]0,1,2,3,4,5,6,7}"]

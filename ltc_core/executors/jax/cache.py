@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ class ProgramsOnDisk:
             return
         try:
             payload, _, _ = serialize_executable.serialize(program)
-        except (NotImplementedError, ValueError):
+        except (NotImplementedError, ValueError, AttributeError, TypeError, pickle.PicklingError):
+            # The last three: it calls a function of this process, which cannot be pickled.
             metrics.count("UnserializableProgram")
             return
         try:

@@ -26,6 +26,7 @@ from ltc_core.executors.jax.table import NOT_ON_HOST, RULES, Array, Call, dtype_
 from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Node, TensorMeta
+from ltc_core.graph.jax_call import CALL, FUNCTIONS
 from ltc_core.graph.loop import BODIES, SCAN
 from ltc_core.graph.manual_sharding import OPS, manual_values
 from ltc_core.program.index_checks import Bound, checks_of
@@ -252,6 +253,13 @@ def _scan(
 
 
 RULES[SCAN] = _scan
+
+
+def _call_jax(call: Call, operands: list[Array], function: str) -> list[Array]:
+    return FUNCTIONS[function].trace(*operands)
+
+
+RULES[CALL] = _call_jax
 
 
 def _result(node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -22,13 +22,16 @@ from ltc_dist.compat import buffer_donors
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_builder, xla_model
+from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import sharding_type_of
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
 from ltc_dist.compat.xla_ops import Computation, dot_general
 from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_text
+from ltc_dist.spmd import num_devices
 
 __all__ = [
     "_clear_xla_counters",
     "_clear_xla_metrics",
+    "_ensure_xla_coordinator_initialized",
     "_get_allow_execution",
     "_get_buffer_donation",
     "_get_executed_fallback_ops",
@@ -38,6 +41,7 @@ __all__ = [
     "_get_tensors_handle",
     "_get_use_eager_mode",
     "_get_xla_sharding_spec",
+    "_get_xla_sharding_type",
     "_get_xla_tensor_debug_info",
     "_get_xla_tensor_dimension_size",
     "_get_xla_tensor_shape_type",
@@ -221,6 +225,17 @@ def _xla_get_default_device_ordinal() -> int:
     return ltc.lazy_device().index
 
 
+def _get_xla_sharding_type(tensor: torch.Tensor) -> int | None:
+    """Number of torch_xla's `ShardingType` of a marked tensor; None for another one."""
+    return int(sharding_type_of(tensor)) if _get_xla_sharding_spec(tensor) else None
+
+
+def _ensure_xla_coordinator_initialized(
+    global_rank: int, world_size: int, master_addr: str, master_port: str = ""
+) -> None:
+    """Does nothing: no process has to be started for the others to meet at."""
+
+
 def _init_computation_client() -> None:
     """Does nothing: a device is made at its first use."""
 
@@ -363,7 +378,7 @@ def _xla_spmd_reduce_scatter(
 
 
 def _of_devices(groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    return groups or [list(range(runtime.global_runtime_device_count()))]
+    return groups or [list(range(num_devices()))]
 
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:

@@ -67,7 +67,7 @@ def device(index: int | None = None) -> torch.device:
 
 def devices() -> list[torch.device]:
     """List the devices of this process."""
-    return [torch.device(name) for name in ltc.get_lazy_supported_devices()]
+    return [torch.device(name) for name in xla_model.get_xla_supported_devices()]
 
 
 def real_devices() -> list[str]:

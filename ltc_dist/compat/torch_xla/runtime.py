@@ -86,22 +86,28 @@ def host_index() -> int:
 
 
 def addressable_device_count() -> int:
-    """Return the devices of this process."""
-    return len(ltc.get_lazy_supported_devices())
+    """Return the devices of this process; with `use_spmd` 1, since a script then sees one device."""
+    return 1 if is_spmd() else addressable_runtime_device_count()
 
 
 def local_device_count() -> int:
-    """Return the devices of this host."""
+    """Return the devices of this host; with `use_spmd` one for each process."""
     return addressable_device_count() * ranks().local_world_size
 
 
 def global_device_count() -> int:
-    """Return the devices of the job."""
-    return addressable_device_count() * ranks().world_size
+    """Return the devices of the job; with `use_spmd` 1."""
+    return 1 if is_spmd() else global_runtime_device_count()
 
 
-addressable_runtime_device_count = addressable_device_count
-global_runtime_device_count = global_device_count
+def addressable_runtime_device_count() -> int:
+    """Return the devices of this process, also with `use_spmd`."""
+    return len(ltc.get_lazy_supported_devices())
+
+
+def global_runtime_device_count() -> int:
+    """Return the devices of the job, also with `use_spmd`."""
+    return addressable_runtime_device_count() * ranks().world_size
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
@@ -183,12 +189,14 @@ _is_spmd = False
 
 
 def is_spmd() -> bool:
-    """Whether `use_spmd` was called."""
-    return _is_spmd
+    """Whether `use_spmd` was called, or LTC_SPMD or XLA_USE_SPMD is true."""
+    return _is_spmd or ltc.settings.peek("spmd")
 
 
 def use_spmd(auto: bool = False) -> None:
     """Say that tensors are divided over all devices of the process, by `torch_xla.distributed.spmd`.
+
+    Processes that this one starts find XLA_USE_SPMD in their environment, as with torch_xla.
 
     Args:
         auto: divide everything by itself: refused.
@@ -210,4 +218,5 @@ def use_spmd(auto: bool = False) -> None:
             got=f"LTC_EXECUTOR={ltc.settings.executor}",
             next="LTC_EXECUTOR=jax, with the package jax; or run a process for each device, with ltc-launch",
         )
-    _is_spmd = True
+    ltc.settings.spmd = _is_spmd = True
+    os.environ["XLA_USE_SPMD"] = "1"

@@ -6,28 +6,40 @@ An `Op` wraps a node of `ltc_dist.compat.xla_ops`, which has its rules and refus
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ltc_dist.compat.absent import Absent
 from ltc_dist.compat.buffer_donors import make_placeholder
+from ltc_dist.compat.cached_calls import JAX_CALLABLES as _JAX_TO_XLA_COMPUTATION_CACHE
+from ltc_dist.compat.cached_calls import (
+    CompiledCallableWithCache,
+    FlattenedInputFunc,
+    JaxCallable,
+    call_jax,
+)
+from ltc_dist.compat.cached_calls import (
+    count_jax_traces as _jax_to_xla_computation_cache_elements,
+)
 from ltc_dist.compat.xla_ops import DTYPES, Builder, Computation, Node, make_node, make_param
 from ltc_dist.compat.xla_shapes import Shape, Type
 from ltc_dist.compat.xla_text import KINDS
 
 __all__ = [
+    "_JAX_TO_XLA_COMPUTATION_CACHE",
     "_PT_XLA_TYPE_MAP",
     "_XLA_PT_TYPE_MAP",
     "CompiledCallableWithCache",
     "FlattenedInputFunc",
+    "JaxCallable",
     "Op",
     "Shape",
     "Type",
     "XlaCallable",
+    "_jax_to_xla_computation_cache_elements",
+    "call_jax",
     "computation_from_module_proto",
     "create_builder",
     "create_computation",
@@ -387,74 +399,6 @@ def xla_computation_as_func(
         return list(result) if isinstance(result, tuple) else [result]
 
     return call
-
-
-class FlattenedInputFunc:
-    """A function of structures as one of a tuple of tensors, in three calls: `preprocess`, `flat_call`, `postprocess`.
-
-    Leaves that are no tensors are kept by `preprocess`, for the calls of `flat_call` until the next `preprocess`.
-    """
-
-    def __init__(self, orig_func: Callable[..., Any]) -> None:
-        self.orig_func = orig_func
-        self.non_tensors: tuple[Any, ...] = ()
-        self.in_spec: Any = None
-        self.out_spec: Any = None
-        self._is_tensor: tuple[bool, ...] = ()
-
-    def preprocess(
-        self, args: Sequence[Any], kwargs: dict[str, Any] | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """The tensors of the arguments, in order."""
-        found, self.in_spec = self.flatten((tuple(args), kwargs or {}))
-        self._is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in found)
-        pairs = list(zip(found, self._is_tensor, strict=True))
-        self.non_tensors = tuple(None if is_tensor else leaf for leaf, is_tensor in pairs)
-        return tuple(leaf for leaf, is_tensor in pairs if is_tensor)
-
-    def flat_call(self, flat_input: Sequence[Any]) -> list[Any]:
-        """The leaves of what the function returns, given values in place of the tensors."""
-        assert self.in_spec is not None, "flat_call: preprocess must be called first"
-        given = iter(flat_input)
-        pairs = zip(self.non_tensors, self._is_tensor, strict=True)
-        leaves = [next(given) if is_tensor else leaf for leaf, is_tensor in pairs]
-        args, kwargs = self.unflatten(leaves, self.in_spec)
-        found, self.out_spec = self.flatten(self.orig_func(*args, **kwargs))
-        return found
-
-    def postprocess(self, res_flattened: Sequence[Any]) -> Any:
-        """The structure that the function returned, of these leaves."""
-        assert self.out_spec is not None, "postprocess: flat_call must be called first"
-        return self.unflatten(list(res_flattened), self.out_spec)
-
-    def flatten(self, inputs: Any) -> tuple[list[Any], Any]:
-        return pytree.tree_flatten(inputs)
-
-    def unflatten(self, flattened: list[Any], spec: Any) -> Any:
-        return pytree.tree_unflatten(flattened, spec)
-
-
-class CompiledCallableWithCache(abc.ABC):
-    """A function that `specialize` makes anew for arguments of other shapes, dtypes, structure or numbers."""
-
-    def __init__(self, flat_input_func: FlattenedInputFunc) -> None:
-        self._flat_input_func = flat_input_func
-        self._cache: dict[Any, tuple[Callable[..., Any], Any]] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = self._flat_input_func
-        tensors = function.preprocess(args, kwargs)
-        shapes = tuple((t.shape, t.dtype) for t in tensors)
-        key = shapes, function.non_tensors, function.in_spec
-        if key not in self._cache:
-            made = self.specialize(tensors)
-            self._cache[key] = made, function.out_spec
-        call, function.out_spec = self._cache[key]
-        return function.postprocess(call(tensors))
-
-    @abc.abstractmethod
-    def specialize(self, sample_flat_args: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """A function of a tuple of tensors like these; it has called `flat_call`."""
 
 
 class XlaCallable(CompiledCallableWithCache):

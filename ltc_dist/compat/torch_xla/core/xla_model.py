@@ -55,7 +55,7 @@ from ltc_dist.collectives.ops import (
 from ltc_dist.collectives.process_group import Groups
 from ltc_dist.compat import buffer_donors, scopes
 from ltc_dist.compat.absent import Absent
-from ltc_dist.compat.torch_xla.runtime import xla_device
+from ltc_dist.compat.torch_xla.runtime import is_spmd, xla_device
 from ltc_dist.compat.torch_xla.utils.utils import for_each_instance, for_each_instance_rewrite
 from ltc_dist.data.batch import map_movable
 from ltc_dist.fully_sharded.shards import is_shard
@@ -158,8 +158,12 @@ def get_stablehlo_bytecode(tensors: Sequence[torch.Tensor] | None = None) -> byt
 
 
 def get_xla_supported_devices(*args: Any, **kwargs: Any) -> list[str]:
-    """List this process's devices: `(devkind=None, max_devices=None)` up to 2.7, `(max_devices=None)` since."""
-    return ltc.get_lazy_supported_devices(_max_devices(*args, **kwargs))
+    """List this process's devices: `(devkind=None, max_devices=None)` up to 2.7, `(max_devices=None)` since.
+
+    With `use_spmd` only the first, which stands for all.
+    """
+    found = ltc.get_lazy_supported_devices(_max_devices(*args, **kwargs))
+    return found[:1] if is_spmd() else found
 
 
 def _max_devices(

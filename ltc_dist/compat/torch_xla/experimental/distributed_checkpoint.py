@@ -27,6 +27,8 @@ from torch.utils import _pytree as pytree
 import ltc_core as ltc
 from ltc_core.errors import CheckpointError, first_line
 from ltc_dist.checkpoint.stopping import Stopping
+from ltc_dist.compat.absent import Absent
+from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import ShardingType, sharding_type_of
 from ltc_dist.spmd import mark_sharding, sharding_of
 from ltc_dist.spmd.planners import SPMDLoadPlanner, SPMDSavePlanner
 
@@ -35,10 +37,23 @@ __all__ = [
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
     "_CheckpointMetadata",
+    "_CpuShards",
+    "_is_sharded_tensor",
+    "_sharded_cpu_state_dict",
     "prime_optimizer",
 ]
 
 _METADATA_FILE = ".manager_metadata"
+_ON_CPU = "no checkpoint is saved from parts on the CPU; CheckpointManager.save_async copies them by itself"
+
+_CpuShards = Absent("_CpuShards", _ON_CPU)
+_sharded_cpu_state_dict = Absent("_sharded_cpu_state_dict", _ON_CPU)
+
+
+def _is_sharded_tensor(x: object) -> bool:
+    """Whether a tensor is divided: devices have different parts of it."""
+    kinds = (ShardingType.TILED, ShardingType.PARTIAL)
+    return isinstance(x, torch.Tensor) and sharding_type_of(x) in kinds
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import (
 )
 from ltc_dist.spmd import (
     HybridMesh,
+    MarkShardingFunction,
     Mesh,
     ShardingSpec,
     apply_backward_optimization_barrier,
@@ -30,6 +31,7 @@ from ltc_dist.spmd import (
 
 __all__ = [
     "HybridMesh",
+    "MarkShardingFunction",
     "Mesh",
     "ShardingSpec",
     "ShardingType",

@@ -6,24 +6,44 @@ A marked tensor is an ordinary tensor of the device, so the attributes are those
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from types import EllipsisType
 from typing import Any
 
 import torch
 
+from ltc_core import source
+from ltc_core.api.sharding import NewParts
+from ltc_core.errors import ShardingError
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import ShardingType, sharding_type_of
 from ltc_dist.compat.xla_text import sharding_text
 from ltc_dist.spmd import is_manual, local_shards, sharding_of
 
-__all__ = ["XLAShard", "XLAShardedTensor"]
+__all__ = ["LocalShardsError", "XLAShard", "XLAShardedTensor"]
+
+
+class LocalShardsError(ShardingError, RuntimeError):
+    """Parts do not fit the tensor that they are loaded into."""
 
 
 @dataclasses.dataclass
 class XLAShard:
-    """A part of a tensor, with the name of its device."""
+    """A part of a tensor, with the name of its device.
+
+    Attributes:
+        data: a copy of the part, on the CPU.
+        indices: where it is in the tensor, a slice for each dimension; `...` if it is all of the tensor.
+        shard_device: name of its device.
+        replica_id: which of the copies of the part it is; of a tensor that is whole on all devices, the device.
+    """
 
     data: torch.Tensor
+    indices: EllipsisType | list[slice]
     shard_device: str
+    replica_id: int
 
     @property
     def unpadded_data(self) -> torch.Tensor:
@@ -43,8 +63,64 @@ class XLAShardedTensor(metaclass=_Marked):
 
 
 def _shards(t: torch.Tensor) -> list[XLAShard]:
-    device = t.device.type.upper()
-    return [XLAShard(part.data, f"{device}:{part.device}") for part in local_shards(t)]
+    name, copies = t.device.type.upper(), _copies(t)
+    found = []
+    for part in local_shards(t):
+        indices: EllipsisType | list[slice] = ...
+        if part.data.shape != t.shape:
+            sizes = zip(part.offsets, part.data.shape, strict=True)
+            indices = [slice(first, first + size, 1) for first, size in sizes]
+        copy = part.device if copies is None else copies[part.device]
+        found.append(XLAShard(part.data, indices, f"{name}:{part.device}", copy))
+    return found
+
+
+def _copies(t: torch.Tensor) -> dict[int, int] | None:
+    """Device -> which of the copies of its part it has; None if each device has a whole value."""
+    if sharding_type_of(t) not in (ShardingType.TILED, ShardingType.PARTIAL):
+        return None
+    mesh, spec = sharding_of(t) or (None, ())
+    assert mesh is not None
+    sharding = mesh.sharding(spec)
+    dividing = list(itertools.chain(*sharding.spec))
+    copying = [axis for axis in range(len(sharding.mesh)) if axis not in dividing]
+    count = math.prod(sharding.mesh[axis] for axis in copying)
+    devices = torch.tensor(sharding.devices).reshape(sharding.mesh).permute(*dividing, *copying)
+    return {device: at % count for at, device in enumerate(devices.flatten().tolist())}
+
+
+def _load_local_shards(t: LazyTensor, shards: Sequence[XLAShard]) -> None:
+    """Replace the values of a divided tensor by those of its parts on the devices of this process.
+
+    Of parts that are copies of each other, the first is taken.
+
+    Args:
+        shards: as `local_shards` returns them, with other `data`.
+
+    Raises:
+        LocalShardsError: a part is missing or has another shape, or the tensor is not divided.
+
+    Cost: cuts, and waits for the tensor.
+
+    Source: `torch_xla.distributed.spmd.XLAShardedTensor.load_local_shards_`.
+    """
+    there = local_shards(t)
+    name, given = t.device.type.upper(), {shard.shard_device: shard.data for shard in shards}
+    shapes = [tuple(part.data.shape) for part in there]
+    found = [given.get(f"{name}:{part.device}") for part in there]
+    if _copies(t) is None or shapes != [None if d is None else tuple(d.shape) for d in found]:
+        raise LocalShardsError(
+            "these parts cannot be loaded into the tensor",
+            got=f"{len(shards)} parts for a tensor of {list(t.shape)}, {sharding_text(t) or 'not divided'}",
+            where=source.user_line(),
+            next="pass what t.local_shards returned, of a divided tensor, with other data of the same shapes",
+        )
+    new = NewParts(t)
+    sent: set[tuple[int, ...]] = set()
+    for part, data in zip(there, found, strict=True):
+        if part.offsets not in sent and data is not None:
+            sent.add(part.offsets)
+            new.put(part.offsets, data.detach().to(t.dtype, copy=True).contiguous())
 
 
 def _mesh_shape(t: torch.Tensor) -> tuple[int, ...] | None:
@@ -70,3 +146,4 @@ for _name, _read in {
     "sharding_type": _sharding_type,
 }.items():
     setattr(LazyTensor, _name, property(_read))
+LazyTensor.load_local_shards_ = _load_local_shards  # type: ignore[attr-defined]

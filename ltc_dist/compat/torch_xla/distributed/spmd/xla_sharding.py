@@ -11,6 +11,7 @@ from torch import nn
 from ltc_dist.compat.absent import Absent
 from ltc_dist.spmd import (
     HybridMesh,
+    MarkShardingFunction,
     Mesh,
     ShardingSpec,
     apply_backward_optimization_barrier,
@@ -29,6 +30,7 @@ from ltc_dist.spmd import mark_manual_sharding as _mark_manual_sharding
 
 __all__ = [
     "HybridMesh",
+    "MarkShardingFunction",
     "Mesh",
     "ShardingSpec",
     "ShardingType",
@@ -111,6 +113,11 @@ def apply_xla_patch_to_nn_linear(module: nn.Module, patched_function: object = N
     return module
 
 
-XLAPatchedLinear = Absent(
-    "XLAPatchedLinear", "linear layers need no patch; torch.nn.functional.linear"
-)
+class XLAPatchedLinear:
+    """A linear layer as `apply(input, weight, bias)`: see `xla_patched_nn_linear_forward`."""
+
+    @staticmethod
+    def apply(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return nn.functional.linear(input, weight, bias)
