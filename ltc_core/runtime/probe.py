@@ -8,8 +8,8 @@ recording. Whatever needs the value later computes it again, with its graph.
 
 A value is probed if it depends only on constants, and on integers and bools that the script gave: masks, lengths, ids,
 labels. What parameters enter is what a step is cut for. Its ops must draw no random numbers and run no collectives.
-They are few beside those recorded, or the script does not wait for its steps and the value is made of what it gave:
-then a cut would wait for the step before. Asked by `device_context` before it cuts for a read.
+They are few beside those recorded, or the script does not wait for its steps and the value is made of what it gave,
+or of no floats: then a cut would wait for the step before. Asked by `device_context` before it cuts for a read.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from ltc_core.uninterrupted import uninterrupted
 
 __all__ = ["Probes"]
 
-_MOST_OPS = 32
+_MOST_OPS = 64
 _MOST_BYTES = 1 << 20  # of the values, inputs included
 # Where the script waits anyway, a cut of few values costs as much as a probe.
 _LEAST_RECORDED = 32
 _SHARE = 4  # factor by which more values must be recorded than a probe has ops
 _MOST_READS = 4  # of one trace: a script that reads nothing else would record for ever
-_MOST_NS = 300_000  # of a run: a value that takes longer is not computed twice
+_MOST_NS = 500_000  # of a run: a value that takes longer is not computed twice
 _SLOW = 3  # runs of more than that: the first ones load kernels
 
 _number = operator.itemgetter(0)  # of a row of `Trace.inputs`
@@ -57,25 +57,25 @@ class _Probe:
         run: computes the value.
         inputs: numbers of the inputs.
         num_ops: its ops.
-        has_floats: whether a constant of floats enters.
+        is_made: whether floats that nothing but constants decide enter, and nothing that the script gave.
         is_chosen: whether the value was probed before: then it always is, so that steps keep to one graph.
         num_slow: runs that took long.
     """
 
-    __slots__ = ("has_floats", "inputs", "is_chosen", "num_ops", "num_slow", "run")
+    __slots__ = ("inputs", "is_chosen", "is_made", "num_ops", "num_slow", "run")
 
     def __init__(self, program: Program, graph: Graph) -> None:
         self.run = in_own_state(program.run)
         self.inputs = tuple(graph.inputs)
         self.num_ops = len(graph.nodes)
         made = (meta for node in graph.nodes if not references(node) for meta in node.outs)
-        self.has_floats = not all(map(_is_exact, made))
+        self.is_made = not graph.inputs and not all(map(_is_exact, made))
         self.is_chosen = False
         self.num_slow = 0
 
     def is_worth_it(self, num_recorded: int, goes_on: bool) -> bool:
         is_small = max(_LEAST_RECORDED, _SHARE * self.num_ops) <= num_recorded
-        return self.is_chosen or is_small or (goes_on and not self.has_floats)
+        return self.is_chosen or is_small or (goes_on and not self.is_made)
 
 
 class Probes:
