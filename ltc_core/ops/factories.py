@@ -20,6 +20,7 @@ from ltc_core.ops.composites import RULES
 from ltc_core.ops.fallback import run_real
 from ltc_core.ops.set_data import set_data
 from ltc_core.ops.uninitialized import teach_constructors
+from ltc_core.record.fast_path import add_op
 from ltc_core.record.recorder import record_factory
 from ltc_core.record.signature import NotRecordable
 from ltc_core.record.trace import Trace
@@ -117,6 +118,8 @@ def register_factories() -> None:
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet), overload or "default")
         library.impl(name, functools.partial(_make, op), "PrivateUse1")
+        if not OpSchema.of(op).draws:
+            add_op(op, OpSchema.of(op), is_factory=True)
     library.impl("randperm", _randperm, "PrivateUse1")
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     for op in (

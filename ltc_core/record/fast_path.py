@@ -31,7 +31,16 @@ from ltc_core.tensor.buffer import Buffer, MemoryCounter
 from ltc_core.tensor.handles import Cell, Value, View
 from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty, wrap_in_cpp
 
-__all__ = ["extension", "add_op", "enable", "install", "known_cut", "known_reads", "num_fast_calls"]
+__all__ = [
+    "extension",
+    "add_op",
+    "enable",
+    "install",
+    "known_cut",
+    "known_reads",
+    "num_fast_calls",
+    "traces",
+]
 
 extension = Extension("_ltc_record", Path(__file__).parent / "csrc" / "ltc_record.cpp", "-O2")
 
@@ -39,6 +48,7 @@ _native: Any = None
 _lock = threading.RLock()  # a signal handler may use an op while this thread adds one
 # The ops that C++ records, by name and overload. Ops added before the C++ part is loaded wait here.
 _ops: dict[tuple[str, str], tuple[Any, ...]] = {}
+traces: dict[int, Trace] = {}  # index of a device -> its trace, for factories
 _is_on: bool | None = None  # None: LTC_EAGER decides, which cuts after each op
 
 
@@ -81,6 +91,7 @@ def install() -> bool:
                 source.known_places(),
                 modules,
             )
+            native.use_traces(traces)
             wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
@@ -91,9 +102,17 @@ def install() -> bool:
     return True
 
 
-def add_op(op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False) -> None:
-    """Record calls of an op in C++; with `shares` its result holds the handle of its first operand."""
+def add_op(
+    op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False, is_factory: bool = False
+) -> None:
+    """Record calls of an op in C++.
+
+    Args:
+        shares: its result holds the handle of its first operand.
+        is_factory: it has no operand; its kernel in Python is that of the device, not that of `LazyTensor`.
+    """
     kind = "share" if shares else "view" if schema.view else "recorded"
+    kind = "factory" if is_factory else kind
     writes = tuple(name in schema.writes for name in schema.names)
     names = op._schema.name, op._schema.overload_name
     with _lock:

@@ -62,7 +62,7 @@ class DeviceContext:
         self.memory = MemoryCounter()
         self.executor = make(index)
         self.compiler = ProgramCache(self.executor)
-        self.trace = Trace(self.device, self.memory)
+        self.trace = fast_path.traces[index] = Trace(self.device, self.memory)
         self._note_shapes()
         self.steps = FoundSteps(self.trace, self.cut)
         self.worker = Worker(

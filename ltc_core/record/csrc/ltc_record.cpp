@@ -27,6 +27,11 @@ namespace {
 constexpr Py_ssize_t kMostWays = 16;
 
 bool copies = true; // read and changed under the GIL
+
+// What PyTorch warns of where a kernel takes the place of another one: those of factories do, and call it.
+struct Silence final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
 thread_local bool is_for_python = false; // `Follower` leaves the last call to Python because of `is_of_other_mode`
 
 // Lets a step that runs while it is recorded (runtime/early_run.py) run on, if it has come so far. An error is left set.
@@ -60,7 +65,12 @@ class Follower final : public c10::OperatorKernel {
         writes_list(op.writes_list()),
         takes_masks(op.handle.schema().name() == "aten::index"),
         copies_in(op.handle.schema().name() == "aten::copy_"),
-        python(op.handle.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
+        python(op.handle.getComputedKernelForDispatchKey(key_of(op))) {}
+
+  // Factories have no tensor that would bring them to the key for Python.
+  static c10::DispatchKey key_of(const Op& op) {
+    return op.is_factory ? c10::DispatchKey::PrivateUse1 : c10::DispatchKey::Python;
+  }
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!may_handle())
@@ -77,7 +87,8 @@ class Follower final : public c10::OperatorKernel {
     }
     python.callBoxed(handle, keys, stack);
     noted.keep(torch::jit::last(*stack, op.handle.schema().returns().size()), [&](PyObject* step, PyObject* key) {
-      originals.add(op, noted, step, key);
+      if (!op.is_factory)
+        originals.add(op, noted, step, key);
     });
   }
 
@@ -120,11 +131,14 @@ class Follower final : public c10::OperatorKernel {
   // Records the call and returns true if it is a known step of its trace. Else notes what to expect of it.
   bool follow(torch::jit::Stack& stack, Noted& noted) {
     const auto args = torch::jit::last(stack, op.codes.size());
-    const Object handle(first_handle(args));
+    const Object handle(op.is_factory ? nullptr : first_handle(args));
     is_for_python = is_of_other_mode(args[0]);
-    if (!handle || is_for_python || (takes_masks && has_mask(args[1])))
+    if (is_for_python || (takes_masks && has_mask(args[1])))
       return false;
-    PyObject* trace = trace_of_handle(handle.get());
+    const Object of_factory(op.is_factory ? Py_XNewRef(trace_of_device(args[op.device_at])) : nullptr);
+    if (!handle && !of_factory)
+      return false;
+    PyObject* trace = of_factory ? of_factory.get() : trace_of_handle(handle.get());
     std::optional<IValue> result;
     if (op.kind == kShare) {
       const at::Tensor tensor = share(handle.get());
@@ -139,7 +153,7 @@ class Follower final : public c10::OperatorKernel {
       bool is_next = (!PyErr_Occurred() && call.emplace(op, trace, args).is_next()) || (!PyErr_Occurred() && is_other(trace, args, call));
       if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).make_operands() && !PyErr_Occurred())
         is_next = call.emplace(op, trace, args).is_next();
-      if (!is_next && !PyErr_Occurred() && copies && CopiedStep(op, trace, args).put(originals))
+      if (!is_next && !PyErr_Occurred() && copies && !op.is_factory && CopiedStep(op, trace, args).put(originals))
         is_next = call.emplace(op, trace, args).is_next();
       if (PyErr_Occurred())
         throw_python_error();
@@ -147,6 +161,8 @@ class Follower final : public c10::OperatorKernel {
         Noter(op, trace, args).note(noted);
         if (PyErr_Occurred())
           throw_python_error();
+        if (op.is_factory && noted.expected) // its dtype follows the default one where none is given
+          reinterpret_cast<Expected*>(noted.expected.get())->default_dtype = c10::get_default_dtype_as_scalartype();
         return false;
       }
       result = call->make();
@@ -201,7 +217,7 @@ class Follower final : public c10::OperatorKernel {
 // The kernel of `item()`: reads a number whose cut has been made before (known_read.h), else calls Python.
 class Reader final : public c10::OperatorKernel {
  public:
-  explicit Reader(const c10::OperatorHandle& op) : python(op.getComputedKernelForDispatchKey(c10::DispatchKey::Python)) {}
+  Reader(const c10::OperatorHandle& op, c10::DispatchKey key) : python(op.getComputedKernelForDispatchKey(key)) {}
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!may_handle())
@@ -278,10 +294,17 @@ PyObject* add(PyObject*, PyObject* given) {
     }
     op.schema = Py_NewRef(schema);
     op.note_numbers();
+    if (word == "factory" && !op.note_factory()) {
+      PyErr_SetString(PyExc_ValueError, "a factory without a device");
+      return nullptr;
+    }
+    const auto key = Follower::key_of(op);
+    Silence silence;
+    const c10::WarningUtils::WarningHandlerGuard silent(&silence);
     auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Follower>(std::move(op)));
     static auto* all = new std::vector<c10::RegistrationHandleRAII>(); // leaked: ops are called until the very end
     all->push_back(dispatcher.registerImpl(
-        {name, overload}, c10::DispatchKey::Python, std::move(kernel), std::nullopt, nullptr, "ltc"));
+        {name, overload}, key, std::move(kernel), std::nullopt, nullptr, "ltc"));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -291,11 +314,13 @@ PyObject* add(PyObject*, PyObject* given) {
 
 template <typename Kernel>
 bool add_kernel(const char* name, c10::DispatchKey key) {
-  static auto* registered = new std::optional<c10::RegistrationHandleRAII>(); // leaked, as those of `add`
+  static auto* registered = new std::vector<c10::RegistrationHandleRAII>(); // leaked, as those of `add`
   try {
     auto& dispatcher = c10::Dispatcher::singleton();
-    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(dispatcher.findSchemaOrThrow(name, "")));
-    registered->emplace(dispatcher.registerImpl({name, ""}, key, std::move(kernel), std::nullopt, nullptr, "ltc"));
+    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(dispatcher.findSchemaOrThrow(name, ""), key));
+    Silence silence;
+    const c10::WarningUtils::WarningHandlerGuard silent(&silence);
+    registered->push_back(dispatcher.registerImpl({name, ""}, key, std::move(kernel), std::nullopt, nullptr, "ltc"));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return false;
@@ -306,7 +331,10 @@ bool add_kernel(const char* name, c10::DispatchKey key) {
 // add_kernels(): register those of single ops.
 PyObject* add_kernels(PyObject*, PyObject*) {
   const bool added = add_kernel<Reader>("aten::_local_scalar_dense", c10::DispatchKey::Python) &&
-      add_kernel<EmptyLike>("aten::empty_like", c10::DispatchKey::Python) &&
+      add_kernel<Unwritten>("aten::empty_like", c10::DispatchKey::Python) &&
+      add_kernel<Unwritten>("aten::new_empty", c10::DispatchKey::Python) &&
+      add_kernel<Unwritten>("aten::new_empty_strided", c10::DispatchKey::Python) &&
+      add_kernel<Unwritten>("aten::empty_strided", c10::DispatchKey::PrivateUse1) &&
       add_kernel<Dropout>("aten::native_dropout", c10::DispatchKey::Python) &&
       add_kernel<WholeLinear>("aten::linear", c10::DispatchKey::AutogradPrivateUse1);
   return added ? Py_NewRef(Py_None) : nullptr;
@@ -394,6 +422,16 @@ PyObject* share_pauses(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
+// use_traces(traces): the traces of all devices, by index. Called before `add`.
+PyObject* use_traces(PyObject*, PyObject* given) {
+  if (!PyDict_Check(given)) {
+    PyErr_SetString(PyExc_TypeError, "a dict of traces is expected");
+    return nullptr;
+  }
+  traces = Py_NewRef(given);
+  Py_RETURN_NONE;
+}
+
 // after_fork(): called in a forked child.
 PyObject* after_fork(PyObject*, PyObject*) {
   Pause::after_fork();
@@ -435,6 +473,7 @@ PyObject* count(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"share_pauses", share_pauses, METH_VARARGS, nullptr},
+    {"use_traces", use_traces, METH_O, nullptr},
     {"after_fork", after_fork, METH_NOARGS, nullptr},
     {"use_locks", use_locks, METH_VARARGS, nullptr},
     {"setup", setup, METH_VARARGS, nullptr},

@@ -27,6 +27,16 @@ struct Op {
   bool writes_any = false;
   PyObject* schema = nullptr; // its `OpSchema`, with which its keys begin; never freed
   bool takes_number = false, commutes = false; // see `use_number`
+  bool is_factory = false; // it has no operand, and makes a tensor of the device that it is given
+  size_t device_at = 0; // position of that argument
+
+  // False if the op has no argument for a device.
+  bool note_factory() {
+    const auto& arguments = handle.schema().arguments();
+    while (device_at < arguments.size() && arguments[device_at].name() != "device")
+      ++device_at;
+    return is_factory = device_at < arguments.size();
+  }
 
   void note_numbers() {
     const auto& name = handle.schema().name();

@@ -3,6 +3,7 @@
 #include "objects.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -72,6 +73,19 @@ inline Maker* maker_for(PyObject* meta, PyObject* device) {
   maker->bytes = span ? (maker->offset + span) * maker->dtype.itemsize() : 0;
   meta_of.maker.set(meta, made.get());
   return maker;
+}
+
+inline PyObject* traces; // index of a device -> its trace
+
+// The trace of the device that a factory is given, borrowed; null, without an error, if Python has to find it.
+inline PyObject* trace_of_device(const c10::IValue& device) {
+  if (!device.isDevice() || !device.toDevice().has_index())
+    return nullptr;
+  const Object index(PyLong_FromLong(device.toDevice().index()));
+  PyObject* found = index ? PyDict_GetItemWithError(traces, index.get()) : nullptr;
+  if (!found)
+    PyErr_Clear();
+  return found;
 }
 
 [[noreturn]] inline void throw_python_error() {

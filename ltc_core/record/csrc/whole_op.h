@@ -9,7 +9,7 @@ namespace ltc {
 // The kernel of `linear` at the dispatcher's key for autograd. ops/dispatch.py says which calls Python records as one.
 class WholeLinear final : public c10::OperatorKernel {
  public:
-  explicit WholeLinear(const c10::OperatorHandle& op)
+  WholeLinear(const c10::OperatorHandle& op, c10::DispatchKey)
       : composite(op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradCPU)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {

@@ -519,3 +519,112 @@ def test_it_holds_nothing_that_the_user_let_go() -> None:
     gc.collect()
     assert [ref() for ref in gone] == [None] * 3
     assert context(0).memory.used_bytes < used
+
+
+# ---- factories -----------------------------------------------------------------------------------
+
+
+def test_factories_are_followed() -> None:
+    def program(device: torch.device) -> Any:
+        place = torch.device(device.type, 0)
+        x = torch.ones(3, 4, device=place, requires_grad=True)
+        mask = torch.arange(4, device=place) < torch.full((3, 1), 2, device=place)
+        bias = torch.zeros(3, 4, device=place).masked_fill(mask, -1.5)
+        y = torch.where(mask, x * bias, torch.scalar_tensor(0.5, device=place)).clamp(-1, 1)
+        y.sum().backward()
+        steps = torch.linspace(0, 1, 5, device=place), torch.arange(1, 9, 3, device=place)
+        return (
+            y.detach(),
+            x.grad,
+            *steps,
+            torch.eye(3, device=place),
+            torch.tril_indices(3, 3, device=place),
+        )
+
+    follows(program)
+
+
+def test_a_number_of_a_factory_may_change_and_a_size_is_another_step() -> None:
+    place = torch.device(ltc.lazy_device().type, 0)
+    for k in range(6):
+        full, count = torch.full((2,), 0.5 * k, device=place), torch.arange(k, device=place)
+        assert full.tolist() == [0.5 * k] * 2 and count.tolist() == list(range(k))
+        assert torch.full((2,), k, device=place).dtype == torch.int64
+
+
+def test_the_default_dtype_decides_what_a_factory_makes() -> None:
+    place = torch.device(ltc.lazy_device().type, 0)
+
+    def made() -> list[torch.dtype]:
+        tensors = torch.zeros(2, device=place), torch.full((2,), 1.5, device=place)
+        found = [t.dtype for t in (*tensors, torch.empty_strided((2,), (1,), device=place))]
+        [t.sum().item() for t in tensors]
+        return found
+
+    for _ in range(4):
+        assert made() == [torch.float32] * 3
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in range(4):
+            assert made() == [torch.float64] * 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made() == [torch.float32] * 3
+
+
+def test_a_factory_makes_its_tensor_on_the_device_it_is_given() -> None:
+    child.run(
+        """
+        import torch, ltc_core as ltc
+        name = ltc.lazy_device().type
+        for _ in range(4):
+            first, second = (torch.zeros(2, device=torch.device(name, k)) for k in (0, 1))
+            named = torch.zeros(2, device=name)
+            assert [t.device.index for t in (first, second, named)] == [0, 1, 0]
+            assert second.add(1).tolist() == [1, 1] and first.add(2).tolist() == [2, 2]
+            assert torch.empty_strided((2,), (1,), device=second.device).device == second.device
+        """,
+        LTC_NUM_DEVICES="2",
+    )
+
+
+def test_modes_see_factories_and_inference_mode_makes_inference_tensors() -> None:
+    place = torch.device(ltc.lazy_device().type, 0)
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    for _ in range(4):
+        torch.zeros(2, device=place).sum().item()
+        with Names():
+            assert torch.zeros(2, device=place).device == place
+        with torch.inference_mode():
+            inferred = torch.zeros(2, device=place), torch.empty_strided((2,), (1,), device=place)
+        assert all(t.is_inference() for t in inferred)
+        assert not torch.zeros(2, device=place).is_inference()
+    assert seen.count("aten::zeros") == 4
+
+
+def test_memory_that_nobody_has_written_needs_no_python() -> None:
+    x = torch.ones(4, 6, device=ltc.lazy_device())
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "empty_like": torch.empty_like,
+        "new_empty": lambda t: t.new_empty(3, 2),
+        "other dtype": lambda t: t.new_empty((3, 2), dtype=torch.int64),
+        "strided": lambda t: t.new_empty_strided((2, 3), (1, 2)),
+        "of no operand": lambda t: torch.empty_strided((2, 3), (1, 2), device=t.device),
+        "transposed": lambda t: torch.empty_like(t.t()),
+    }
+    for name, call in calls.items():
+        expected = call(torch.ones(4, 6))
+        for _ in range(3):
+            made = call(x)
+            assert made.shape == expected.shape and made.dtype == expected.dtype, name
+            assert made._h.meta.stride == expected.stride(), name  # type: ignore[attr-defined]
+            assert made.fill_(2).sum().item() == 2 * made.numel(), name
+    assert x.new_empty(2, device="cpu").device.type == "cpu"
