@@ -129,15 +129,19 @@ _SAME_VALUES = frozenset({"_to_copy", "alias", "clone", "lift_fresh", "_unsafe_v
 _RETURN_INDICES = {"argmax": 0, "argmin": 0, "argsort": 0, "max": 1, "min": 1, "sort": 1, "topk": 1}
 
 
-def find_bounds(graph: Graph) -> tuple[list[Bound], set[int]]:
-    """Bounds of inputs, and positions of the nodes whose indices cannot be traced to inputs."""
+def find_bounds(graph: Graph, has_draws: bool = False) -> tuple[list[Bound], set[int]]:
+    """Bounds of inputs, and positions of the nodes whose indices cannot be traced to inputs.
+
+    Args:
+        has_draws: whether the compiled program draws random numbers itself; else what is drawn is an input of it.
+    """
     metas = graph.metas()
     maker = {node.first + i: node for node in graph.nodes for i in range(len(node.outs))}
     bounds: dict[Bound, None] = {}
     unknown = set()
     for at, node in enumerate(graph.nodes):
         for index, low, high, also_legal in checks_of(node, metas):
-            source = _source(index, maker, metas, high)
+            source = _source(index, maker, metas, high, has_draws)
             if source is None:
                 unknown.add(at)
             elif source >= 0:
@@ -164,13 +168,15 @@ def _read(node: Node, item: Any, metas: Metas) -> Any:
     return value
 
 
-def _source(value: int, maker: dict[int, Node], metas: Metas, high: int) -> int | None:
+def _source(
+    value: int, maker: dict[int, Node], metas: Metas, high: int, has_draws: bool
+) -> int | None:
     """Input that an index comes from; -1 if the index is always in range, None if it cannot be traced."""
     while value in maker:
         node = maker[value]
         name = node.op._opname
         if "generator" in node.kwargs:
-            return value  # draws are not compiled: it is an input of the compiled subgraph
+            return None if has_draws else value
         if node.view or name in _SAME_VALUES:
             value = references(node)[0]
         elif name == "arange":

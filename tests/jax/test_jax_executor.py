@@ -338,6 +338,19 @@ def test_random_numbers_of_the_device_are_those_of_the_rules(device: torch.devic
             assert_same(drawn, DRAWS[op](key, target, *args))
 
 
+def test_what_is_drawn_may_index(device: torch.device) -> None:
+    """As actions that a policy samples do: the draw is a part of the program."""
+    table = torch.arange(12.0).view(4, 3)
+    with settings.override(random="device"):
+        x = torch.zeros(4, 3).to(device)
+        policy = torch.distributions.Categorical(logits=x)
+        actions = policy.sample()
+        chosen = table.to(device).gather(1, actions[:, None])
+        assert_same(chosen[:, 0].cpu(), table[torch.arange(4), actions.cpu()])
+        with pytest.raises(IndexError):
+            _ = table.to(device)[torch.randint(4, 9, (3,), device=device)].cpu()
+
+
 # -- processes and devices -----------------------------------------------------------------------
 
 

@@ -80,7 +80,7 @@ class JaxLaunch(Launch):
     ) -> None:
         super().__init__(subgraph)
         graph = subgraph.graph
-        bounds, unknown = find_bounds(graph) if shown is not None else ([], set())
+        bounds, unknown = find_bounds(graph, True) if shown is not None else ([], set())
         self._shown = shown
         self._bounds = bounds
         checked = sorted(unknown)
