@@ -167,18 +167,33 @@ def test_devices_that_reduce_in_another_order() -> None:
 def test_no_thread_of_gloo_is_left_when_a_process_ends(tmp_path: Path) -> None:
     """One that frees tensors while the interpreter ends would abort the process."""
     (tmp_path / "train.py").write_text("""
-import atexit, pathlib
+import atexit, os, pathlib, time
+
+def tell(text):
+    os.write(1, f"{text}\\n".encode())  # at once: the other process writes there, too
+
+def count_threads():
+    found = 0
+    for path in pathlib.Path("/proc/self/task").glob("*/comm"):
+        try:
+            found += "gloo" in path.read_text()
+        except OSError:  # it has ended meanwhile
+            pass
+    return found
 
 def tell_threads():
-    names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
-    print("gloo", sum("gloo" in name for name in names))
+    # The kernel lists a thread for a moment after it has been joined.
+    until = time.monotonic() + 5
+    while count_threads() and time.monotonic() < until:
+        time.sleep(0.01)
+    tell(f"gloo {count_threads()}")
 
 atexit.register(tell_threads)  # before ltc registers its own: it runs after those
 import torch
 import ltc_dist
 
 x = ltc_dist.all_reduce("sum", torch.ones(3, device="ltc"))
-print("sum", x.sum().item())
+tell(f"sum {x.sum().item()}")
 """)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job = Job(
