@@ -29,32 +29,40 @@ def all_reduce(t: torch.Tensor, kind: str, groups: Groups) -> torch.Tensor:
     Args:
         t: a manual tensor; one that is not manual is the same on each device.
         kind: "sum", "mul", "min", "max", "and" or "or". The gradient is that of a sum; of others it is an error.
-        groups: numbers of the devices of each group; all of one length, with each device in one of them.
+        groups: numbers of the devices of each group; all of one length, with each device in one of them. Where each
+            device is alone, the result is a copy.
 
     Raises:
         DeviceError: `t` is not on the device.
     """
-    return _sent(t, ALL_REDUCE, kind, json.dumps(groups))
+    return _among(groups, t, ALL_REDUCE, kind)
 
 
 def all_gather(t: torch.Tensor, dim: int, groups: Groups) -> torch.Tensor:
     """What the devices of a group have, one after the other along a dimension. See `all_reduce`."""
-    return _sent(t, ALL_GATHER, dim, json.dumps(groups))
+    return _among(groups, t, ALL_GATHER, dim)
 
 
 def reduce_scatter(t: torch.Tensor, dim: int, groups: Groups) -> torch.Tensor:
     """The sum over the devices of a group, divided among them along a dimension. See `all_reduce`."""
-    return _sent(t, REDUCE_SCATTER, dim, json.dumps(groups))
+    return _among(groups, t, REDUCE_SCATTER, dim)
 
 
 def all_to_all(t: torch.Tensor, split_dim: int, concat_dim: int, groups: Groups) -> torch.Tensor:
     """Part k of each device of a group, one after the other, on the k-th device. See `all_reduce`."""
-    return _sent(t, ALL_TO_ALL, split_dim, concat_dim, json.dumps(groups))
+    return _among(groups, t, ALL_TO_ALL, split_dim, concat_dim)
 
 
 def permute(t: torch.Tensor, pairs: Groups) -> torch.Tensor:
     """What another device has: `pairs` are (from, to). Zeros on a device that gets nothing. See `all_reduce`."""
     return _sent(t, PERMUTE, json.dumps(pairs))
+
+
+def _among(groups: Groups, t: torch.Tensor, op: torch._ops.OpOverload, *args: Any) -> torch.Tensor:
+    if len(groups[0]) == 1:
+        check_on_device(t, "sent to other devices")
+        return t.clone()
+    return _sent(t, op, *args, json.dumps(groups))
 
 
 def _sent(t: torch.Tensor, op: torch._ops.OpOverload, *args: Any) -> torch.Tensor:

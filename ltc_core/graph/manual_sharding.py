@@ -1,7 +1,7 @@
 """Manual tensors: each device of a mesh has a value of its own, and ops compute it there without communication.
 
-`SPLIT` makes a manual tensor of the parts of a whole one, `JOIN` is its inverse; `EXCHANGES` send values between the
-devices. The meta of a manual tensor is that of one device. What an op makes of a manual operand is manual;
+`SPLIT` makes a manual tensor of the parts of a whole one, `JOIN` is its inverse; the other `OPS` send values between
+the devices. The meta of a manual tensor is that of one device. What an op makes of a manual operand is manual;
 `manual_values` finds these values. A whole value among the operands is the same on each device. `executors.jax` lowers
 all that. Recorded by `api.sharding` and `api.manual_collectives`.
 """
@@ -22,7 +22,6 @@ __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
     "ALL_TO_ALL",
-    "EXCHANGES",
     "FIRST",
     "JOIN",
     "OPS",
@@ -58,7 +57,7 @@ def _resized(value: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
     return value.new_empty([sizes.get(dim, size) for dim, size in enumerate(value.shape)])
 
 
-def _all_reduce_meta(value: torch.Tensor, kind: str, groups: str) -> torch.Tensor:
+def _same_meta(value: torch.Tensor, *args: object) -> torch.Tensor:
     return _resized(value, {})
 
 
@@ -79,10 +78,6 @@ def _all_to_all_meta(
     )
 
 
-def _permute_meta(value: torch.Tensor, pairs: str) -> torch.Tensor:
-    return _resized(value, {})
-
-
 def _on_host(value: torch.Tensor, *args: object) -> NoReturn:
     raise ShardingError(
         "manual tensors cannot be made, joined or sent on the host",
@@ -96,11 +91,11 @@ _metas: dict[str, Any] = {
     "split(Tensor value, str sharding, str which)": _split_meta,
     "join(Tensor value, str sharding, str which)": _join_meta,
     # Groups: lists of the numbers of devices, all of one length, with each device in one; pairs: [from, to]. Both JSON.
-    "all_reduce(Tensor value, str kind, str groups)": _all_reduce_meta,
+    "all_reduce(Tensor value, str kind, str groups)": _same_meta,
     "all_gather(Tensor value, int dim, str groups)": _all_gather_meta,
     "reduce_scatter(Tensor value, int dim, str groups)": _reduce_scatter_meta,
     "all_to_all(Tensor value, int split_dim, int concat_dim, str groups)": _all_to_all_meta,
-    "permute(Tensor value, str pairs)": _permute_meta,
+    "permute(Tensor value, str pairs)": _same_meta,
 }
 for _schema, _meta in _metas.items():
     _name = _schema.partition("(")[0]
@@ -118,8 +113,7 @@ ALL_GATHER: torch._ops.OpOverload = torch.ops.ltc_sharding.all_gather.default
 REDUCE_SCATTER: torch._ops.OpOverload = torch.ops.ltc_sharding.reduce_scatter.default
 ALL_TO_ALL: torch._ops.OpOverload = torch.ops.ltc_sharding.all_to_all.default
 PERMUTE: torch._ops.OpOverload = torch.ops.ltc_sharding.permute.default
-EXCHANGES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE})
-OPS = frozenset({SPLIT, JOIN, *EXCHANGES})
+OPS = frozenset({SPLIT, JOIN, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE})
 
 
 class Misused(Exception):
@@ -157,8 +151,7 @@ def manual_values(graph: Graph, inputs: frozenset[int]) -> frozenset[int]:
             raise Misused(node, error)
         own = range(node.first, node.first + len(node.outs))
         made.update(dict.fromkeys(own, node))
-        is_made = node.op is SPLIT or node.op in EXCHANGES
-        is_manual = node.op is not JOIN and (is_manual or is_made)
+        is_manual = node.op is not JOIN and (is_manual or node.op in OPS)
         for value in node.writes if is_manual else ():
             if value not in found and not _is_scratch(value, made, read):
                 error = ShardingError(

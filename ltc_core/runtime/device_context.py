@@ -416,7 +416,7 @@ class DeviceContext:
                 self._await_value(value, reason, seen)
         self._after_read()
         assert value.buffer is not None
-        if (self.failures or self._later_checks) and value.buffer.error is None:
+        if self.failures and value.buffer.error is None:
             self.raise_failure(all_of_them=False)
         return value.buffer.take()
 

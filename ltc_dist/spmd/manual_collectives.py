@@ -48,8 +48,6 @@ def all_reduce(
             next=f"use one of {', '.join(_KINDS)}; the last two are for integers and bools",
         )
     groups = _groups("all_reduce", axes, mesh)
-    if len(groups[0]) == 1:
-        return _copy(t)
     return note_manual(manual_collectives.all_reduce(t, kind, groups))
 
 
@@ -67,8 +65,6 @@ def all_gather(
     """
     groups = _groups("all_gather", axes, mesh)
     dim = _dim("all_gather", t, dim, 1)
-    if len(groups[0]) == 1:
-        return _copy(t)
     return note_manual(manual_collectives.all_gather(t, dim, groups))
 
 
@@ -86,8 +82,6 @@ def reduce_scatter(
     """
     groups = _groups("reduce_scatter", axes, mesh)
     dim = _dim("reduce_scatter", t, dim, len(groups[0]))
-    if len(groups[0]) == 1:
-        return _copy(t)
     return note_manual(manual_collectives.reduce_scatter(t, dim, groups))
 
 
@@ -112,8 +106,6 @@ def all_to_all(
     groups = _groups("all_to_all", axes, mesh)
     split = _dim("all_to_all", t, split_dim, len(groups[0]))
     concat = _dim("all_to_all", t, concat_dim, 1)
-    if len(groups[0]) == 1:
-        return _copy(t)
     return note_manual(manual_collectives.all_to_all(t, split, concat, groups))
 
 
@@ -145,13 +137,9 @@ def permute(
             next=f"use numbers of range({count})",
         )
     if count == 1:
-        return _copy(t) if places else torch.zeros_like(t)
+        return note_manual(t.clone() if places else torch.zeros_like(t))
     sent = [(group[a], group[b]) for group in groups for a, b in places]
     return note_manual(manual_collectives.permute(t, sent))
-
-
-def _copy(t: torch.Tensor) -> torch.Tensor:
-    return note_manual(t.clone())
 
 
 def _groups(name: str, axes: Any, mesh: Mesh | None) -> list[list[int]]:

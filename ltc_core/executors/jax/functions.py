@@ -34,16 +34,16 @@ def add_function(call: Callable[..., Sequence[Any]], operands: Sequence[torch.Te
     with jax.enable_x64(config.enable_x64.value or any(s.dtype.itemsize == 8 for s in specs)):
         closed = jax.make_jaxpr(call)(*specs)
     of_arrays = jaxpr_as_fun(closed)
+    jitted = jax.jit(of_arrays)
 
     def run(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with jax.enable_x64(True):
-            return [as_tensor(data) for data in jax.jit(of_arrays)(*map(as_array, tensors))]
+            return [as_tensor(data) for data in jitted(*map(as_array, tensors))]
 
     text = str(closed)
     sha = hashlib.sha256(text.encode())
-    if (
-        " at 0x" in text
-    ):  # an object of this process, such as a callback: the text does not tell which
+    # An object of this process, such as a callback: the text does not tell which.
+    if " at 0x" in text:
         sha.update(os.urandom(16))
     for constant in closed.consts:
         sha.update(np.asarray(jax.device_get(constant)).tobytes())

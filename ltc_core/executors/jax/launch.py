@@ -80,7 +80,7 @@ class JaxLaunch(Launch):
     ) -> None:
         super().__init__(subgraph)
         graph = subgraph.graph
-        bounds, unknown = find_bounds(graph, True) if shown is not None else ([], set())
+        bounds, unknown = ([], set()) if shown is None else find_bounds(graph, has_draws=True)
         self._shown = shown
         self._bounds = bounds
         checked = sorted(unknown)

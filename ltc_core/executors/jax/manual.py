@@ -1,8 +1,8 @@
 """Manual tensors as arrays: one more dimension, the first, with an element for each device of the mesh.
 
-`split` and `join` make them of whole arrays and back; `on_each_device` calls a function on each device's element, and
-`exchange` one that sends values between them. Data of a manual tensor keep that dimension between programs, so their
-number of dimensions shows what they are. Used by `lowering`, `launch` and `device`.
+`call` makes them of whole arrays and back, and sends values between the devices; `on_each_device` calls a function on
+each device's element. Data of a manual tensor keep that dimension between programs, so their number of dimensions shows
+what they are. Used by `lowering`, `launch` and `device`.
 """
 
 from __future__ import annotations

@@ -185,12 +185,9 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
     os.environ["LTC_COMPILED_CACHE_READ_ONLY"] = str(int(readonly))
 
 
-_is_spmd = False
-
-
 def is_spmd() -> bool:
     """Whether `use_spmd` was called, or LTC_SPMD or XLA_USE_SPMD is true."""
-    return _is_spmd or ltc.settings.peek("spmd")
+    return bool(ltc.settings.peek("spmd"))
 
 
 def use_spmd(auto: bool = False) -> None:
@@ -204,7 +201,6 @@ def use_spmd(auto: bool = False) -> None:
     Raises:
         NotHereError: the executor cannot divide tensors over the devices that there are.
     """
-    global _is_spmd
     if auto:
         raise NotHereError(
             "tensors that nobody marks are divided by XLA's propagation alone",
@@ -218,5 +214,5 @@ def use_spmd(auto: bool = False) -> None:
             got=f"LTC_EXECUTOR={ltc.settings.executor}",
             next="LTC_EXECUTOR=jax, with the package jax; or run a process for each device, with ltc-launch",
         )
-    ltc.settings.spmd = _is_spmd = True
+    ltc.settings.spmd = True
     os.environ["XLA_USE_SPMD"] = "1"

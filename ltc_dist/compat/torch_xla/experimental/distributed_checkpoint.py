@@ -28,7 +28,7 @@ import ltc_core as ltc
 from ltc_core.errors import CheckpointError, first_line
 from ltc_dist.checkpoint.stopping import Stopping
 from ltc_dist.compat.absent import Absent
-from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import ShardingType, sharding_type_of
+from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import has_parts
 from ltc_dist.spmd import mark_sharding, sharding_of
 from ltc_dist.spmd.planners import SPMDLoadPlanner, SPMDSavePlanner
 
@@ -52,8 +52,7 @@ _sharded_cpu_state_dict = Absent("_sharded_cpu_state_dict", _ON_CPU)
 
 def _is_sharded_tensor(x: object) -> bool:
     """Whether a tensor is divided: devices have different parts of it."""
-    kinds = (ShardingType.TILED, ShardingType.PARTIAL)
-    return isinstance(x, torch.Tensor) and sharding_type_of(x) in kinds
+    return isinstance(x, torch.Tensor) and has_parts(x)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

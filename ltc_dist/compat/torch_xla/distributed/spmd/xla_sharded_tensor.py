@@ -18,7 +18,11 @@ from ltc_core import source
 from ltc_core.api.sharding import NewParts
 from ltc_core.errors import ShardingError
 from ltc_core.tensor.lazy_tensor import LazyTensor
-from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import ShardingType, sharding_type_of
+from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import (
+    ShardingType,
+    has_parts,
+    sharding_type_of,
+)
 from ltc_dist.compat.xla_text import sharding_text
 from ltc_dist.spmd import is_manual, local_shards, sharding_of
 
@@ -77,7 +81,7 @@ def _shards(t: torch.Tensor) -> list[XLAShard]:
 
 def _copies(t: torch.Tensor) -> dict[int, int] | None:
     """Device -> which of the copies of its part it has; None if each device has a whole value."""
-    if sharding_type_of(t) not in (ShardingType.TILED, ShardingType.PARTIAL):
+    if not has_parts(t):
         return None
     mesh, spec = sharding_of(t) or (None, ())
     assert mesh is not None

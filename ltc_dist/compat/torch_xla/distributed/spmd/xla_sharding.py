@@ -86,6 +86,11 @@ def sharding_type_of(t: torch.Tensor) -> ShardingType:
     return ShardingType.TILED if parts == found[0].size() else ShardingType.PARTIAL
 
 
+def has_parts(t: torch.Tensor) -> bool:
+    """Whether devices have different parts of a tensor."""
+    return sharding_type_of(t) in (ShardingType.TILED, ShardingType.PARTIAL)
+
+
 _CUSTOM = "an annotation is no op of its own; mark_sharding, which tells the compiler of a recorded tensor"
 _AUTO = "tensors that nobody marks are divided by XLA's propagation alone; mark the parameters"
 
