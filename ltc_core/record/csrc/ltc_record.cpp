@@ -340,6 +340,17 @@ PyObject* add_kernels(PyObject*, PyObject*) {
   return added ? Py_NewRef(Py_None) : nullptr;
 }
 
+PyObject* torch_function; // of `LazyTensor`; set by `setup`, never released
+
+// PyTorch asks each operand of each call for `__torch_function__` by this slot, which Python itself does not read where
+// there is `tp_getattro`; a look into the class would cost 0.1 us an operand.
+PyObject* attribute_for_torch(PyObject* tensor, char* name) {
+  if (std::strcmp(name, "__torch_function__") == 0 && is_type(tensor, lazy_tensor))
+    return Py_NewRef(torch_function);
+  const Object attribute(PyUnicode_FromString(name));
+  return attribute ? PyObject_GetAttr(tensor, attribute.get()) : nullptr;
+}
+
 // setup(aten.detach.default, LazyTensor.__torch_dispatch__, make_empty, aten.empty_strided.default, stream, epochs,
 //       LazyTensor, Trace, Step, Node, Cell, View, Value, Buffer, TensorMeta, Dynamic, Entry, Ref, Scalar, AnyMeta, OFTEN, ANY,
 //       source's parts, modules)
@@ -406,6 +417,10 @@ PyObject* setup(PyObject*, PyObject* given) {
   cell_type = Py_NewRef(cell);
   view_type = Py_NewRef(view);
   value_type = Py_NewRef(value);
+  torch_function = PyObject_GetAttrString(tensor, "__torch_function__");
+  if (!torch_function)
+    return nullptr;
+  reinterpret_cast<PyTypeObject*>(tensor)->tp_getattr = attribute_for_torch;
   const Object attribute(PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(tensor), &handle_attribute));
   if (!attribute || PyObject_SetAttr(tensor, name_handle, attribute.get()) < 0)
     return nullptr;

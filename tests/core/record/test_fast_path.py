@@ -628,3 +628,26 @@ def test_memory_that_nobody_has_written_needs_no_python() -> None:
             assert made._h.meta.stride == expected.stride(), name  # type: ignore[attr-defined]
             assert made.fill_(2).sum().item() == 2 * made.numel(), name
     assert x.new_empty(2, device="cpu").device.type == "cpu"
+
+
+def test_functions_of_subclasses_and_modes_are_asked() -> None:
+    class Other(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func.__name__, [kind.__name__ for kind in types]
+
+    class Names(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func.__name__
+
+    x = torch.ones(2, device=ltc.lazy_device())
+    assert not torch.overrides.has_torch_function((x,))
+    assert torch.add(x, torch.ones(2).as_subclass(Other)) == ("add", ["Other"])
+    with Names():
+        assert torch.add(x, x) == "add"
+    assert getattr(x, "nothing_of_this_name", None) is None
+    assert (x + x).tolist() == [2.0, 2.0]
