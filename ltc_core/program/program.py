@@ -116,6 +116,10 @@ class Program(abc.ABC):
         """
         raise NotImplementedError
 
+    def note_native_cost(self, cost_ns: int) -> None:
+        """A run of `native` has taken so much time of the processor."""
+        return
+
     def count_native_runs(self, count: int) -> None:
         """Runs of `native` were made, and none of them has failed."""
         return

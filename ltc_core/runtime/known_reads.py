@@ -83,10 +83,11 @@ class KnownReads:
         if self._native is None:
             return
         self.count()
-        if compiled.runs < _LEARNT:
+        native = compiled.program.native
+        if native is None or compiled.runs < _LEARNT:  # without: compiled code has come meanwhile
             return
         if not any(map(self._early.may_gain, compiled.habit.followers())):
-            self._native.let_run(compiled.known_cut, compiled.program.native, _RUNS)
+            self._native.let_run(compiled.known_cut, native, _RUNS)
 
     def resume(self) -> None:
         """Python has read a value: let C++ read the next ones, if a cut does nothing but run in this thread.

@@ -225,7 +225,9 @@ class Launcher:
         for buffer, result in zip(outputs, results, strict=True):
             buffer.set(result)
         elapsed_ns = time.perf_counter_ns() - started_ns
-        note_run(compiled, time.thread_time_ns() - started_cpu_ns, elapsed_ns, settings.eager)
+        cost_ns = time.thread_time_ns() - started_cpu_ns
+        compiled.program.note_native_cost(cost_ns)
+        note_run(compiled, cost_ns, elapsed_ns, settings.eager)
         metrics.observe("ExecuteHere", elapsed_ns)
 
     def _new_launch(

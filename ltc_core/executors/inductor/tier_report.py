@@ -54,6 +54,7 @@ class State(enum.Enum):
         "op by op, it is compiled for other values of its numbers or of PyTorch's numeric flags"
     )
     SLOWER = "op by op in C++, which was quicker than compiled code in steps of the script"
+    SHORT = "op by op in C++, so short that a launch of compiled code would take longer"
     REFUSED = "op by op, it was refused (the reason is below)"
     DROPPED = "op by op, the process ended before it was compiled"
 

@@ -58,6 +58,14 @@ _AFTER = 3
 _COMPILE_S = 6.0  # of a small graph on an idle core (MLP of 45 ops: 7 s)
 _COMPILE_S_PER_OP = 0.04
 
+# A graph whose ops take less than this in C++ is not compiled: to launch compiled code takes longer by 50 to 70 us than
+# to run them where they are cut.
+_SHORT_NS = 100_000
+_MOST_SHORT = 64  # ops of such a graph
+_SEEN_SHORT = (
+    6  # runs of a graph that may be one, before compiled code of an earlier process is looked for
+)
+
 # A graph is compiled for this many sets of constants and numeric flags at most; runs with others are op by op.
 _MAX_PROGRAMS = 4
 
@@ -98,6 +106,8 @@ class TieredProgram(Program, Reported):
         self._fits_none = False  # the last run had other scalars or flags than those compiled
         self._has_none = False  # there is no op that can be compiled
         self._is_slower = False  # replay was quicker than compiled code
+        self._has_looked = False  # for libraries of an earlier process
+        self._least_ns = 0  # time of the processor that a run in C++ has taken
         self._first_run_s = 0.0
         self._times_file: Path | None = None
         self._times: dict[bool, StepTimes] = {}  # whether steps are waited for -> what was measured
@@ -162,6 +172,9 @@ class TieredProgram(Program, Reported):
         self._note_op_by_op()
         return self._counted(self._reference.results_of(found, inputs, scalars))
 
+    def note_native_cost(self, cost_ns: int) -> None:
+        self._least_ns = min(self._least_ns or cost_ns, cost_ns)
+
     def count_native_runs(self, count: int) -> None:
         self._runs += count
         self.last_run = next(_launches)
@@ -207,7 +220,21 @@ class TieredProgram(Program, Reported):
         return self._programs.find(scalars, flags)
 
     def _is_wanted(self, run: int) -> bool:
-        return run == 1 or self._is_due(run)
+        if self._is_due(run):
+            return True
+        may_be_short = len(self.graph.nodes) <= _MOST_SHORT and not self._is_for_the_user
+        return not self._has_looked and not self._is_short and run > may_be_short * _SEEN_SHORT
+
+    @property
+    def _is_for_the_user(self) -> bool:
+        """Whether a setting says which graphs are compiled, and when."""
+        return settings.compile == "sync" or bool(settings.compile_after)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether compiled code would gain less than its launch costs. On a GPU, this time is not that of the ops."""
+        is_known = 0 < self._least_ns < _SHORT_NS and self.hardware.type == "cpu"
+        return is_known and not self._is_for_the_user
 
     def _is_due(self, run: int) -> bool:
         """Whether it is time to compile at this run; before, only libraries that are there are used."""
@@ -215,6 +242,8 @@ class TieredProgram(Program, Reported):
             return True
         if settings.compile_after:
             return run >= settings.compile_after
+        if self._is_short:
+            return False
         if not self._first_run_s:
             self._first_run_s = time.monotonic()
         runs_s = time.monotonic() - self._first_run_s
@@ -238,6 +267,7 @@ class TieredProgram(Program, Reported):
             self._given_up = self._has_none = True
             return None
         is_cached = build.is_cached()
+        self._has_looked = True
         if not is_cached and not self._is_due(self._runs):
             return None
         self._build = build
@@ -348,6 +378,8 @@ class TieredProgram(Program, Reported):
             return State.NOTHING
         if self.graph.dynamic:
             return State.DYNAMIC
+        if self._is_short:
+            return State.SHORT
         return State.REFUSED if self._given_up else State.NEW
 
     @property

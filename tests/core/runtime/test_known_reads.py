@@ -1,5 +1,6 @@
 """Numbers that C++ reads where a read cuts what it has cut before: eager's numbers, and what Python would have done."""
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.executors.reference import replay
+from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.record import fast_path
 from ltc_core.runtime import known_reads, run_cost
 from ltc_core.runtime.device_context import DeviceContext
@@ -60,6 +62,15 @@ def test_each_program_is_pythons_again_after_some_runs(
     x = torch.ones(5, device="ltc")
     repeated(lambda: (x * 3.5).sum().item(), 60)
     assert 15 <= len(in_python) < 40
+
+
+def test_compiled_code_may_come_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, asked = ReferenceProgram.native, itertools.count()
+    now_and_then = property(lambda self: None if next(asked) % 3 == 0 else plain.fget(self))  # type: ignore[attr-defined]
+    monkeypatch.setattr(ReferenceProgram, "native", now_and_then)
+    monkeypatch.setattr(known_reads, "_RUNS", 2)
+    x = torch.ones(6, device="ltc")
+    assert repeated(lambda: (x * 4.5).sum().item(), 60) == [27.0] * 60
 
 
 def train(device: str) -> list[float]:

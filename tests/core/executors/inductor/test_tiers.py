@@ -132,6 +132,26 @@ def test_a_graph_that_ran_once_is_not_compiled_however_long_that_is_ago(
     assert service.requests
 
 
+def test_a_graph_that_is_shorter_than_a_launch_is_not_compiled(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(tiers.time, "monotonic", lambda: now[0])
+    short, long = (one_node(aten.mul.Scalar, Scalar(0)) for _ in range(2))
+    with settings.override(compile_after=0):
+        for program, cost_ns in ((short, 5_000), (long, 500_000)):
+            for _ in range(12):
+                program.note_native_cost(cost_ns + 10**6)  # another process had the core
+                program.note_native_cost(cost_ns)
+                run(program, 2.0)
+                now[0] += 1000.0
+            assert bool(service.requests) == (program is long)
+        assert "so short that a launch" in short.state.words
+    with settings.override(compile_after=2):
+        run(short, 2.0)
+    assert service.asked == 2
+
+
 def test_what_is_kept_of_steps_may_be_damaged(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     assert step_times.read(file) == {}
