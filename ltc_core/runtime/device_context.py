@@ -205,7 +205,7 @@ class DeviceContext:
             self.reads.after_cut(compiled)
             self.streaming.after_cut(goes_on=False)
             self.early.after_cut(compiled)
-            if reason == "Item":
+            if reason in ("Item", "ToCpu"):
                 self.known_reads.let_run(compiled)
         self._note_cut(reason, compiled, time.perf_counter_ns() - started_ns)
         return True

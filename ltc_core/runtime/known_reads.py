@@ -1,7 +1,7 @@
-"""Reads of numbers that C++ makes: a script that reads a number every few ops would wait for Python most of the time.
+"""Reads of numbers and small tensors that C++ makes: a script that reads one every few ops would wait for Python else.
 
 A step of LBFGS reads hundreds of numbers, and a loop of an environment one for each action. Where a read cuts what it
-has cut before, `record/csrc/known_read.h` cuts, runs the program and returns the number. Each program is Python's again
+has cut before, `record/csrc/known_read.h` cuts, runs the program and returns it. Each program is Python's again
 after some runs: its tier may have changed, and what is measured goes by those runs. What C++ leaves out is made up for
 when Python cuts or reads the next time (`pause`); the counters, when somebody reads one.
 
@@ -123,22 +123,25 @@ class KnownReads:
             self._early.skip_to(last)
             self._on_cuts(num_cuts, last_ns)
         if unfinished is not None:
-            compiled, made = unfinished
-            _count_cuts(compiled, 1)
+            compiled, made, reason = unfinished
+            _count_cuts(compiled, 1, reason)
             self._launcher.finish_now(compiled, made)
 
     def count(self) -> None:
         """Count what C++ has done. In any thread."""
         if self._native is None:
             return
-        num_reads, num_bytes, cut = self._native.take_counts()
+        num_numbers, num_tensors, num_bytes, cut = self._native.take_counts()
+        num_reads = num_numbers + num_tensors
         if num_reads:
-            metrics.count("aten::_local_scalar_dense", num_reads)
+            metrics.count("aten::_local_scalar_dense", num_numbers)
             metrics.observe_many("InboundData", num_bytes / num_reads, num_reads)
         for compiled in cut:
-            num_runs, elapsed_ns = compiled.known_cut.take_runs()
+            num_runs, num_copies, elapsed_ns = compiled.known_cut.take_runs()
             if num_runs:
                 _count_runs(compiled, num_runs, elapsed_ns / num_runs)
+                _count_cuts(compiled, num_runs - num_copies, "Item")
+                _count_cuts(compiled, num_copies, "ToCpu")
 
 
 def _reports_cuts() -> bool:
@@ -146,18 +149,19 @@ def _reports_cuts() -> bool:
 
 
 def _count_runs(compiled: CompiledGraph, num_runs: int, elapsed_ns: float) -> None:
-    """Count the cuts of a program, of which each took so much time, nearly all of it to run."""
-    _count_cuts(compiled, num_runs)
+    """Count runs of a program, each of which took so much time with its cut."""
     compiled.program.count_native_runs(num_runs)
     for name in ("ExecuteHere", "ExecuteTime"):
         metrics.observe_many(name, elapsed_ns, num_runs)
 
 
-def _count_cuts(compiled: CompiledGraph, num_cuts: int) -> None:
+def _count_cuts(compiled: CompiledGraph, num_cuts: int, reason: str) -> None:
+    if not num_cuts:
+        return
     compiled.runs += num_cuts
     metrics.count("CachedCompile", num_cuts)
     metrics.count("ExecuteComputation", num_cuts)
-    metrics.count("Sync.Item", num_cuts)
+    metrics.count(f"Sync.{reason}", num_cuts)
     metrics.count_ops({name: n * num_cuts for name, n in compiled.recorded.items()})
 
 

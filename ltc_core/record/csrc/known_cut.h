@@ -24,7 +24,7 @@ struct KnownCut {
   // For known_read.h: the program that a read may run, how often before Python looks again, as long as the facts are those
   // of this number; and what nobody has counted.
   PyObject* program;
-  Py_ssize_t left, facts, num_runs;
+  Py_ssize_t left, facts, num_runs, num_copies; // those of tensors among the runs
   long long elapsed_ns;
 };
 inline PyTypeObject known_cut_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.KnownCut", sizeof(KnownCut)};
@@ -220,11 +220,11 @@ inline PyObject* make_known_cut(PyObject* self, PyObject* const* given, Py_ssize
   return cut.make(given[3]);
 }
 
-// known.take_runs(): (runs that reads have made since the last call, their duration in nanoseconds).
+// known.take_runs(): (runs that reads have made since the last call, those of tensors, their duration in nanoseconds).
 inline PyObject* take_runs(PyObject* self, PyObject*) {
   auto* known = reinterpret_cast<KnownCut*>(self);
-  PyObject* taken = Py_BuildValue("(nL)", known->num_runs, known->elapsed_ns);
-  known->num_runs = known->elapsed_ns = 0;
+  PyObject* taken = Py_BuildValue("(nnL)", known->num_runs, known->num_copies, known->elapsed_ns);
+  known->num_runs = known->num_copies = known->elapsed_ns = 0;
   return taken;
 }
 

@@ -1,16 +1,19 @@
-// A read of a number, whose cut has been made before: from the call of `item()` to the number without a call of Python.
+// A read of a number or of a small tensor, whose cut has been made before: from the call of `item()` or `cpu()` to the
+// result without a call of Python.
 //
-// It does what `special._item`, `DeviceContext.value_data` and `DeviceContext._cut_known` do. Python says when it may, and
+// It does what `special._item`, `devices.fetch`, `DeviceContext.value_data` and `DeviceContext._cut_known` do. Python says when it may, and
 // what of that has to stay as it is (`runtime/known_reads.py`); what it leaves out, Python makes up for when it cuts or
 // reads the next time, or when a counter is read.
 #pragma once
 #include "known_cut.h"
 #include "operands.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <chrono>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -27,12 +30,13 @@ struct KnownReads {
   PyObject *trace_memory, *failures; // of the device
   PyObject* cut; // programs whose runs nobody has counted: a list
   PyObject* last; // the program of the last read that cut
-  PyObject* unfinished; // (program, what `CutInCpp::make` returned): an op failed, or has to run in Python
+  PyObject* unfinished; // (program, what `CutInCpp::make` returned, reason): an op failed, or has to run in Python
   unsigned long thread; // that called `resume`; 0: every read is Python's
   Py_ssize_t num_reads; // since Python was last told
   Py_ssize_t num_cuts;
   long long last_ns; // when the last one ended
-  Py_ssize_t num_bytes, num_uncounted; // of the numbers read, and their count, since a counter was read
+  // Since a counter was read: bytes, numbers and tensors that were read.
+  Py_ssize_t num_bytes, num_numbers, num_tensors;
 };
 inline PyTypeObject known_reads_type = {
     PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.KnownReads", sizeof(KnownReads)};
@@ -56,30 +60,45 @@ inline long long now_ns() { // the clock of `time.perf_counter_ns`
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// One call of `item()` on a lazy tensor.
+// One call of `item()` or `cpu()` on a lazy tensor.
 class KnownRead {
  public:
   KnownRead(KnownReads& reads, PyObject* trace, PyObject* cell) : reads(reads), trace(trace), cell(cell) {}
 
   // The number; none if the read is Python's, and then an error may be set.
   std::optional<c10::Scalar> number() {
-    if (!may_read())
+    PyObject* buffer = computed(false);
+    const auto found = buffer ? number_in(buffer) : std::nullopt;
+    if (!found)
       return std::nullopt;
-    PyObject* value = cell_of.value.of(cell);
-    if (value_of.buffer.is_none(value) && !cut(value))
-      return std::nullopt;
-    const auto found = number_in(value_of.buffer.of(value));
-    if (found) {
-      ++reads.num_reads;
-      ++reads.num_uncounted;
-      reads.num_bytes += found->second;
-      reads.last_ns = now_ns();
-    }
-    return found ? std::optional(found->first) : std::nullopt;
+    ++reads.num_numbers;
+    note(found->second);
+    return found->first;
+  }
+
+  // A copy on the CPU of a tensor of some sizes and strides; undefined if the read is Python's, and then an error may be
+  // set. The GIL is held while memory is copied: larger tensors are Python's.
+  at::Tensor copy(const at::Tensor& of) {
+    if (!of.is_contiguous() || of.requires_grad() || of.numel() * of.element_size() > kMostBytes)
+      return {};
+    PyObject* buffer = computed(true);
+    PyObject* data = buffer ? buffer_data.of(buffer) : nullptr;
+    if (!data || !THPVariable_Check(data))
+      return {};
+    const at::Tensor& tensor = THPVariable_Unpack(data);
+    const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
+    if (!is_plain || !tensor.is_contiguous() || tensor.scalar_type() != of.scalar_type() || tensor.sizes() != of.sizes())
+      return {};
+    at::Tensor made = at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type(), false, std::nullopt);
+    std::memcpy(made.mutable_data_ptr(), tensor.const_data_ptr(), tensor.nbytes());
+    ++reads.num_tensors;
+    note(static_cast<Py_ssize_t>(tensor.nbytes()));
+    return made;
   }
 
  private:
   using Number = std::pair<c10::Scalar, Py_ssize_t>; // and its bytes
+  static constexpr int64_t kMostBytes = 1 << 16;
 
   KnownReads& reads;
   PyObject *const trace, *const cell;
@@ -95,8 +114,24 @@ class KnownRead {
     return true;
   }
 
+  // The buffer of the value, which is cut if it is pending; null if the read is Python's.
+  PyObject* computed(bool is_copy) {
+    if (!may_read())
+      return nullptr;
+    PyObject* value = cell_of.value.of(cell);
+    if (value_of.buffer.is_none(value) && !cut(value, is_copy))
+      return nullptr;
+    return value_of.buffer.of(value);
+  }
+
+  void note(Py_ssize_t num_bytes) {
+    ++reads.num_reads;
+    reads.num_bytes += num_bytes;
+    reads.last_ns = now_ns();
+  }
+
   // Cuts what is recorded, and runs it; false if that is left to Python.
-  bool cut(PyObject* value) {
+  bool cut(PyObject* value, bool is_copy) {
     PyObject* step = trace_of.cursor.of(trace);
     if (value_of.epoch.number(value) != trace_of.epoch.number(trace) || step_of.known.is_none(step) ||
         needs_probe(step, value))
@@ -118,13 +153,14 @@ class KnownRead {
       return false;
     reads.last_ns = now_ns();
     if (!cut.is_whole) {
-      Py_XSETREF(reads.unfinished, PyTuple_Pack(2, compiled.get(), made.get()));
+      Py_XSETREF(reads.unfinished, Py_BuildValue("(OOs)", compiled.get(), made.get(), is_copy ? "ToCpu" : "Item"));
       return false;
     }
     if (known.num_runs == 0 && PyList_Append(reads.cut, compiled.get()) < 0)
       return false;
     --known.left;
     ++known.num_runs;
+    known.num_copies += is_copy;
     known.elapsed_ns += reads.last_ns - started_ns;
     ++reads.num_cuts;
     Py_XSETREF(reads.last, Py_NewRef(compiled.get()));
@@ -230,15 +266,15 @@ inline PyObject* pause_reads(PyObject* self, PyObject*) {
   return told;
 }
 
-// reads.take_counts(): (numbers that were read since the last call, their bytes, the programs that were run).
+// reads.take_counts(): (numbers and tensors that were read since the last call, their bytes, the programs that were run).
 inline PyObject* take_read_counts(PyObject* self, PyObject*) {
   auto* reads = reinterpret_cast<KnownReads*>(self);
   const Object fresh(PyList_New(0));
   if (!fresh)
     return nullptr;
   const Object cut(std::exchange(reads->cut, Py_NewRef(fresh.get())));
-  PyObject* taken = Py_BuildValue("(nnO)", reads->num_uncounted, reads->num_bytes, cut.get());
-  reads->num_uncounted = reads->num_bytes = 0;
+  PyObject* taken = Py_BuildValue("(nnnO)", reads->num_numbers, reads->num_tensors, reads->num_bytes, cut.get());
+  reads->num_numbers = reads->num_tensors = reads->num_bytes = 0;
   return taken;
 }
 

@@ -57,6 +57,26 @@ void give_more(PyObject* trace) {
     trace_of.limit.set_number(trace, then ? std::min(then, first_limit) : first_limit);
 }
 
+// Calls `read`, under the lock of the trace, with the read of a tensor that C++ may make; throws the error that it leaves.
+template <typename Read>
+void read_known(const at::Tensor& tensor, Read&& read) {
+  const Object handle(handle_of(tensor));
+  if (!handle || !is_type(handle.get(), cell_type))
+    return;
+  const Object trace(Py_NewRef(cell_of.trace.of(handle.get())));
+  if (trace_of.reads.is_none(trace.get()))
+    return;
+  const Object reads(Py_NewRef(trace_of.reads.of(trace.get())));
+  bool is_read = false;
+  {
+    const Locked locked(trace.get());
+    if (locked.is_taken)
+      is_read = read(KnownRead(*reinterpret_cast<KnownReads*>(reads.get()), trace.get(), handle.get()));
+  }
+  if (!is_read && PyErr_Occurred())
+    throw_python_error();
+}
+
 // The kernel of one op: records a call that repeats a known step, else calls Python.
 class Follower final : public c10::OperatorKernel {
  public:
@@ -65,6 +85,7 @@ class Follower final : public c10::OperatorKernel {
         writes_list(op.writes_list()),
         takes_masks(op.handle.schema().name() == "aten::index"),
         copies_in(op.handle.schema().name() == "aten::copy_"),
+        copies_out(op.handle.schema().name() == "aten::_to_copy"),
         python(op.handle.getComputedKernelForDispatchKey(key_of(op))) {}
 
   // Factories have no tensor that would bring them to the key for Python.
@@ -77,6 +98,14 @@ class Follower final : public c10::OperatorKernel {
       return python.callBoxed(handle, keys, stack);
     if (copies_in && torch::jit::peek(*stack, 1, op.codes.size()).toTensor().is_cpu()) // an upload: nothing is recorded
       return python.callBoxed(handle, keys, stack);
+    if (copies_out && is_to_cpu(*stack)) { // a read: nothing is recorded
+      at::Tensor copied = read_copy(*stack);
+      if (!copied.defined())
+        return python.callBoxed(handle, keys, stack);
+      torch::jit::drop(*stack, op.codes.size());
+      stack->emplace_back(std::move(copied));
+      return;
+    }
     if (op.takes_number)
       use_number(op, stack->data() + (stack->size() - op.codes.size()));
     Noted noted;
@@ -95,7 +124,7 @@ class Follower final : public c10::OperatorKernel {
  private:
   const Op op;
   Originals& originals = *new Originals(); // read and changed under the GIL; leaked: kernels outlive the interpreter
-  const bool writes_list, takes_masks, copies_in;
+  const bool writes_list, takes_masks, copies_in, copies_out;
   const c10::SafeKernelFunction python;
 
   static void count_writes(c10::ArrayRef<IValue> tensors) {
@@ -126,6 +155,28 @@ class Follower final : public c10::OperatorKernel {
       if (item.isTensor() && item.toTensor().defined() && item.toTensor().scalar_type() == at::kBool)
         return true;
     return false;
+  }
+
+  // Whether a call of `_to_copy` asks for nothing but a copy on the CPU.
+  bool is_to_cpu(const torch::jit::Stack& stack) const {
+    const auto args = torch::jit::last(stack, op.codes.size()); // self, dtype, layout, device, pin_memory, non_blocking, format
+    if (!args[3].isDevice() || !args[3].toDevice().is_cpu())
+      return false;
+    const bool is_same_dtype = args[1].isNone() || args[1].toScalarType() == args[0].toTensor().scalar_type();
+    const bool is_strided = args[2].isNone() || args[2].toLayout() == at::kStrided;
+    const bool is_plain = args[6].isNone() || args[6].toMemoryFormat() == at::MemoryFormat::Preserve;
+    return is_same_dtype && is_strided && is_plain && !(args[4].isBool() && args[4].toBool());
+  }
+
+  static at::Tensor read_copy(const torch::jit::Stack& stack) {
+    const at::Tensor of = torch::jit::peek(stack, 0, 7).toTensor();
+    at::Tensor copied;
+    const Gil gil;
+    read_known(of, [&](KnownRead read) {
+      copied = read.copy(of);
+      return copied.defined();
+    });
+    return copied;
   }
 
   // Records the call and returns true if it is a known step of its trace. Else notes what to expect of it.
@@ -237,21 +288,11 @@ class Reader final : public c10::OperatorKernel {
   const c10::SafeKernelFunction python;
 
   static std::optional<c10::Scalar> read(c10::ArrayRef<IValue> args) {
-    const Object handle(first_handle(args));
-    if (!handle || !is_type(handle.get(), cell_type))
-      return std::nullopt;
-    const Object trace(Py_NewRef(cell_of.trace.of(handle.get())));
-    if (trace_of.reads.is_none(trace.get()))
-      return std::nullopt;
-    const Object reads(Py_NewRef(trace_of.reads.of(trace.get())));
     std::optional<c10::Scalar> number;
-    {
-      const Locked locked(trace.get());
-      if (locked.is_taken)
-        number = KnownRead(*reinterpret_cast<KnownReads*>(reads.get()), trace.get(), handle.get()).number();
-    }
-    if (PyErr_Occurred())
-      throw_python_error();
+    read_known(args[0].toTensor(), [&](KnownRead read) {
+      number = read.number();
+      return number.has_value();
+    });
     return number;
   }
 };

@@ -147,16 +147,20 @@ def test_an_op_that_fails_raises_in_its_read_and_the_next_ones_go_on(in_python: 
 
 def test_counters_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     names = (
-        "aten::_local_scalar_dense", "CachedCompile", "ExecuteComputation", "Sync.Item", "ReplayedRun", "OpByOpRun",
-        "ltc::mul", "ltc::sum",
+        "aten::_local_scalar_dense", "CachedCompile", "ExecuteComputation", "Sync.Item", "Sync.ToCpu", "ReplayedRun",
+        "OpByOpRun", "ltc::mul", "ltc::sum",
     )  # fmt: skip
     x = torch.ones(4, device="ltc")
 
+    def read() -> None:
+        (x * 4.5).sum().item()
+        (x * 4.5).sum(0, keepdim=True).cpu()
+
     def counts() -> list[int]:
-        repeated(lambda: (x * 4.5).sum().item(), 10)
+        repeated(read, 10)
         before = [metrics.counter_value(name) or 0 for name in names]
         samples = metrics.metric_data("ExecuteTime")
-        repeated(lambda: (x * 4.5).sum().item(), 50)
+        repeated(read, 50)
         after = [metrics.counter_value(name) or 0 for name in names]
         more = metrics.metric_data("ExecuteTime")
         assert samples is not None and more is not None and more[1] > samples[1]
@@ -165,7 +169,7 @@ def test_counters_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     in_cpp = counts()
     monkeypatch.setattr(known_reads.KnownReads, "resume", lambda self: None)
     context(0).wait()
-    assert in_cpp == counts() == [50] * 9
+    assert in_cpp == counts() == [50, 100, 100, 50, 50, 100, 100, 100, 100, 100]
 
 
 def test_a_value_that_is_there_is_read_again(in_python: list[str]) -> None:
@@ -174,6 +178,74 @@ def test_a_value_that_is_there_is_read_again(in_python: list[str]) -> None:
         total = (x * 6.5).sum()
         assert total.item() == total.item() == 26.0
     assert len(in_python) < 20
+
+
+def test_tensors_are_read_without_python(in_python: list[str]) -> None:
+    x = torch.arange(4.0, device="ltc")
+    for k in range(60):
+        copied = (x * 2 + k).cpu()
+        assert copied.tolist() == [k, k + 2.0, k + 4.0, k + 6.0]
+    assert len(in_python) < 20
+    assert repeated(lambda: (x * 3).tolist(), 60) == [[0.0, 3.0, 6.0, 9.0]] * 60
+    assert len(in_python) < 30
+
+
+def test_a_copy_is_the_callers_own() -> None:
+    x = torch.zeros(3, device="ltc")
+    for k in range(40):
+        x += 1
+        first = x.cpu()
+        first.fill_(100)
+        second = x.to("cpu")
+        assert second.tolist() == [k + 1.0] * 3
+        assert first.data_ptr() != second.data_ptr()
+
+
+MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: (x * 2).t(),
+    "in another order": lambda x: torch.empty_like(x.t()).copy_(x.t()) * 2,
+    "a part": lambda x: (x + 1)[1:],
+    "nothing": lambda x: (x + 1)[:0] * 2,
+    "bool": lambda x: x > 3,
+    "bfloat16": lambda x: (x / 3).bfloat16(),
+    "int8": lambda x: (x * 2).to(torch.int8),
+    "complex": lambda x: torch.complex(x, x + 1),
+    "conjugate": lambda x: torch.complex(x, x + 1).conj(),
+    "with a gradient": lambda x: x.clone().requires_grad_() * 2,
+    "large": lambda x: x.sum() + torch.ones(300, 300, device=x.device),
+    "without dims": lambda x: x.sum() * 2,
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_copies_are_those_of_eager(kind: str) -> None:
+    make = MADE[kind]
+    expected = make(torch.arange(6.0).view(2, 3))
+    x = torch.arange(6.0).view(2, 3).to("ltc")
+    for k in range(24):
+        copied = make(x).cpu()
+        assert torch.equal(copied, expected) and copied.dtype is expected.dtype
+        assert copied.stride() == torch.empty_like(expected).stride()
+        assert copied.requires_grad == expected.requires_grad
+        if not expected.requires_grad:
+            wide = make(x).to("cpu", torch.complex128, non_blocking=bool(k % 2))
+            assert torch.equal(wide, expected.to(torch.complex128))
+        with torch.inference_mode(k % 3 == 0):
+            assert make(x).cpu().is_inference() == (k % 3 == 0)
+
+
+def test_an_op_that_fails_raises_in_the_read_of_a_tensor(in_python: list[str]) -> None:
+    table = torch.arange(6.0, device="ltc")
+
+    def read(index: int) -> list[float]:
+        at = torch.full((1,), index, device="ltc")
+        return table.index_select(0, at).cpu().tolist()  # type: ignore[no-any-return]
+
+    for _ in range(3):
+        assert [read(k % 6) for k in range(30)] == [[float(k % 6)] for k in range(30)]
+        with pytest.raises(IndexError, match="out of range"):
+            read(50)
+    assert (table + 1.0).cpu().sum() == 21.0
 
 
 class Noted(TorchDispatchMode):
