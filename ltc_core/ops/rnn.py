@@ -2,7 +2,9 @@
 
 For a device that PyTorch does not know, each time step of `torch.lstm` and `torch.gru` becomes some thirty small ops.
 Eager on the CPU calls the layer of oneDNN for LSTMs, in the cases of `_is_onednn`. For GRUs and simple RNNs it
-multiplies the inputs of all steps at once, and has ten ops a step. So does this device, in the same cases.
+multiplies the inputs of all steps at once, and has ten ops a step. So does this device, in the same cases. Over long
+sequences, GRUs and simple RNNs are one op, with the kernels of eager (`graph.recurrent`): thousands of steps would make
+graphs of a hundred thousand ops.
 `register_rnn` is called once, at import. Sources: ATen/native/RNN.cpp and "mkldnn_rnn" in ATen/native/mkldnn/RNN.cpp.
 """
 
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ltc_core.graph.recurrent import LAYER, LAYER_GRAD
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.settings import settings
 
@@ -22,6 +25,7 @@ __all__ = ["register_rnn"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
+_LONG = 32  # steps of all layers and directions, from which they are one op
 _LSTM = 2  # `ideep::rnn_kind::LSTM`
 _libraries: list[Any] = []
 
@@ -162,6 +166,90 @@ def _layers(
             bidirectional,
             batch_first,
         )
+    num_steps = input.shape[batch_first] * num_layers * (1 + bidirectional)
+    if num_steps >= _LONG and not (dropout and train) and _may_be_one_op():
+        return _Layer.apply(  # type: ignore[no-untyped-call, no-any-return]
+            (op, cell, has_biases, num_layers, bidirectional, batch_first), input, hx, *params
+        )
+    return _in_steps(
+        cell,
+        input,
+        hx,
+        params,
+        has_biases,
+        num_layers,
+        dropout if train else 0.0,
+        bidirectional,
+        batch_first,
+    )
+
+
+def _may_be_one_op() -> bool:
+    """Whether a layer may be one op: it runs on kernels of the CPU, and has gradients alone."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    has_tangents = torch.autograd.forward_ad._current_level >= 0
+    return settings.executor != "jax" and not is_transformed and not has_tangents
+
+
+class _Layer(torch.autograd.Function):
+    """Layers as one op. Gradients of gradients come from its steps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layout: tuple[Any, ...], input: Tensor, hx: Tensor, *params: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.layout = layout
+        ctx.save_for_backward(input, hx, *params)
+        ctx.set_materialize_grads(False)
+        needs_grad = [t.requires_grad for t in (input, hx, *params)]
+        return LAYER(  # type: ignore[no-any-return]
+            layout[0]._opname, input, hx, params, *layout[2:], needs_grad
+        )
+
+    @staticmethod
+    def backward(
+        ctx: Any, output_grad: Tensor | None, hidden_grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        op, cell, *layout = ctx.layout
+        input, hx, *params = ctx.saved_tensors
+        if output_grad is None and hidden_grad is None:
+            return (None,) * (3 + len(params))
+        if torch.is_grad_enabled():
+            return None, *_differentiable_grads(ctx, (output_grad, hidden_grad))
+        needs_grad = [t.requires_grad for t in ctx.saved_tensors]
+        grads = iter(
+            LAYER_GRAD(output_grad, hidden_grad, op._opname, input, hx, params, *layout, needs_grad)
+        )
+        return None, *(next(grads) if needed else None for needed in needs_grad)
+
+
+def _differentiable_grads(ctx: Any, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+    op, cell, has_biases, num_layers, bidirectional, batch_first = ctx.layout
+    input, hx, *params = ctx.saved_tensors
+    results = _in_steps(
+        cell, input, hx, params, has_biases, num_layers, 0.0, bidirectional, batch_first
+    )
+    pairs = [(r, g) for r, g in zip(results, given, strict=True) if g is not None]
+    wanted = [t for t in ctx.saved_tensors if t.requires_grad]
+    found = torch.autograd.grad(
+        [r for r, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
+    )
+    grads = iter(found)
+    return [next(grads) if t.requires_grad else None for t in ctx.saved_tensors]
+
+
+def _in_steps(
+    cell: Cell,
+    input: Tensor,
+    hx: Tensor,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """Layers with the ops of `cell` for each step."""
     weights, hiddens = iter(params), iter(hx.unbind(0))
     last: list[Tensor] = []
 
@@ -170,7 +258,7 @@ def _layers(
         last.append(steps[-1])
         return torch.stack(steps[::-1] if is_reverse else steps)
 
-    y = _stacked(run, input, num_layers, dropout if train else 0.0, bidirectional, batch_first)
+    y = _stacked(run, input, num_layers, dropout, bidirectional, batch_first)
     return y, torch.stack(last)
 
 

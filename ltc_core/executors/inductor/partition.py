@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ltc_core.graph import collective
+from ltc_core.graph import collective, recurrent
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Lens, Node, Scalar, TensorMeta, Write
 from ltc_core.graph.lens import open_lens
@@ -96,6 +96,8 @@ def _why_eager(
         return "its random numbers must be those of eager"
     if node.op in _ONEDNN:
         return "the compiler does not keep what its gradient needs"
+    if node.op in recurrent.OPS:
+        return "it is a loop over the steps of a sequence"
     if node.op in collective.OPS:
         return "it exchanges data with other processes"
     if node.op._opname.rstrip("_") in _CHECKED:

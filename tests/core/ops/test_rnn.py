@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
+from ltc_core.ops import rnn
+from ltc_core.runtime.devices import count_pending_ops
 from ltc_core.settings import settings
 from tests.core.beside_eager import beside_eager
 from tests.core.counting import Counting
@@ -37,10 +39,19 @@ def tolerance(kind: Any) -> tuple[float, float]:
     return (1e-5, 1e-6) if "GRU" in kind.__name__ else (0.0, 0.0)
 
 
+@pytest.fixture(params=["in steps", "as one op"])
+def long(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether sequences are long enough for GRUs and simple RNNs to be one op."""
+    is_long = request.param == "as one op"
+    monkeypatch.setattr(rnn, "_LONG", 1 if is_long else 1000)
+    return is_long
+
+
+@pytest.mark.usefixtures("long")
 @pytest.mark.parametrize("replay", ["never", "always"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, relu_rnn])
-def test_training_and_evaluation(layer: Any, kind: dict[str, Any], replay: str) -> None:
+def test_training_and_evaluation(layer: Any, kind: dict[str, Any], replay: str, long: bool) -> None:
     def program(device: torch.device) -> Any:
         model = layer(5, 7, **kind).to(device)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -65,6 +76,46 @@ def test_training_and_evaluation(layer: Any, kind: dict[str, Any], replay: str) 
 
     with settings.override(replay=replay):
         beside_eager(program, *tolerance(layer), rounds=1)
+
+
+@pytest.mark.parametrize("layer", [nn.GRU, nn.RNN])
+def test_a_long_sequence_is_one_op(layer: Any) -> None:
+    def program(device: torch.device) -> Any:
+        model = layer(3, 4, num_layers=2).to(device)
+        x = torch.randn(100, 2, 3).to(device)
+        y, _ = model(x)
+        y.square().mean().backward()
+        found = [y.detach(), *(p.grad for p in model.parameters())]
+        if device.type != "cpu":
+            assert sum(count_pending_ops().values()) < 40
+        return found
+
+    beside_eager(program, *tolerance(layer))
+
+
+def derivatives(device: torch.device) -> Any:
+    """Of all kinds, of a GRU and of its parts that are used."""
+    model = nn.GRU(3, 4, bidirectional=True).to(device).double()
+    x = torch.randn(5, 2, 3, dtype=torch.float64).to(device).requires_grad_()
+    y, last = model(x)
+    (first,) = torch.autograd.grad(last.sin().sum(), x, retain_graph=True)
+    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    names, params = zip(*model.named_parameters(), strict=True)
+
+    def loss(*given: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(names, given, strict=True))
+        return torch.func.functional_call(model, named, (x.detach(),))[0].sum()
+
+    of_func = torch.func.grad(loss)(*(p.detach() for p in params))
+    model.requires_grad_(False)
+    frozen = torch.autograd.grad(model(x)[0].sum(), x)[0]
+    return [first, slope.detach(), x.grad, *(p.grad for p in params), of_func, frozen]
+
+
+@pytest.mark.usefixtures("long")
+def test_derivatives() -> None:
+    beside_eager(derivatives, 1e-9, 1e-9)
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
