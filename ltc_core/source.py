@@ -69,6 +69,17 @@ def _describe(frame: FrameType) -> str:
     return known[0]
 
 
+def is_called_from(package: str) -> bool:
+    """Whether a module of a package, 'torch.export', is among the callers. Cost: 0.1 us a frame."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == package or name.startswith(f"{package}."):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def outer_line() -> str:
     """The user's outermost line in this thread: a line of their script."""
     frame: FrameType | None = sys._getframe(1)

@@ -277,12 +277,19 @@ class _Mover:
             return [self.argument(i, position) for i in item]
         if not isinstance(item, torch.Tensor) or type(item) is LazyTensor:
             return item
-        if item.is_nested:
+        if item.is_nested or (item.layout is not torch.strided and item.device == self._device):
             raise cannot_hold(item, f"{self._schema.op} takes", self._device)
         may_be = item.dim() == 0 or position in _MAY_BE_ON_CPU.get(self._schema.name, ())
         if not may_be and _serves_torch_xla():
             may_be = position in _MAY_BE_ON_CPU_FOR_TORCH_XLA.get(self._schema.name, ())
             metrics.count("CpuOperand", int(may_be))
+        if item.device == self._device:
+            raise errors.DeviceMismatchError(
+                f"an operand says that it is on {self._device}, but its memory is not of this device",
+                got=f"{list(item.shape)} among the operands of {self._schema.op}; DLPack may have made it",
+                where=source.user_line(),
+                next="hand it over by the CPU: torch.from_dlpack(t.cpu())",
+            )
         if item.device.type != "cpu" or not may_be:
             raise errors.DeviceMismatchError(
                 f"Input tensor is not {_A_TENSOR}: {_type_name(item)}",

@@ -411,7 +411,9 @@ def _set_storage(args: Any, kwargs: Any) -> Any:
         raise errors.UnsupportedOpError(
             "set_ from a storage: lazy tensors have no storage",
             where=source.user_line(),
-            next="set_ from a tensor, or assign `t.data = other`",
+            next="save a module of the CPU: torch.jit.save(module.cpu(), file)"
+            if source.is_called_from("torch.jit._serialization")
+            else "set_ from a tensor, or assign `t.data = other`",
         )
     dtype = t._h.meta.dtype
     count = storage.host.nbytes() // dtype.itemsize

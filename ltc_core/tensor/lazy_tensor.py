@@ -99,6 +99,17 @@ def _asking_module() -> str:
     return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
+def _instead_of_tracing() -> str:
+    if source.is_called_from("torch.export"):
+        return "trace it on the CPU, its arguments too: torch.export.export(copy.deepcopy(module).cpu(), args)"
+    if source.is_called_from("torch.fx.experimental.proxy_tensor"):
+        return "trace the function with tensors of the CPU"
+    return (
+        "import ltc_core before torch.compile is called, and give the compiled function the tensors as "
+        "arguments, so that it is recorded; call torch.func.jvp where you would call what torch.func.linearize returns"
+    )
+
+
 _DISTRIBUTED = "torch.distributed."
 _apply_code = torch.nn.Module._apply.__code__
 
@@ -156,11 +167,10 @@ class LazyTensor(torch.Tensor):
     @staticmethod
     def _no_inner_tensors() -> errors.UnsupportedOpError:
         return errors.UnsupportedOpError(
-            "a lazy tensor cannot be traced from outside, as torch.compile, torch.func.linearize and fake tensors do",
+            "a lazy tensor cannot be traced from outside, as torch.compile, torch.export, torch.func.linearize "
+            "and fake tensors do",
             where=source.user_line(),
-            next="import ltc_core before torch.compile is called, and give the compiled function the tensors as "
-            "arguments, so that it is recorded; call torch.func.jvp where you would call what torch.func.linearize "
-            "returns",
+            next=_instead_of_tracing(),
         )
 
     @property

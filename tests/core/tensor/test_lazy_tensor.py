@@ -5,8 +5,11 @@ numbers in test_random_numbers.py.
 """
 
 import copy
+import io
 import math
 import operator
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -401,3 +404,40 @@ class TestConstructors:
         assert lazy.to(torch.float64).dtype == torch.float64
         assert lazy.to("cpu", torch.int32).dtype == torch.int32
         assert lazy.type(torch.int64).device == device and lazy.half().dtype == torch.float16
+
+
+def _export(linear: torch.nn.Linear, x: torch.Tensor) -> Any:
+    return torch.export.export(linear, (x,))
+
+
+def _save_traced(linear: torch.nn.Linear, x: torch.Tensor) -> Any:
+    torch.jit.save(torch.jit.trace(linear, (x,)), io.BytesIO())  # type: ignore[no-untyped-call]
+
+
+def _multiply_sparse(linear: torch.nn.Linear, x: torch.Tensor) -> Any:
+    return torch.eye(3).to_sparse_csr().to(x.device) @ x
+
+
+def _pass_by_capsule(linear: torch.nn.Linear, x: torch.Tensor) -> Any:
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x)) + 1
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (_export, "torch.export.export(copy.deepcopy(module).cpu(), args)"),
+        (_save_traced, "torch.jit.save(module.cpu(), file)"),
+        (_multiply_sparse, "to_dense()"),
+        (_pass_by_capsule, "torch.from_dlpack(t.cpu())"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of PyTorch: sparse tensors are in beta
+def test_what_is_refused_names_what_works(
+    call: Callable[[torch.nn.Linear, torch.Tensor], Any], instead: str
+) -> None:
+    x = torch.ones(3, 3, device=ltc.lazy_device())
+    with pytest.raises(ltc.errors.LtcError, match=re.escape(instead)):
+        call(torch.nn.Linear(3, 3).to(x.device), x)
+    on_cpu = torch.nn.Linear(3, 3).to(x.device).cpu()
+    torch.jit.save(torch.jit.trace(on_cpu, (x.cpu(),)), io.BytesIO())  # type: ignore[no-untyped-call]
+    assert torch.export.export(on_cpu, (x.cpu(),)).module()(x.cpu()).shape == (3, 3)
