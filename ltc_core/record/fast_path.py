@@ -77,7 +77,7 @@ def install() -> bool:
             native.share_pauses(uninterrupted.calls, uninterrupted.paused)
             if native_objects.native is not None:
                 objects = native_objects.native
-                native.use_locks(objects.Lock, objects.lock_functions)
+                native.use_objects(objects.Lock, objects.functions)
             native.setup(
                 detach,
                 dispatch,

@@ -112,11 +112,9 @@ class CutInCpp {
   PyObject* make(PyObject* program) {
     if (!take_inputs() || !make_buffers() || !restart())
       return nullptr;
-    const Object peak(PyLong_FromSsize_t(known.peak_bytes));
-    const Object noted(peak ? PyObject_CallMethodOneArg(memory, name_note_peak, peak.get()) : nullptr);
-    if (!noted)
-      return nullptr;
-    Object found(PyObject_CallMethodObjArgs(program, name_run, data.get(), scalars.get(), nullptr));
+    native_functions.count_bytes(memory, 0, known.peak_bytes);
+    PyObject* const given[] = {program, data.get(), scalars.get()};
+    Object found(PyObject_VectorcallMethod(name_run, given, 3, nullptr));
     if (!found) { // Python fills the buffers with it
       PyObject *type, *error, *traceback;
       PyErr_Fetch(&type, &error, &traceback);
@@ -128,12 +126,8 @@ class CutInCpp {
     const auto count = static_cast<Py_ssize_t>(known.outputs->size());
     is_whole = PyList_Check(found.get()) && PyList_GET_SIZE(found.get()) == count;
     if (is_whole)
-      for (Py_ssize_t i = 0; i < count; ++i) {
-        const Object done(
-            PyObject_CallMethodOneArg(PyList_GET_ITEM(buffers.get(), i), name_set, PyList_GET_ITEM(found.get(), i)));
-        if (!done)
-          return nullptr;
-      }
+      for (Py_ssize_t i = 0; i < count; ++i)
+        native_functions.fill_buffer(PyList_GET_ITEM(buffers.get(), i), PyList_GET_ITEM(found.get(), i));
     return PyTuple_Pack(4, found.get(), data.get(), scalars.get(), buffers.get());
   }
 
@@ -163,8 +157,7 @@ class CutInCpp {
       return false;
     Py_ssize_t at = 0;
     for (const auto& output : *known.outputs) {
-      const Object nbytes(PyLong_FromSsize_t(output.nbytes));
-      PyObject* buffer = nbytes ? PyObject_CallFunctionObjArgs(buffer_type, memory, nbytes.get(), nullptr) : nullptr;
+      PyObject* buffer = native_functions.pending_buffer(memory, output.nbytes);
       if (!buffer)
         return false;
       PyList_SET_ITEM(buffers.get(), at++, buffer);
@@ -173,25 +166,20 @@ class CutInCpp {
     for (size_t i = 0; i < known.outputs->size(); ++i) {
       const auto& output = (*known.outputs)[i];
       more_bytes += output.nbytes;
-      if (output.taken >= 0) {
-        const Object freed(PyObject_CallMethodNoArgs(buffer_of((*known.slots)[output.taken]), name_mark_donated));
-        if (!freed)
-          return false;
-        more_bytes -= PyLong_AsSsize_t(freed.get());
-      }
+      if (output.taken >= 0)
+        more_bytes -= native_functions.donate_buffer(buffer_of((*known.slots)[output.taken]));
       PyObject* value = PyList_GET_ITEM(trace_of.values.of(trace), (*known.alive)[i]);
       value_of.buffer.set(value, PyList_GET_ITEM(buffers.get(), static_cast<Py_ssize_t>(i)));
     }
-    const Object number(PyLong_FromSsize_t(more_bytes));
-    const Object added(number ? PyObject_CallMethodOneArg(memory, name_add, number.get()) : nullptr);
-    return static_cast<bool>(added);
+    native_functions.count_bytes(memory, more_bytes, 0);
+    return true;
   }
 
-  // As `Trace._restart`. What only the trace held dies, less the data that the program takes.
+  // As `Trace._restart`; `sized` is empty. What only the trace held dies, less the data that the program takes.
   bool restart() const {
     const Object epoch(PyIter_Next(epochs));
-    const Object values(PyList_New(0)), inputs(PyList_New(0)), numbers(PyList_New(0)), sized(PyDict_New());
-    if (!epoch || !values || !inputs || !numbers || !sized)
+    const Object values(PyList_New(0)), inputs(PyList_New(0)), numbers(PyList_New(0));
+    if (!epoch || !values || !inputs || !numbers)
       return false;
     trace_of.epoch.set(trace, epoch.get());
     trace_of.cursor.set(trace, trace_of.root.of(trace));
@@ -199,7 +187,6 @@ class CutInCpp {
     trace_of.values.set(trace, values.get());
     trace_of.inputs.set(trace, inputs.get());
     trace_of.scalars.set(trace, numbers.get());
-    trace_of.sized.set(trace, sized.get());
     return trace_of.count.set_number(trace, 0);
   }
 };

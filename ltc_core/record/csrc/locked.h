@@ -58,7 +58,7 @@ class Locked {
  public:
   explicit Locked(PyObject* trace) : lock(Py_NewRef(trace_of.lock.of(trace))) {
     if (is_type(lock.get(), lock_type)) {
-      is_taken = lock_functions.take(lock.get()); // may wait, without the GIL
+      is_taken = native_functions.take(lock.get()); // may wait, without the GIL
     } else {
       const Object taken(PyObject_CallMethodNoArgs(lock.get(), name_acquire));
       is_taken = static_cast<bool>(taken);
@@ -71,7 +71,7 @@ class Locked {
       return;
     pause.reset();
     if (is_type(lock.get(), lock_type)) {
-      lock_functions.give(lock.get());
+      native_functions.give(lock.get());
       return;
     }
     const ErrorAside aside;

@@ -493,15 +493,15 @@ PyObject* after_fork(PyObject*, PyObject*) {
   Pause::after_fork();
   Py_RETURN_NONE;
 }
-// use_locks(type, functions): locks of this type are taken by the functions in this capsule.
-PyObject* use_locks(PyObject*, PyObject* given) {
+// use_objects(type of locks, functions): the types of tensor/csrc/ltc_objects.cpp are there, and used by these functions.
+PyObject* use_objects(PyObject*, PyObject* given) {
   PyObject *type, *functions;
   if (!PyArg_ParseTuple(given, "OO", &type, &functions))
     return nullptr;
-  const void* found = PyCapsule_GetPointer(functions, "lock_functions");
+  const void* found = PyCapsule_GetPointer(functions, "functions");
   if (!found)
     return nullptr;
-  memcpy(&lock_functions, found, sizeof(lock_functions));
+  memcpy(&native_functions, found, sizeof(native_functions));
   lock_type = Py_NewRef(type);
   Py_RETURN_NONE;
 }
@@ -531,7 +531,7 @@ PyMethodDef methods[] = {
     {"share_pauses", share_pauses, METH_VARARGS, nullptr},
     {"use_traces", use_traces, METH_O, nullptr},
     {"after_fork", after_fork, METH_NOARGS, nullptr},
-    {"use_locks", use_locks, METH_VARARGS, nullptr},
+    {"use_objects", use_objects, METH_VARARGS, nullptr},
     {"setup", setup, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},
     {"enable", enable, METH_O, nullptr},
@@ -557,10 +557,6 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_handle = PyUnicode_InternFromString("_h");
   name_rewind = PyUnicode_InternFromString("rewind");
   name_run = PyUnicode_InternFromString("run");
-  name_set = PyUnicode_InternFromString("set");
-  name_add = PyUnicode_InternFromString("add");
-  name_note_peak = PyUnicode_InternFromString("note_peak");
-  name_mark_donated = PyUnicode_InternFromString("mark_donated");
   name_known_cut = PyUnicode_InternFromString("known_cut");
   maker_type.tp_dealloc = free_maker;
   expected_type.tp_dealloc = free_expected;

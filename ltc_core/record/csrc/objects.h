@@ -121,7 +121,7 @@ inline Slot buffer_error, buffer_data;
 
 inline PyObject *lazy_tensor, *cell_type, *view_type, *value_type, *buffer_type; // set by `setup`, never released
 inline PyObject *name_acquire, *name_release, *name_handle, *name_rewind;
-inline PyObject *name_run, *name_set, *name_add, *name_note_peak, *name_mark_donated;
+inline PyObject* name_run;
 inline PyObject *step_type, *node_type, *ref_type, *scalar_type; // likewise
 inline PyObject *any_meta, *any_size; // `AnyMeta`, `ANY` of dynamic_shapes.py
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
@@ -131,11 +131,15 @@ inline Py_ssize_t often; // `OFTEN` of dynamic_steps.py: Python decides whether 
 inline PyObject* make_empty; // (meta, device) -> a lazy tensor without a handle
 inline PyObject* empty_op; // (empty_op, meta) is the key of the step for memory that nobody wrote yet
 inline PyObject *calls, *paused; // lists of ltc_core/uninterrupted.py
-inline PyObject* lock_type = nullptr; // of tensor/csrc/ltc_objects.cpp, with what takes and gives such a lock
-inline struct {
-  bool (*take)(PyObject*);
-  void (*give)(PyObject*);
-} lock_functions;
+inline PyObject* lock_type = nullptr; // of tensor/csrc/ltc_objects.cpp
+inline struct { // of the same file; set where `lock_type` is
+  bool (*take)(PyObject* lock);
+  void (*give)(PyObject* lock);
+  PyObject* (*pending_buffer)(PyObject* memory, Py_ssize_t nbytes);
+  void (*fill_buffer)(PyObject* buffer, PyObject* data);
+  Py_ssize_t (*donate_buffer)(PyObject* buffer);
+  void (*count_bytes)(PyObject* memory, Py_ssize_t nbytes, Py_ssize_t beside);
+} native_functions;
 inline PyObject* epochs; // an iterator over the numbers of traces
 inline PyObject* find_stream; // (trace, generator) -> the cell of a random stream
 inline PyObject *user_codes, *described_lines, *backward_code; // `_is_user`, `_described`, `_RUN_BACKWARD` of source.py

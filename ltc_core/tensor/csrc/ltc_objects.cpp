@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <initializer_list>
+#include <utility>
 
 namespace {
 
@@ -489,10 +490,30 @@ int take_within(Lock* lock, PY_TIMEOUT_T limit_us) {
 bool take(PyObject* self) {
   return take_within(reinterpret_cast<Lock*>(self), -1) > 0;
 }
+// For C++: a buffer that a program is to fill; the caller counts its bytes.
+PyObject* pending_buffer(PyObject* memory, Py_ssize_t nbytes) {
+  return reinterpret_cast<PyObject*>(new_buffer(memory, nbytes, true));
+}
+void fill_buffer(PyObject* self, PyObject* data) {
+  auto* buffer = reinterpret_cast<Buffer*>(self);
+  buffer->is_pending = false;
+  replace(buffer->data, data);
+  Py_CLEAR(buffer->job);
+}
+Py_ssize_t donate_buffer(PyObject* self) {
+  return std::exchange(reinterpret_cast<Buffer*>(self)->nbytes, 0);
+}
+void count_bytes(PyObject* memory, Py_ssize_t nbytes, Py_ssize_t beside) {
+  count(reinterpret_cast<MemoryCounter*>(memory), nbytes, beside);
+}
 const struct {
   bool (*take)(PyObject*);
   void (*give)(PyObject*);
-} lock_functions = {take, give};
+  PyObject* (*pending_buffer)(PyObject*, Py_ssize_t);
+  void (*fill_buffer)(PyObject*, PyObject*);
+  Py_ssize_t (*donate_buffer)(PyObject*);
+  void (*count_bytes)(PyObject*, Py_ssize_t, Py_ssize_t);
+} functions_for_cpp = {take, give, pending_buffer, fill_buffer, donate_buffer, count_bytes};
 
 // acquire(blocking=True, timeout=-1): as threading.RLock's.
 PyObject* acquire(PyObject* self, PyObject* given, PyObject* named) {
@@ -568,9 +589,9 @@ PyMODINIT_FUNC PyInit__ltc_objects() {
       return nullptr;
     }
   }
-  // What record/csrc/ltc_record.cpp takes the lock by.
-  PyObject* functions = PyCapsule_New(const_cast<void*>(static_cast<const void*>(&lock_functions)), "lock_functions", nullptr);
-  if (!functions || PyModule_AddObject(module, "lock_functions", functions) < 0) {
+  // What record/csrc/ltc_record.cpp takes the lock and fills buffers by.
+  PyObject* functions = PyCapsule_New(const_cast<void*>(static_cast<const void*>(&functions_for_cpp)), "functions", nullptr);
+  if (!functions || PyModule_AddObject(module, "functions", functions) < 0) {
     Py_XDECREF(functions);
     Py_DECREF(module);
     return nullptr;

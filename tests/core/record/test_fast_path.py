@@ -470,7 +470,7 @@ def test_a_call_that_is_not_recorded_is_not_taken_for_the_step_of_another_thread
         ltc.wait_device_ops()
         with monkeypatch.context() as patch:
             patch.setattr(DeviceContext, "value_data", meanwhile)
-            copy = x.cpu()
+            copy = x.to("cpu", torch.float64)  # Python reads it
         assert copy.device.type == "cpu" and copy.tolist() == [1] * 4
         assert flipped.pop().tolist() == [3, 2, 1, 0]
 
