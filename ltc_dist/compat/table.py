@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ABSENT", "PALLAS", "PLUGINS", "REPLACEABLE", "SERVED", "Served"]
+__all__ = ["ABSENT", "PALLAS", "PLUGINS", "REPLACEABLE", "SERVED", "TF", "Served"]
 
 # Old package -> its folder.
 _FOLDERS = {
@@ -133,7 +133,7 @@ PLUGINS = (
     "devices are not PJRT plugins; choose what the graphs run on with LTC_DEVICE and LTC_EXECUTOR"
 )
 
-_TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo writes a model as StableHLO"
+TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo writes a model as StableHLO"
 
 # Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
@@ -145,5 +145,5 @@ ABSENT: dict[str, str] = {
     "torch_xla.experimental.splash_attention": PALLAS,
     "torch_xla.experimental.stablehlo_custom_call": _MARKS,
     "torch_xla.experimental.xla_marker": _MARKS,
-    "torch_xla.tf_saved_model_integration": _TF,
+    "torch_xla.tf_saved_model_integration": TF,
 }
