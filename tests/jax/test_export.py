@@ -183,6 +183,21 @@ def test_what_cannot_be_exported() -> None:
         export.stablehlo(Keeping(), (x,))
 
 
+class Several(nn.Module):
+    """Ops that rules of this executor have, and that few models call."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        distances = [torch.nn.functional.pdist(x, p) for p in (0, 1, 2, 3.5, torch.inf)]
+        parts = torch.ops.aten.split_copy.Tensor(x, 2, 1)
+        return [*distances, *parts, x.clone().resize_(3, 4), x.clone().resize_(2)]
+
+
+def test_rare_ops() -> None:
+    x = torch.randn(4, 5)
+    for found, wanted in zip(export.stablehlo(Several(), (x,))(x), Several()(x), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 class KernelOfALayer(nn.Module):
     """A call of the kernel that PyTorch has for a whole layer of an encoder."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -281,7 +282,7 @@ def split_with_sizes(c: Call, x: Array, sizes: Sequence[int], dim: int = 0) -> A
     return jnp.split(x, np.cumsum(sizes)[:-1], dim)
 
 
-@lowers("split.Tensor")
+@lowers("split.Tensor", "split_copy.Tensor")
 def split(c: Call, x: Array, size: int, dim: int = 0) -> Any:
     return jnp.split(x, list(range(size, x.shape[dim], size)), dim)
 
@@ -289,6 +290,12 @@ def split(c: Call, x: Array, size: int, dim: int = 0) -> Any:
 @lowers("unbind.int")
 def unbind(c: Call, x: Array, dim: int = 0) -> list[Array]:
     return [lax.index_in_dim(x, i, dim % x.ndim, keepdims=False) for i in range(x.shape[dim])]
+
+
+@lowers("resize")
+def resize(c: Call, x: Array, size: Sequence[int], **options: Any) -> Array:
+    flat = x.reshape(-1)[: math.prod(size)]
+    return jnp.pad(flat, (0, math.prod(size) - flat.size)).reshape(c.shape)
 
 
 @lowers("flip")
