@@ -197,7 +197,7 @@ class Compiled:
         is_free: whether it has free sizes.
     """
 
-    def __init__(self, bytecode: bytes, fixed: Sequence[Tensor], is_free: bool) -> None:
+    def __init__(self, bytecode: bytes, fixed: Sequence[Tensor], is_free: bool = False) -> None:
         self._device = any_device()
         self._bytecode = bytecode
         self._is_free = is_free
