@@ -84,9 +84,9 @@ class _Structure:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Size and dtype of one tensor of a program."""
+    """Sizes and dtype of one tensor of a program. A free size has a name."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     dtype: torch.dtype
 
     @classmethod
@@ -94,7 +94,18 @@ class Signature:
         return cls(tuple(t.shape), t.dtype)
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        sizes = ", ".join(map(str, self.shape))
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
+
+    def fits(self, given: Signature, sizes: dict[str, int | str]) -> bool:
+        """Whether a tensor may be given for this one; notes its free sizes in `sizes`."""
+        if (self.dtype, len(self.shape)) != (given.dtype, len(given.shape)):
+            return False
+        pairs = zip(self.shape, given.shape, strict=True)
+        return all(
+            (sizes.setdefault(own, size) if isinstance(own, str) else own) == size
+            for own, size in pairs
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {"shape": self.shape, "dtype": str(self.dtype).removeprefix("torch.")}
@@ -143,14 +154,18 @@ class StableHLOProgram:
         """
         found, tensors = _Structure.of((args, kwargs))
         given = [Signature.of(t) for t in tensors]
-        if found != self._arguments or given != list(self.inputs):
+        sizes: dict[str, int | str] = {}
+        if found != self._arguments or not all(
+            own.fits(one, sizes) for own, one in zip(self.inputs, given, strict=True)
+        ):
             raise ExportError(
                 "the program was exported for other arguments",
                 got=f"{_words(found, given)}, expected {_words(self._arguments, self.inputs)}",
                 next="call it with arguments like those it was exported with, or export it again",
             )
         if self._compiled is None:
-            self._compiled = _jax().Compiled(self.bytecode, list(self.weights.values()))
+            is_free = any(isinstance(n, str) for one in self.inputs for n in one.shape)
+            self._compiled = _jax().Compiled(self.bytecode, list(self.weights.values()), is_free)
         results = self._compiled([t.cpu() for t in to_cpu(tensors)])
         device = tensors[0].device if tensors else torch.device("cpu")
         return self._results.filled([t.to(device) for t in results])
@@ -188,19 +203,25 @@ class StableHLOProgram:
 
 
 def stablehlo(
-    model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    model: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    free_sizes: Sequence[Mapping[int, str]] = (),
 ) -> StableHLOProgram:
     """Export the forward pass of a model, called with these arguments, as StableHLO.
 
-    Sizes, and arguments other than tensors, are constants of the program. Weights are its first inputs, in the order of
-    `named_parameters`, then `named_buffers`. What the forward pass writes into buffers or arguments is dropped.
+    Sizes that are not free, and arguments other than tensors, are constants of the program. Weights are its first
+    inputs, in the order of `named_parameters`, then `named_buffers`. What the forward pass writes into buffers or
+    arguments is dropped.
 
     Args:
         model: on any device; it is not changed.
+        free_sizes: for the first tensors of the arguments: dim -> name of its size. The program takes any such sizes,
+            the same ones for the same name.
 
     Raises:
         DeviceError: JAX is not installed.
-        ExportError: the forward pass cannot be traced, for instance because its way depends on values.
+        ExportError: the forward pass cannot be traced, for instance because its way depends on values or free sizes.
         UnsupportedOpError: an op has no rule; random ops are such, so call `model.eval()` first.
     Source: `torch_xla.stablehlo`.
     """
@@ -210,7 +231,7 @@ def stablehlo(
     held: dict[str, Tensor] = to_cpu({name: t.detach() for name, t in named.items()})
     weights = {name: t.cpu().clone().contiguous() for name, t in held.items()}
     found: list[_Structure] = []
-    outputs: list[Signature] = []
+    dtypes: list[torch.dtype] = []
 
     def forward(*given: Tensor) -> list[Tensor]:
         copies = [t.clone() for t in given]  # the forward pass may write
@@ -219,13 +240,29 @@ def stablehlo(
         result = torch.func.functional_call(model, values, positional, named)
         structure, returned = _Structure.of(result)
         found[:] = [structure]
-        outputs[:] = map(Signature.of, returned)
+        dtypes[:] = [t.dtype for t in returned]
         return returned
 
+    inputs = [Signature.of(t) for t in tensors]
+    for k, names in enumerate(free_sizes):
+        sizes = [names.get(dim, size) for dim, size in enumerate(inputs[k].shape)]
+        inputs[k] = Signature(tuple(sizes), inputs[k].dtype)
+    fixed = [tuple(t.shape) for t in weights.values()]
     try:
-        bytecode = backend.portable(forward, [*weights.values(), *tensors])
+        bytecode, shapes = backend.portable(
+            forward,
+            [*weights.values(), *tensors],
+            [*fixed, *(one.shape for one in inputs)],
+            isinstance(model, torch.fx.GraphModule),
+        )
     except ExportError:
         raise
+    except backend.FixedSizeError as error:
+        raise ExportError(
+            "the forward pass needs sizes that are to be free",
+            got=str(error),
+            next="leave these out of free_sizes; or export torch.export.export(...).module(check_guards=False)",
+        ) from error
     except NotImplementedError as error:
         raise UnsupportedOpError(
             "the forward pass has an op that is not written as StableHLO",
@@ -238,7 +275,7 @@ def stablehlo(
             got=f"{type(error).__name__}: {first_line(error)}",
             next="export a part whose way does not depend on values, and make tensors on the device of its inputs",
         ) from error
-    inputs = [Signature.of(t) for t in tensors]
+    outputs = list(map(Signature, shapes, dtypes))
     return StableHLOProgram(bytecode, weights, inputs, outputs, arguments, found[0])
 
 

@@ -40,6 +40,8 @@ INSIDE_FUNCTIONS = {
     ("ltc_core.export", "ltc_core.executors.jax.stablehlo"): "an optional dependency",
     ("ltc_dist.compat.cached_calls", "ltc_core.executors.jax.functions"): "an optional dependency",
     ("ltc_dist.libraries.dtensor", "torch.distributed.tensor.experimental"): "a second to import",
+    ("ltc_dist.compat.dtensor_names", "torch.distributed.tensor._dtensor_spec"): "a second to import",
+    ("ltc_dist.compat.dtensor_names", "torch.distributed.tensor.placement_types"): "a second to import",
     ("ltc_core.live.scalars", "torch.utils.tensorboard"): "an optional dependency",
     ("ltc_core.executors.jax.library", "jax"): "an optional dependency",
     ("ltc_core.export", "safetensors.torch"): "only for who saves or loads an exported program",

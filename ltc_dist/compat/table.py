@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ABSENT", "PALLAS", "PLUGINS", "REPLACEABLE", "SERVED", "Served"]
+__all__ = ["ABSENT", "PALLAS", "PLUGINS", "REPLACEABLE", "SERVED", "TF", "Served"]
 
 # Old package -> its folder.
 _FOLDERS = {
@@ -133,7 +133,11 @@ PLUGINS = (
     "devices are not PJRT plugins; choose what the graphs run on with LTC_DEVICE and LTC_EXECUTOR"
 )
 
-_TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo writes a model as StableHLO"
+_DYNAMIC = (
+    "graphs need no passes for free sizes; torch.export.export(..., dynamic_shapes=...), then "
+    "torch_xla.stablehlo.exported_program_to_stablehlo"
+)
+TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo writes a model as StableHLO"
 
 # Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
@@ -144,6 +148,7 @@ ABSENT: dict[str, str] = {
     "torch_xla.experimental.plugins": PLUGINS,
     "torch_xla.experimental.splash_attention": PALLAS,
     "torch_xla.experimental.stablehlo_custom_call": _MARKS,
+    "torch_xla.experimental.unbounded_dynamism_export": _DYNAMIC,
     "torch_xla.experimental.xla_marker": _MARKS,
-    "torch_xla.tf_saved_model_integration": _TF,
+    "torch_xla.tf_saved_model_integration": TF,
 }

@@ -14,7 +14,7 @@ from ltc_core import errors, source
 from ltc_dist.spmd.mesh import Mesh, num_devices
 from ltc_dist.spmd.sharding import mark_sharding
 
-__all__ = ["xla_distribute_module", "xla_distribute_tensor"]
+__all__ = ["mesh_of", "spec_of", "xla_distribute_module", "xla_distribute_tensor"]
 
 
 def xla_distribute_tensor(
@@ -31,7 +31,7 @@ def xla_distribute_tensor(
 
     Source: `torch_xla.distributed.spmd.xla_distribute_tensor`.
     """
-    mesh = _mesh(device_mesh)
+    mesh = mesh_of(device_mesh)
     if placements is not None and len(placements) != len(mesh.mesh_shape):
         raise errors.ShardingError(
             f"`placements` must have the same length as `device_mesh.ndim`: {len(placements)}, "
@@ -42,7 +42,7 @@ def xla_distribute_tensor(
     moved = tensor if tensor.device == ltc.lazy_device() else tensor.to(ltc.lazy_device())
     if isinstance(tensor, nn.Parameter) and moved is not tensor:
         moved = nn.Parameter(moved.detach(), requires_grad=tensor.requires_grad)
-    return mark_sharding(moved, mesh, _spec(tensor.ndim, placements or ()))
+    return mark_sharding(moved, mesh, spec_of(tensor.ndim, placements or ()))
 
 
 def xla_distribute_module(
@@ -83,7 +83,12 @@ def _with_mesh(function: Callable[..., Any], mesh: Any) -> Callable[[nn.Module, 
     )
 
 
-def _mesh(mesh: Any) -> Mesh:
+def mesh_of(mesh: Any) -> Mesh:
+    """The mesh of a `DeviceMesh`.
+
+    Raises:
+        ShardingError: it does not have all devices.
+    """
     if isinstance(mesh, Mesh):
         return mesh
     if mesh.size() != num_devices():
@@ -100,7 +105,12 @@ def _is(placement: Any, kind: str) -> bool:
     return hasattr(placement, kind) and bool(getattr(placement, kind)())
 
 
-def _spec(num_dims: int, placements: Sequence[Any]) -> tuple[Any, ...]:
+def spec_of(num_dims: int, placements: Sequence[Any]) -> tuple[Any, ...]:
+    """The spec of placements, for a tensor of so many dimensions.
+
+    Raises:
+        ShardingError: one is neither `Shard` of a dimension that is there nor `Replicate`.
+    """
     spec: list[tuple[int, ...]] = [()] * num_dims
     for axis, placement in enumerate(placements):
         if _is(placement, "is_shard") and -num_dims <= placement.dim < num_dims:
@@ -111,4 +121,4 @@ def _spec(num_dims: int, placements: Sequence[Any]) -> tuple[Any, ...]:
                 where=source.user_line(),
                 next="pass Shard(dim), with a dimension that the tensor has, or Replicate()",
             )
-    return tuple(axes or None for axes in spec)
+    return tuple(axes[0] if len(axes) == 1 else axes or None for axes in spec)

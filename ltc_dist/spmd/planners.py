@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.utils import _pytree as pytree
 
 import ltc_core as ltc
 from ltc_core import source
@@ -35,14 +37,80 @@ from ltc_core.api.sharding import NewParts, Part, parts_of
 from ltc_core.errors import CheckpointError, CheckpointFormatError
 from ltc_core.settings import settings
 from ltc_dist.job.ranks import ranks
+from ltc_dist.spmd.sharding import is_manual
 
-__all__ = ["SPMDLoadPlanner", "SPMDSavePlanner"]
+__all__ = ["CpuShards", "SPMDLoadPlanner", "SPMDSavePlanner", "is_divided"]
 
 # Parts of a tensor that this process writes, by their offsets.
 _Own = dict[tuple[int, ...], Part]
 
 
-class SPMDSavePlanner(DefaultSavePlanner):
+@dataclasses.dataclass
+class CpuShards:
+    """Copies on the CPU of what this process's devices have of a divided tensor; in its place in a state dict.
+
+    Attributes:
+        shards: one for each device, with `data`, `indices`, and `replica_id`, which is 0 for one
+            of the copies of a part on all devices.
+        global_shape: of the tensor.
+    """
+
+    shards: list[Any]
+    global_shape: torch.Size
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.global_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shards[0].data.dtype  # type: ignore[no-any-return]
+
+    def parts(self) -> list[Part]:
+        return [
+            Part(
+                device, _begin(shard), tuple(shard.data.shape), not shard.replica_id, _const(shard)
+            )
+            for device, shard in enumerate(self.shards)
+        ]
+
+
+def _begin(shard: Any) -> tuple[int, ...]:
+    whole = shard.indices is ...
+    return (0,) * shard.data.ndim if whole else tuple(one.start for one in shard.indices)
+
+
+def _const(shard: Any) -> Callable[[], torch.Tensor]:
+    return lambda: shard.data
+
+
+def is_divided(value: Any) -> bool:
+    """Whether devices of this process have parts of a value of a state dict.
+
+    Cost: for a tensor on the device, cuts and waits for it.
+    """
+    if isinstance(value, CpuShards):
+        return True
+    if not ltc.is_lazy_tensor(value) or is_manual(value):
+        return False
+    return any(part.sizes != tuple(value.shape) for part in parts_of(value))
+
+
+class _ByKind:
+    """Which values of a planner's state dict are divided."""
+
+    state_dict: dict[str, Any]
+
+    @property
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self.state_dict.items() if is_divided(value)}
+
+    @property
+    def unsharded_state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self.state_dict.items() if not is_divided(value)}
+
+
+class SPMDSavePlanner(_ByKind, DefaultSavePlanner):
     """Writes each part of a tensor once: a process writes parts that its devices have, and reads one after the other.
 
     Equal parts of several devices are shared out among them. A tensor that is not divided is written by rank 0.
@@ -59,6 +127,24 @@ class SPMDSavePlanner(DefaultSavePlanner):
         super().__init__(dedup_save_to_lowest_rank=True)
         self._own: dict[str, _Own] = {}
         self._staged: dict[str, _Own] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        stand_ins: dict[int, tuple[torch.Tensor, CpuShards]] = {}
+
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, CpuShards):
+                return leaf
+            tensor = torch.empty(leaf.shape, device="meta")  # a dict of tensors is flattened
+            stand_ins[id(tensor)] = tensor, leaf
+            return tensor
+
+        super().set_up_planner(pytree.tree_map(stand_in, state_dict), storage_meta, is_coordinator)
+        self.state_dict = {
+            name: stand_ins[id(value)][1] if id(value) in stand_ins else value
+            for name, value in self.state_dict.items()
+        }
 
     def stage(self, state_dict: dict[str, Any]) -> None:
         """Copy what this process writes of tensors on the device; the next save of the state dict writes the copies.
@@ -97,11 +183,11 @@ class SPMDSavePlanner(DefaultSavePlanner):
         return {
             name: {
                 part.offsets: part
-                for part in parts_of(value)
+                for part in (value.parts() if isinstance(value, CpuShards) else parts_of(value))
                 if part.is_chosen or part.sizes == tuple(value.shape)
             }
             for name, value in self.state_dict.items()
-            if ltc.is_lazy_tensor(value)
+            if isinstance(value, CpuShards) or ltc.is_lazy_tensor(value)
         }
 
 
@@ -123,11 +209,11 @@ def _read_now(part: Part) -> Part:
     return dataclasses.replace(part, read=lambda: values)
 
 
-def _write_item(name: str, tensor: torch.Tensor, part: Part) -> WriteItem:
+def _write_item(name: str, tensor: torch.Tensor | CpuShards, part: Part) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
     is_whole = chunk.sizes == tensor.shape
     return WriteItem(
-        index=MetadataIndex(name, chunk.offsets),
+        index=MetadataIndex(name, chunk.offsets, part.device),
         type=WriteItemType.TENSOR if is_whole else WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk, TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape)
@@ -135,7 +221,7 @@ def _write_item(name: str, tensor: torch.Tensor, part: Part) -> WriteItem:
     )
 
 
-class SPMDLoadPlanner(DefaultLoadPlanner):
+class SPMDLoadPlanner(_ByKind, DefaultLoadPlanner):
     """Reads into tensors of the state dict what this process's devices have of them; they stay divided as they are.
 
     It does not matter how the tensors were divided when they were saved.

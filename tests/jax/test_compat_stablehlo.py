@@ -32,6 +32,15 @@ save_as_stablehlo(exported, "saved")
 torch.testing.assert_close(StableHLOGraphModule.load("saved")(x), model(x))
 save_torch_model_as_stablehlo(model, (y,), "other", StableHLOExportOptions(include_human_readable_text=False))
 torch.testing.assert_close(stablehlo.StableHLOGraphModule.load("other")(y), model(y))
+
+image = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.LazyLinear(2)).eval()
+image(torch.randn(2, 3, 8, 8))
+free = torch.export.export(image, (torch.randn(2, 3, 8, 8),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+program = exported_program_to_stablehlo(free)
+assert "tensor<?x3x8x8xf32>" in program.get_stablehlo_text()
+for count in (1, 3):
+    images = torch.randn(count, 3, 8, 8)
+    torch.testing.assert_close(program(images), image(images), rtol=1e-5, atol=1e-5)
 import os
 assert not os.path.exists("other/program.mlir") and os.path.exists("saved/program.mlir")
 print("done")

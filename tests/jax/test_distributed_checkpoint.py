@@ -24,6 +24,7 @@ from torch import nn
 from torch_xla.experimental.distributed_checkpoint import (
     CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer,
 )
+from torch_xla.experimental.distributed_checkpoint._helpers import _sharded_cpu_state_dict
 xr.use_spmd()
 device = torch_xla.device()
 
@@ -87,7 +88,10 @@ def state(model):
 kept = {**state(saved), "epoch": 7}
 dist_cp.save(state_dict=kept, storage_writer=dist_cp.FileSystemWriter("a"), planner=SPMDSavePlanner())
 dist_cp.save(state_dict=kept, storage_writer=dist_cp.FileSystemWriter("b"))
-for path in ("a", "b"):
+copied = _sharded_cpu_state_dict(kept)
+assert [shard.data.shape for shard in copied["model"]["fc1.weight"].shards] == [(2, 16)] * 4
+dist_cp.save(state_dict=copied, storage_writer=dist_cp.FileSystemWriter("on_cpu"), planner=SPMDSavePlanner())
+for path in ("a", "b", "on_cpu"):
     for target in (made((2, 2), ("y", "x"), 2)[0], made((4, 1), (None, "x"), 3)[0], plain):
         before = [parts(p) for p in target.parameters()]
         found = state(target)

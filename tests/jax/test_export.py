@@ -183,6 +183,21 @@ def test_what_cannot_be_exported() -> None:
         export.stablehlo(Keeping(), (x,))
 
 
+class Several(nn.Module):
+    """Ops that rules of this executor have, and that few models call."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        distances = [torch.nn.functional.pdist(x, p) for p in (0, 1, 2, 3.5, torch.inf)]
+        parts = torch.ops.aten.split_copy.Tensor(x, 2, 1)
+        return [*distances, *parts, x.clone().resize_(3, 4), x.clone().resize_(2)]
+
+
+def test_rare_ops() -> None:
+    x = torch.randn(4, 5)
+    for found, wanted in zip(export.stablehlo(Several(), (x,))(x), Several()(x), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 class KernelOfALayer(nn.Module):
     """A call of the kernel that PyTorch has for a whole layer of an encoder."""
 
@@ -205,3 +220,62 @@ def test_a_layer_that_is_one_kernel() -> None:
     model, x = KernelOfALayer().eval(), torch.randn(2, 5, 8)
     with torch.no_grad():
         torch.testing.assert_close(export.stablehlo(model, (x,))(x), model(x))
+
+
+class Pooled(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        rows = torch.arange(x.shape[0]).unsqueeze(1)
+        return [x.flatten(0, 1).mean(0) + x.shape[0], x[:, 1:].sum(1) + rows + y.softmax(0)]
+
+
+FREE: dict[str, tuple[nn.Module, Callable[[int], tuple[Tensor, ...]], list[dict[int, str]]]] = {
+    "mlp": (MODELS["mlp"]()[0], lambda n: (torch.randn(n, 5),), [{0: "n"}]),
+    "two names": (
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(1)),
+        lambda n: (torch.randn(n, n + 1, 8),),
+        [{0: "n", 1: "t"}],
+    ),
+    "two inputs": (
+        Pooled(),
+        lambda n: (torch.randn(n, 4, 3), torch.randn(n, 1)),
+        [{0: "n"}, {0: "n"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_free_sizes(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs, free = FREE[name]
+    program = export.stablehlo(model, inputs(6), free_sizes=free)
+    assert program.inputs[0].shape[0] == "n" and "tensor<?x" in program.text()
+    program.save(tmp_path / "saved")
+    again = export.load(tmp_path / "saved")
+    for count in (1, 2, 7):
+        args = inputs(count)
+        with torch.no_grad():
+            wanted = model(*args)
+        for each in (program, again):
+            torch.testing.assert_close(each(*args), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_free_sizes_with_one_name_are_equal() -> None:
+    program = export.stablehlo(
+        Pooled(), (torch.ones(3, 4, 3), torch.ones(3, 1)), free_sizes=[{0: "n"}, {0: "n"}]
+    )
+    with pytest.raises(
+        ExportError, match=r"got: float32\[2, 4, 3\], float32\[5, 1\], expected float32\[n, 4, 3\]"
+    ):
+        program(torch.ones(2, 4, 3), torch.ones(5, 1))
+
+
+class BranchingOnSize(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 4 else x
+
+
+def test_a_size_that_decides_the_way_cannot_be_free() -> None:
+    with pytest.raises(
+        ExportError, match=r"(?s)sizes that are to be free.*got: n > 4.*Next: leave these out"
+    ):
+        export.stablehlo(BranchingOnSize(), (torch.ones(6, 4),), free_sizes=[{0: "n"}])

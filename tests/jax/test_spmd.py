@@ -480,7 +480,6 @@ def test_an_old_script_with_fsdp_v2(tmp_path: Path) -> None:
 def test_marking_as_a_function_of_autograd() -> None:
     found = run(
         """
-        import pytest
         import torch_xla.runtime as xr
         from torch_xla.distributed.spmd import api, xla_sharding as xs
         assert xr.is_spmd() and api.Mesh is xs.Mesh  # by the variable, without use_spmd()
@@ -489,14 +488,60 @@ def test_marking_as_a_function_of_autograd() -> None:
         y = xs.MarkShardingFunction.apply(w, xs.get_1d_mesh("x"), ("x", None))
         y.sum().backward()
         assert _helpers._is_sharded_tensor(y) and not _helpers._is_sharded_tensor(w)
-        with pytest.raises(NotImplementedError, match="(?s)no checkpoint is saved from parts.*CheckpointManager.save"):
-            _helpers._sharded_cpu_state_dict({})
+        copied = _helpers._sharded_cpu_state_dict({"y": y, "w": w, "step": 3})
+        assert isinstance(copied["y"], _helpers._CpuShards) and copied["y"].global_shape == y.shape
+        assert torch.equal(copied["w"], w.detach().cpu()) and copied["step"] == 3
         print(json.dumps([list(spmd.local_shards(t)[0].data.shape) for t in (y, w.grad)]))
         """,
         LTC_COMPAT="1",
         XLA_USE_SPMD="1",
     )
     assert found == [[1, 4], [1, 4]]
+
+
+def test_what_a_marked_tensor_has_of_a_dtensor() -> None:
+    found = run(
+        """
+        import pytest
+        from torch.distributed.tensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor
+        from torch_xla.distributed.spmd import XLAShardedTensor, api, xla_sharding as xs
+        devices = DeviceMesh("xla", torch.arange(8).reshape(2, 4), mesh_dim_names=("x", "y"))
+        t = distribute_tensor(torch.arange(32.0).reshape(8, 4), devices, [Replicate(), Shard(1)])
+        assert t.placements == (Replicate(), Shard(1)) and t.partition_spec == (None, 1)
+        assert t._spec is t._spec and t._spec.tensor_meta.shape == t.shape
+        assert t.device_mesh.mesh_dim_names == ("x", "y") and t.device_mesh.shape == (2, 4)
+        assert api.convert_to_xla_mesh(devices).mesh_shape == (2, 4)
+        assert api.convert_to_xla_partition_spec(t, [Shard(1), Replicate()]) == (None, 0)
+        moved = t.redistribute(devices, [Shard(0), Shard(1)])
+        assert moved.placements == (Shard(0), Shard(1)) and t.placements == (Replicate(), Shard(1))
+        assert torch.equal(moved.cpu(), t.cpu())
+        first = t._spec
+        assert xs.wrap_as_sharded_tensor(t, (8,), (0, None)) is t and t._spec is not first
+        assert t.placements == (Shard(0),)
+        assert isinstance(XLAShardedTensor(torch.ones(8, device=device), (8,), (0,)), XLAShardedTensor)
+        plain = torch.ones(8, device=device)
+        assert not hasattr(plain, "placements")
+        with pytest.raises(ValueError, match="(?s)Placements not available.*Next: mark_sharding"):
+            plain._spec
+        with pytest.raises(ValueError, match="(?s)needs both mesh_shape and partition_spec.*Next: pass both"):
+            xs.wrap_as_sharded_tensor(plain, (8,))
+        with pytest.raises(AssertionError, match="a mesh of 4 devices; there are 8"):
+            api.convert_to_xla_mesh(DeviceMesh("xla", list(range(4))))
+        with pytest.raises(ValueError, match="Number of placements .1. must match mesh dimensions .2."):
+            t.redistribute(devices, [Shard(0)])
+        with pytest.raises(IndexError, match="divides a dimension that is not there"):
+            t.redistribute(devices, [Shard(2), Replicate()])
+        with pytest.raises(NotImplementedError, match="no partial placement"):
+            t.redistribute(devices, [Partial(), Replicate()])
+        crossed = xs.mark_sharding(torch.ones(8, device=device), api.convert_to_xla_mesh(devices), (("y", "x"),))
+        with pytest.raises(ValueError, match="by the axes of the mesh in their order"):
+            crossed.placements
+        print(json.dumps([list(part.data.shape) for part in spmd.local_shards(moved)[:1]]))
+        """,
+        LTC_COMPAT="1",
+        XLA_USE_SPMD="1",
+    )
+    assert found == [[4, 1]]
 
 
 def test_parts_of_a_tensor_know_their_place_and_are_loaded() -> None:

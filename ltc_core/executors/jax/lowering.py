@@ -22,6 +22,7 @@ import ltc_core.executors.jax.rules  # noqa: F401 - fills RULES
 from ltc_core.executors.inductor import tier_report
 from ltc_core.executors.jax import collectives, manual
 from ltc_core.executors.jax.collectives import Collectives
+from ltc_core.executors.jax.free_sizes import Result, Sizes
 from ltc_core.executors.jax.table import NOT_ON_HOST, RULES, Array, Call, dtype_of, to_dtype
 from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph import collective
@@ -182,8 +183,16 @@ def _call(
     return manual.on_each_device(functools.partial(run_graph, module), inputs, are_manual)
 
 
-def run_graph(module: GraphModule, inputs: Sequence[Array]) -> list[Array]:
+_ASSERTIONS = {aten._assert_tensor_metadata.default, aten._assert_scalar.default}
+
+
+def run_graph(
+    module: GraphModule, inputs: Sequence[Array], sizes: Sizes | None = None
+) -> list[Array]:
     """Run a functional graph of core ops.
+
+    Args:
+        sizes: the free sizes of the graph; None if it has none.
 
     Raises:
         NotImplementedError: an op has no rule.
@@ -208,9 +217,13 @@ def run_graph(module: GraphModule, inputs: Sequence[Array]) -> list[Array]:
             return [there[item] for item in node.args[0]]
         elif node.target is operator.getitem:
             there[node] = there[node.args[0]][node.args[1]]
+        elif sizes is not None and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat):
+            there[node] = sizes.of(node.meta["val"])
+        elif node.target in _ASSERTIONS:
+            continue  # of what was true of the trace
         else:
             args, kwargs = pytree.tree_map(value, (list(node.args), dict(node.kwargs)))
-            there[node] = _result(node, args, kwargs)
+            there[node] = _result(node, args, kwargs, sizes)
     raise AssertionError("a graph without output")
 
 
@@ -262,16 +275,20 @@ def _call_jax(call: Call, operands: list[Array], function: str) -> list[Array]:
 RULES[CALL] = _call_jax
 
 
-def _result(node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _result(
+    node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any], sizes: Sizes | None
+) -> Any:
     op = node.target
     assert isinstance(op, torch._ops.OpOverload)
     rule = RULES.get(op)
     if rule is None:
         raise NotImplementedError(f"no rule for {op}")
     wanted = node.meta["val"]
+    if sizes is not None:
+        wanted = pytree.tree_map_only(torch.Tensor, sizes.result, wanted)
     call = Call(op, wanted, node.args)
     found = rule(call, *args, **kwargs)
-    if isinstance(wanted, torch.Tensor):
+    if isinstance(wanted, torch.Tensor | Result):
         return _checked(found, wanted)
     return [
         None if w is None or f is None else _checked(f, w)
@@ -279,7 +296,7 @@ def _result(node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any
     ]
 
 
-def _checked(found: Any, wanted: torch.Tensor) -> Array:
+def _checked(found: Any, wanted: torch.Tensor | Result) -> Array:
     """`found` in the dtype that it has in PyTorch.
 
     Raises:

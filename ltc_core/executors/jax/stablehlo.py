@@ -6,6 +6,7 @@ those of a recorded graph. Used by `ltc_core.export`.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ import jax
 import numpy as np
 import torch
 from jax import export
+from jax.extend.mlir import refine_polymorphic_shapes
 from jaxlib import xla_client
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ltc_core.executors.jax.arrays import as_array, as_tensor
+from ltc_core.executors.jax.free_sizes import Sizes
 from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
 from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
@@ -34,32 +36,64 @@ from ltc_core.program.passes.random_keys import NEXT_KEY, with_keys
 from ltc_core.program.scalar_inputs import WHOLE_RULES, kinds, vector_metas
 from ltc_core.program.subgraph import Subgraph
 
-__all__ = ["Compiled", "Program", "portable", "programs", "text_of"]
+__all__ = ["Compiled", "FixedSizeError", "Program", "portable", "programs", "text_of"]
 
 Tensor = torch.Tensor
 
 
-def portable(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> bytes:
-    """Portable bytecode of a function of tensors, for inputs of these sizes and dtypes.
+class FixedSizeError(ValueError):
+    """The trace needed the value of a size that was to be free."""
+
+
+def portable(
+    function: Callable[..., list[Tensor]],
+    inputs: Sequence[Tensor],
+    shapes: Sequence[Sequence[int | str]],
+    has_no_branches: bool,
+) -> tuple[bytes, list[tuple[int | str, ...]]]:
+    """Portable bytecode of a function of tensors, for inputs of these dtypes; and the shapes of its results.
+
+    Args:
+        shapes: of each input, with names for the sizes that are free.
+        has_no_branches: whether the function is a graph, so that its way cannot depend on sizes.
 
     Raises:
+        FixedSizeError: the function depends on a size that is to be free.
         NotImplementedError: an op has no rule.
         Exception: whatever tracing the function raises.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        fakes = [torch.empty(t.shape, dtype=t.dtype) for t in inputs]
-    module = trace(function, fakes, mode, _decompositions())
-    given = [jax.ShapeDtypeStruct(tuple(t.shape), dtype_of(t.dtype)) for t in inputs]
+    examples = {
+        name: size
+        for t, shape in zip(inputs, shapes, strict=True)
+        for size, name in zip(t.shape, shape, strict=True)
+        if isinstance(name, str)
+    }
+    sizes = Sizes(examples)
+    with sizes.mode:
+        fakes = [
+            torch.empty(sizes.in_torch(shape), dtype=t.dtype)
+            for t, shape in zip(inputs, shapes, strict=True)
+        ]
+    module = trace(function, fakes, sizes.mode, _decompositions())
+    fixed = sizes.fixed(has_no_branches)
+    if fixed:
+        raise FixedSizeError("; ".join(fixed))
+    given = [
+        jax.ShapeDtypeStruct(sizes.in_jax(shape), dtype_of(t.dtype))
+        for t, shape in zip(inputs, shapes, strict=True)
+    ]
 
     def forward(*arrays: Any) -> list[Any]:
-        return run_graph(module, arrays)
+        return run_graph(module, arrays, sizes if examples else None)
 
     with wide_types():
         found = export.export(
             jax.jit(forward, keep_unused=True), platforms=[any_device().platform]
         )(*given)
-    return bytes(found.mlir_module_serialized)
+    results = [
+        tuple(n if isinstance(n, int) else str(n) for n in one.shape) for one in found.out_avals
+    ]
+    return bytes(found.mlir_module_serialized), results
 
 
 def _decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
@@ -158,25 +192,74 @@ class Compiled:
     """A program of StableHLO, compiled for a device of this process.
 
     Args:
-        bytecode: what `portable` returned.
+        bytecode: what `portable` returned. One with free sizes is compiled for each set of sizes.
         fixed: its first inputs, which stay on the device.
+        is_free: whether it has free sizes.
     """
 
-    def __init__(self, bytecode: bytes, fixed: Sequence[Tensor]) -> None:
+    def __init__(self, bytecode: bytes, fixed: Sequence[Tensor], is_free: bool = False) -> None:
         self._device = any_device()
-        options = xla_client.CompileOptions()
-        options.env_option_overrides = list(OPTIONS.get(self._device.platform, {}).items())
-        self._program = self._device.client.compile_and_load(
-            bytecode, xla_client.DeviceList((self._device,)), options
-        )
+        self._bytecode = bytecode
+        self._is_free = is_free
+        self._programs: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._fixed = self._send(fixed)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Its results as CPU tensors, from the other inputs."""
-        return [
-            as_tensor(found) for found in self._program.execute([*self._fixed, *self._send(inputs)])
-        ]
+        shapes = tuple(tuple(t.shape) for t in inputs)
+        if shapes not in self._programs:
+            self._programs[shapes] = self._compiled(shapes)
+        found = self._programs[shapes].execute([*self._fixed, *self._send(inputs)])
+        return [as_tensor(array) for array in found]
+
+    def _compiled(self, shapes: tuple[tuple[int, ...], ...]) -> Any:
+        options = xla_client.CompileOptions()
+        options.env_option_overrides = list(OPTIONS.get(self._device.platform, {}).items())
+        whole = [*(tuple(x.shape) for x in self._fixed), *shapes]
+        return self._device.client.compile_and_load(
+            _of_sizes(self._bytecode, whole) if self._is_free else self._bytecode,
+            xla_client.DeviceList((self._device,)),
+            options,
+        )
 
     def _send(self, tensors: Sequence[Tensor]) -> list[Any]:
         with wide_types():
             return jax.device_put([as_array(t) for t in tensors], self._device)  # type: ignore[no-any-return]
+
+
+def _of_sizes(bytecode: bytes, shapes: Sequence[Sequence[int]]) -> bytes:
+    """A program with free sizes, for inputs of these shapes: its `main` is called by one of static types."""
+    context = ir.Context()
+    stablehlo.register_dialect(context)
+    with context, ir.Location.unknown():
+        module = stablehlo.deserialize_portable_artifact(context, bytecode)
+        main = ir.SymbolTable(module.operation)["main"]
+        types = main.type
+        given = [
+            ir.RankedTensorType.get(list(shape), free.element_type)
+            for shape, free in zip(shapes, types.inputs, strict=True)
+        ]
+        ir.SymbolTable(module.operation).set_symbol_name(main, "free_main")
+        main.attributes["sym_visibility"] = ir.StringAttr.get("private")
+        ks = range(len(given))
+        lines = [
+            f"%x{k} = stablehlo.convert %arg{k} : ({given[k]}) -> {types.inputs[k]}" for k in ks
+        ]
+        parameters = ", ".join(f"%arg{k}: {given[k]}" for k in ks)
+        operands = ", ".join(f"%x{k}" for k in ks)
+        results = ", ".join(map(str, types.results))
+        count = len(types.results)
+        names = ", ".join(f"%r#{k}" for k in range(count)) if count > 1 else "%r"
+        lines += [
+            f"%r:{count} = func.call @free_main({operands}) : "
+            f"({', '.join(map(str, types.inputs))}) -> ({results})",
+            f"func.return {names} : {results}",
+        ]
+        text = str(module).rstrip().removesuffix("}")
+        body = "\n".join(lines)
+        whole = ir.Module.parse(
+            f"{text}\nfunc.func public @main({parameters}) -> ({results}) {{\n{body}\n}}\n}}"
+        )
+        written = io.BytesIO()
+        whole.operation.write_bytecode(written)
+    return bytes(refine_polymorphic_shapes(written.getvalue()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from ltc_core.program.lowering.retrace import Refused
 
@@ -44,12 +46,32 @@ def _traced(
     mode: FakeTensorMode,
     decompositions: Decompositions,
 ) -> GraphModule:
-    with torch.no_grad(), mode:
+    free = _FreeLinear() if mode.shape_env is not None else nullcontext()
+    with torch.no_grad(), mode, free:
         return make_fx(
             torch.func.functionalize(run, remove="mutations"),
             decomposition_table=dict(decompositions),
             tracing_mode="real",
         )(*fakes)
+
+
+_LINEAR = (torch.nn.functional.linear, torch.ops.aten.linear.default)
+
+
+class _FreeLinear(TorchFunctionMode):
+    """A linear layer as its product and sum: the kernel of `linear` turns free sizes into numbers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _LINEAR:
+            return func(*args, **(kwargs or {}))
+
+        def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            product = input.matmul(weight.t())
+            return product if bias is None else product + bias
+
+        return call(*args, **(kwargs or {}))
 
 
 def _writing(module: GraphModule) -> list[torch._ops.OpOverload]:

@@ -18,6 +18,7 @@ from ltc_core.runtime import execution_gate
 from ltc_core.runtime.devices import context_of, contexts
 from ltc_core.tensor.handles import Handle, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
+from ltc_dist.checkpoint.stopping import Stopping
 from ltc_dist.compat import buffer_donors
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
@@ -29,8 +30,10 @@ from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_tex
 from ltc_dist.spmd import num_devices
 
 __all__ = [
+    "_activate_preemption_sync_manager",
     "_clear_xla_counters",
     "_clear_xla_metrics",
+    "_deactivate_preemption_sync_manager",
     "_ensure_xla_coordinator_initialized",
     "_get_allow_execution",
     "_get_buffer_donation",
@@ -56,6 +59,7 @@ __all__ = [
     "_set_ir_debug",
     "_set_use_eager_mode",
     "_short_xla_metrics_report",
+    "_sync_point_reached",
     "_unsafe_buffer_pointer",
     "_xla_counter_names",
     "_xla_counter_value",
@@ -234,6 +238,36 @@ def _ensure_xla_coordinator_initialized(
     global_rank: int, world_size: int, master_addr: str, master_port: str = ""
 ) -> None:
     """Does nothing: no process has to be started for the others to meet at."""
+
+
+_stopping: Stopping | None = None
+
+
+def _activate_preemption_sync_manager() -> None:
+    """Note SIGTERM from now on, as `CheckpointManager` does; it does not end the process."""
+    global _stopping
+    _stopping = _stopping or Stopping()
+
+
+def _deactivate_preemption_sync_manager() -> None:
+    global _stopping
+    if _stopping is not None:
+        _stopping.close()
+    _stopping = None
+
+
+def _sync_point_reached(step: int) -> bool:
+    """Whether the processes have agreed that SIGTERM has come to one of them; call it once a step.
+
+    Raises:
+        RuntimeError: SIGTERM is not noted.
+    """
+    if _stopping is None:
+        raise RuntimeError(
+            "_sync_point_reached: SIGTERM is not noted\n"
+            "  Next: call _activate_preemption_sync_manager() first, or use CheckpointManager"
+        )
+    return _stopping.is_agreed()
 
 
 def _init_computation_client() -> None:

@@ -83,13 +83,26 @@ class StableHLOGraphModule:
 def exported_program_to_stablehlo(
     exported_model: torch.export.ExportedProgram, options: StableHLOExportOptions | None = None
 ) -> StableHLOGraphModule:
-    """A program of `torch.export` as StableHLO, for the sizes of its example inputs."""
+    """A program of `torch.export` as StableHLO. Sizes that it leaves free are free in it; others are constants."""
     chosen = options or StableHLOExportOptions()
     args, kwargs = exported_model.example_inputs or ((), {})
     if chosen.override_tracing_arguments is not None:
         args = tuple(chosen.override_tracing_arguments)
         kwargs = dict(chosen.override_tracing_kwargs or {})
-    return StableHLOGraphModule(export.stablehlo(exported_model.module(), args, kwargs))
+    module = exported_model.module(check_guards=False)  # they would fix the sizes of the example
+    return StableHLOGraphModule(export.stablehlo(module, args, kwargs, _free_sizes(exported_model)))
+
+
+def _free_sizes(exported_model: torch.export.ExportedProgram) -> list[dict[int, str]]:
+    """Of each tensor among the arguments: dim -> name of its free size."""
+    given = set(exported_model.graph_signature.user_inputs)
+    nodes = exported_model.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in nodes if node.name in given]
+    return [
+        {dim: str(size) for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+        for value in values
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def save_as_stablehlo(

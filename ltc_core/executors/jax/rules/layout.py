@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax import numpy as jnp
 from ltc_core.executors.jax.table import Array, Call, dtype_of, lowers, to_dtype
 
 __all__: list[str] = []
+
+_TO_THE_END = 2**63 - 1  # what PyTorch gives for the end of a slice that has none
 
 
 # -- new tensors ---------------------------------------------------------------------------------
@@ -149,7 +152,11 @@ def expand(c: Call, x: Array, size: Sequence[int], implicit: bool = False) -> Ar
 def sliced(
     c: Call, x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Array:
-    return x[_along(x, dim, slice(*slice(start, end, step).indices(x.shape[dim])))]
+    size = x.shape[dim]
+    if isinstance(size, int):
+        return x[_along(x, dim, slice(*slice(start, end, step).indices(size)))]
+    last = None if isinstance(end, int) and end >= _TO_THE_END else end
+    return x[_along(x, dim, slice(start, last, step))]
 
 
 def _along(x: Array, dim: int, item: Any) -> tuple[Any, ...]:
@@ -201,7 +208,19 @@ def diagonal_scatter(
 def as_strided(
     c: Call, x: Array, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Array:
+    if not offset and _is_whole(x, size, stride):
+        return x.reshape(c.shape)
     return jnp.take(x.reshape(-1), _addresses(size, stride, offset), mode="clip").reshape(c.shape)
+
+
+def _is_whole(x: Array, size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the view has all elements, in their order."""
+    count: Any = 1
+    for n, step in zip(reversed(size), reversed(stride), strict=True):
+        if n != 1 and step != count:
+            return False
+        count = count * n
+    return bool(count == x.size)
 
 
 @lowers("as_strided_scatter")
@@ -263,7 +282,7 @@ def split_with_sizes(c: Call, x: Array, sizes: Sequence[int], dim: int = 0) -> A
     return jnp.split(x, np.cumsum(sizes)[:-1], dim)
 
 
-@lowers("split.Tensor")
+@lowers("split.Tensor", "split_copy.Tensor")
 def split(c: Call, x: Array, size: int, dim: int = 0) -> Any:
     return jnp.split(x, list(range(size, x.shape[dim], size)), dim)
 
@@ -271,6 +290,12 @@ def split(c: Call, x: Array, size: int, dim: int = 0) -> Any:
 @lowers("unbind.int")
 def unbind(c: Call, x: Array, dim: int = 0) -> list[Array]:
     return [lax.index_in_dim(x, i, dim % x.ndim, keepdims=False) for i in range(x.shape[dim])]
+
+
+@lowers("resize")
+def resize(c: Call, x: Array, size: Sequence[int], **options: Any) -> Array:
+    flat = x.reshape(-1)[: math.prod(size)]
+    return jnp.pad(flat, (0, math.prod(size) - flat.size)).reshape(c.shape)
 
 
 @lowers("flip")

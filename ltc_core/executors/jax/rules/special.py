@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from jax import numpy as jnp
 
 from ltc_core.executors.jax.table import Array, Call, lowers
@@ -46,7 +47,16 @@ def fft_c2r(c: Call, x: Array, dims: Sequence[int], how: int, last: int) -> Arra
 
 @lowers("_cdist_forward")
 def cdist(c: Call, x: Array, y: Array, p: float, mode: int | None) -> Array:
-    away = jnp.abs(x[..., :, None, :] - y[..., None, :, :])
+    return _norm(jnp.abs(x[..., :, None, :] - y[..., None, :, :]), p)
+
+
+@lowers("_pdist_forward")
+def pdist(c: Call, x: Array, p: float = 2) -> Array:
+    first, second = np.triu_indices(x.shape[0], 1)
+    return _norm(jnp.abs(x[first] - x[second]), p)
+
+
+def _norm(away: Array, p: float) -> Array:
     if p == 0:
         return jnp.sum(away != 0, -1)
     if p == math.inf:

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils import _pytree as pytree
 
 import ltc_core as ltc
+from ltc_core.api.sharding import parts_of
 from ltc_core.errors import CheckpointError, first_line
 from ltc_dist.checkpoint.stopping import Stopping
-from ltc_dist.compat.absent import Absent
-from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import has_parts
+from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard
 from ltc_dist.spmd import mark_sharding, sharding_of
-from ltc_dist.spmd.planners import SPMDLoadPlanner, SPMDSavePlanner
+from ltc_dist.spmd.planners import CpuShards, SPMDLoadPlanner, SPMDSavePlanner, is_divided
 
 __all__ = [
     "CheckpointManager",
@@ -44,15 +44,40 @@ __all__ = [
 ]
 
 _METADATA_FILE = ".manager_metadata"
-_ON_CPU = "no checkpoint is saved from parts on the CPU; CheckpointManager.save_async copies them by itself"
-
-_CpuShards = Absent("_CpuShards", _ON_CPU)
-_sharded_cpu_state_dict = Absent("_sharded_cpu_state_dict", _ON_CPU)
+_CpuShards = CpuShards
 
 
 def _is_sharded_tensor(x: object) -> bool:
-    """Whether a tensor is divided: devices have different parts of it."""
-    return isinstance(x, torch.Tensor) and has_parts(x)
+    """Whether a tensor is divided: devices have different parts of it.
+
+    Cost: for one on the device, cuts and waits for it.
+    """
+    return isinstance(x, torch.Tensor) and is_divided(x)
+
+
+def _sharded_cpu_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a state dict on the CPU. What this process's devices have of a divided tensor is a `_CpuShards`.
+
+    Cost: cuts, waits for the tensors, and copies them.
+    """
+    return pytree.tree_map(_on_cpu, state_dict)  # type: ignore[no-any-return]
+
+
+def _on_cpu(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if not _is_sharded_tensor(leaf):
+        return leaf.detach().to("cpu", copy=True)
+    shards = [
+        XLAShard(
+            part.read(),
+            [slice(first, first + n, 1) for first, n in zip(part.offsets, part.sizes, strict=True)],
+            f"{leaf.device.type.upper()}:{part.device}",
+            0 if part.is_chosen else part.device + 1,
+        )
+        for part in parts_of(leaf)
+    ]
+    return CpuShards(shards, leaf.shape)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,5 +1,6 @@
 """`torch_xla.distributed.spmd`, over `ltc_dist.spmd`. Meshes of more than one device need LTC_EXECUTOR=jax."""
 
+from ltc_dist.compat.dtensor_names import convert_to_xla_mesh, convert_to_xla_partition_spec
 from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard, XLAShardedTensor
 from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import (
     ShardingType,
@@ -43,6 +44,8 @@ __all__ = [
     "apply_backward_optimization_barrier",
     "auto_policy",
     "clear_sharding",
+    "convert_to_xla_mesh",
+    "convert_to_xla_partition_spec",
     "disable_manual_sharding",
     "enable_manual_sharding",
     "get_1d_mesh",

@@ -18,6 +18,7 @@ from ltc_core import source
 from ltc_core.api.sharding import NewParts
 from ltc_core.errors import ShardingError
 from ltc_core.tensor.lazy_tensor import LazyTensor
+from ltc_dist.compat.dtensor_names import METHODS, wrap_as_sharded_tensor
 from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import (
     ShardingType,
     has_parts,
@@ -63,7 +64,18 @@ class _Marked(type):
 
 
 class XLAShardedTensor(metaclass=_Marked):
-    """For `isinstance`: whether a tensor is marked. Made by `mark_sharding` only."""
+    """For `isinstance`: whether a tensor is marked. Called, it is `wrap_as_sharded_tensor`."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        elem: torch.Tensor,
+        mesh_shape: Sequence[int] | None = None,
+        partition_spec: Sequence[Any] | None = None,
+        *,
+        requires_grad: bool = False,
+    ) -> torch.Tensor:
+        marked = wrap_as_sharded_tensor(elem, mesh_shape, partition_spec)
+        return marked.requires_grad_() if requires_grad else marked
 
 
 def _shards(t: torch.Tensor) -> list[XLAShard]:
@@ -150,4 +162,6 @@ for _name, _read in {
     "sharding_type": _sharding_type,
 }.items():
     setattr(LazyTensor, _name, property(_read))
+for _name, _member in METHODS.items():
+    setattr(LazyTensor, _name, _member)
 LazyTensor.load_local_shards_ = _load_local_shards  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ltc_dist.compat.absent import Absent
+from ltc_dist.compat.dtensor_names import wrap_as_sharded_tensor
 from ltc_dist.spmd import (
     HybridMesh,
     MarkShardingFunction,
@@ -50,6 +51,8 @@ __all__ = [
     "set_global_mesh",
     "shard_as",
     "sharding_type_of",
+    "unwrap_sharded_tensor",
+    "wrap_as_sharded_tensor",
     "wrap_if_sharded",
     "xla_patched_nn_linear_forward",
 ]
@@ -101,6 +104,11 @@ auto_policy = Absent("auto_policy", _AUTO)
 def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
     """Return both: XLA's propagation divides values that are used together alike."""
     return a, b
+
+
+def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
+    """Return `t`: a marked tensor is a tensor like any other."""
+    return t
 
 
 def wrap_if_sharded(x: Any) -> Any:
