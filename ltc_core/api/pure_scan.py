@@ -24,6 +24,7 @@ from ltc_core.graph.loop import LOOPS, SCAN, add_body
 from ltc_core.program.index_checks import INDEXED_OPS
 from ltc_core.program.lowering.functional import trace
 from ltc_core.program.lowering.retrace import Refused
+from ltc_core.runtime.devices import contexts
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
@@ -266,6 +267,8 @@ class _Tracing:
         return _Structure(found[0]), _Structure(found[1])
 
     def loop(self, partition_fn: Any) -> _Loop:
+        for ctx in contexts():  # their workers trace programs, by the same variable of `torch.fx`
+            ctx.worker.drain()
         with self._mode:
             carry, y = self._call(self._inputs, self._found)
         return self._bodies(carry, y, partition_fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.api.loops import scan, scan_layers
+from ltc_core.runtime.devices import context
+from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
 from tests.core.counting import Counting
 
@@ -178,3 +181,18 @@ def test_a_pure_function_is_called_once() -> None:
         if length == 4:
             traced = len(calls)
     assert len(calls) == 2 * traced  # once more for another size, and not once a slice
+
+
+def test_the_worker_traces_no_program_meanwhile() -> None:
+    """Two threads that trace at a time would meet in a variable of `torch.fx`."""
+    x = torch.ones(4, 3, device=ltc.lazy_device())
+    were_idle = []
+
+    def fn(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        were_idle.append(context(0).worker.is_idle)
+        return carry + row, carry * row
+
+    context(0).worker.submit(Job(lambda: time.sleep(0.3)))
+    last, _ = scan(fn, torch.zeros(3, device=x.device), x, is_fn_pure=True)
+    assert were_idle and all(were_idle)
+    assert last.tolist() == [4.0] * 3
