@@ -58,6 +58,7 @@ class LoopWatch:
         self._head = LoopHead("")
         self._last_line = ""
         self._lines: list[str] = []
+        self._look_again = 0  # at this count of values: the loop whose head was found may be over
         trace.first_limit = trace.limit = settings.trim_graph_size
 
     def on_limit(self) -> None:
@@ -74,6 +75,10 @@ class LoopWatch:
                 self._lines = []  # recorded by another loop before: collect the lines of this one
             self._head = loop_head(self._lines)
             self._last_line = ""
+            self._look_again = trace.count + settings.trim_graph_size // 4
+        elif self._head.line and trace.count >= self._look_again:
+            self._head = loop_head(self._latest_lines())
+            self._look_again = trace.count + settings.trim_graph_size // 4
         elif not self._head.line and len(self._lines) < settings.trim_graph_size:
             self._lines.append(line)
             if len(self._lines) % _READ_AGAIN == 0:
@@ -85,6 +90,10 @@ class LoopWatch:
         if begins or trace.count >= settings.max_graph_size:
             self._warn(begins)
             self._cut()
+
+    def _latest_lines(self) -> list[str]:
+        path = self._trace.path(self._trace.cursor)
+        return [step.node.line for step in path[-settings.trim_graph_size // 4 :] if step.node]
 
     def _warn(self, is_loop: bool) -> None:
         if self._warned:

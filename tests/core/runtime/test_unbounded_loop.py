@@ -218,6 +218,23 @@ def test_the_second_loop_of_a_program_is_cut_at_its_own_head(
     assert counted.compiles <= 8
 
 
+def test_a_loop_that_follows_the_one_whose_head_was_found(context: devices.DeviceContext) -> None:
+    """The first loop is over when the trace is too long, and only its line has been seen."""
+
+    def both() -> torch.Tensor:
+        x = torch.zeros(4, device=context.device)
+        for _ in range(190):
+            x = x * 0.5 + 1
+        for _ in range(1500):
+            x = x + 0.5
+        return x
+
+    with Counting() as counted:
+        told(both)
+    assert counted.syncs["GraphLimit"] >= 3
+    assert context.trace.count < 1000
+
+
 def test_a_gradient_may_cross_the_cuts(context: devices.DeviceContext) -> None:
     def program(device: torch.device) -> torch.Tensor:
         w = torch.full((3,), 0.5, device=device, requires_grad=True)
