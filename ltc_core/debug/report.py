@@ -70,7 +70,9 @@ class CompiledGraph(Protocol):
     graph: Graph
     program: Program
     cause: Cause | None
-    runs: int
+
+    @property
+    def runs(self) -> int: ...
 
 
 def on_cut(device: torch.device, reason: str, compiled: CompiledGraph, elapsed_ns: int) -> None:

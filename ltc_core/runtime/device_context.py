@@ -251,8 +251,9 @@ class DeviceContext:
             for compiled in programs.copy().values()
         )
 
-    def _on_known_reads(self, num_cuts: int, now_ns: int) -> None:
+    def _on_known_reads(self, last: CompiledGraph, num_cuts: int, now_ns: int) -> None:
         """C++ has cut so often since the last cut or wait; the last time just now."""
+        self.compiler.note_newest(last)
         elapsed_ns, self._marked_ns = now_ns - self._marked_ns, now_ns
         metrics.observe_many("LoopTime", elapsed_ns / num_cuts, num_cuts)
 
@@ -447,6 +448,9 @@ class DeviceContext:
             seen.note(step=self._num_steps, line=source.user_line(), reason=reason)
         if value.buffer is None:
             self.cut(reason, is_awaited=True)
+        if value.buffer is None:
+            with self.trace.lock:  # another thread is in the middle of the cut
+                pass
         assert value.buffer is not None
         job = value.buffer.job
         if value.buffer.is_pending:

@@ -54,7 +54,7 @@ class KnownReads:
 
     Args:
         trace, executor, launcher, reads, streaming, early: those of the device.
-        on_cuts: called with the number of cuts that C++ has made, and when the last one ended.
+        on_cuts: called with the last program that C++ has run, the number of cuts, and when the last one ended.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class KnownReads:
         reads: Reads,
         streaming: Streaming,
         early: EarlyRuns,
-        on_cuts: Callable[[int, int], None],
+        on_cuts: Callable[[CompiledGraph, int, int], None],
     ) -> None:
         self._trace = trace
         self._launcher = launcher
@@ -121,7 +121,7 @@ class KnownReads:
         if last is not None:
             self._streaming.forget_step()
             self._early.skip_to(last)
-            self._on_cuts(num_cuts, last_ns)
+            self._on_cuts(last, num_cuts, last_ns)
         if unfinished is not None:
             compiled, made, reason = unfinished
             _count_cuts(compiled, 1, reason)
@@ -158,7 +158,7 @@ def _count_runs(compiled: CompiledGraph, num_runs: int, elapsed_ns: float) -> No
 def _count_cuts(compiled: CompiledGraph, num_cuts: int, reason: str) -> None:
     if not num_cuts:
         return
-    compiled.runs += num_cuts
+    compiled.count_runs(num_cuts)
     metrics.count("CachedCompile", num_cuts)
     metrics.count("ExecuteComputation", num_cuts)
     metrics.count(f"Sync.{reason}", num_cuts)

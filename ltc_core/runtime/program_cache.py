@@ -45,6 +45,7 @@ class CompiledGraph:
     __slots__ = (
         "__weakref__",
         "_largest",
+        "_num_runs",
         "_peak_bytes",
         "begun_ns",
         "cause",
@@ -61,7 +62,6 @@ class CompiledGraph:
         "policy",
         "program",
         "recorded",
-        "runs",
         "watched",
         "whole_for",
     )
@@ -86,7 +86,7 @@ class CompiledGraph:
         self.path: Step | None = None
         self.key: Any = None
         self.cause: Cause | None = None
-        self.runs = 0
+        self._num_runs = 0
         self.facts = ""
         self.num_parts = 0  # in which steps are quicker (`streaming`); 0: whole, or not measured
         self.habit = Habit()
@@ -94,6 +94,15 @@ class CompiledGraph:
         self.begun_ns = (0, 0)  # CPU time and duration of what has run early, until the run ends
         self.whole_for = 0  # steps until parts are tried again
         self._largest, self._peak_bytes = 0, program.peak_bytes
+
+    @property
+    def runs(self) -> int:
+        """How often it was used, by C++ too."""
+        uncounted = 0 if self.known_cut is None else self.known_cut.num_runs
+        return self._num_runs + uncounted
+
+    def count_runs(self, count: int) -> None:
+        self._num_runs += count
 
     def peak_bytes(self, sized: Mapping[int, TensorMeta]) -> int:
         """Peak memory of the values of a run within the graph; of many sizes, that of the largest run so far.
@@ -159,9 +168,13 @@ class ProgramCache:
         self._note_use(compiled)
 
     def _note_use(self, compiled: CompiledGraph) -> None:
+        self.note_newest(compiled)
+        compiled.count_runs(1)
+
+    def note_newest(self, compiled: CompiledGraph) -> None:
+        """Note that a program is the last one that ran; its runs are counted elsewhere."""
         self._recent[id(compiled)] = compiled
         self._recent.move_to_end(id(compiled))
-        compiled.runs += 1
 
     @in_own_state
     def _build(

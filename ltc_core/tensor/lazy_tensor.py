@@ -102,8 +102,6 @@ def _asking_module() -> str:
 def _instead_of_tracing() -> str:
     if source.is_called_from("torch.export"):
         return "trace it on the CPU, its arguments too: torch.export.export(copy.deepcopy(module).cpu(), args)"
-    if source.is_called_from("torch.fx.experimental.proxy_tensor"):
-        return "trace the function with tensors of the CPU"
     return (
         "import ltc_core before torch.compile is called, and give the compiled function the tensors as "
         "arguments, so that it is recorded; call torch.func.jvp where you would call what torch.func.linearize returns"

@@ -215,6 +215,9 @@ inline PyObject* take_runs(PyObject* self, PyObject*) {
   return taken;
 }
 
+inline PyMemberDef known_cut_members[] = {
+    {"num_runs", T_PYSSIZET, offsetof(KnownCut, num_runs), READONLY, nullptr}, // since the last `take_runs`
+    {nullptr, 0, 0, 0, nullptr}};
 inline PyMethodDef known_cut_methods[] = {
     {"take_runs", take_runs, METH_NOARGS, nullptr},
     {"make", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_known_cut)), METH_FASTCALL, nullptr},

@@ -562,6 +562,7 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   expected_type.tp_dealloc = free_expected;
   known_cut_type.tp_dealloc = free_known_cut;
   known_cut_type.tp_methods = known_cut_methods;
+  known_cut_type.tp_members = known_cut_members;
   known_reads_type.tp_dealloc = free_known_reads;
   known_reads_type.tp_methods = known_reads_methods;
   for (PyTypeObject* type : {&maker_type, &expected_type, &known_cut_type, &known_reads_type}) {

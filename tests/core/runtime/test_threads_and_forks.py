@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
+from ltc_core.runtime.devices import context
+from ltc_core.runtime.launcher import Launcher
 from ltc_core.settings import settings
 from tests import prepared
 from tests.core.beside_eager import assert_same
@@ -440,3 +443,27 @@ raise ValueError("mine")
 
 def test_the_device_of_a_thread_is_its_own() -> None:
     assert_same(torch.ones(1, device=settings.device_name), torch.ones(1))
+
+
+def test_a_read_while_another_thread_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace is empty then, and what was in it has no buffers yet."""
+    is_cut, reads = threading.Event(), threading.Event()
+    plain = Launcher.launch
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        is_cut.set()
+        reads.wait(TIMEOUT_S)
+        time.sleep(0.1)
+        return plain(*args, **kwargs)
+
+    x = torch.ones(3, device=ltc.lazy_device())
+    y = x * 2.5 + 1
+    monkeypatch.setattr(Launcher, "launch", slow)
+
+    def read() -> None:
+        is_cut.wait(TIMEOUT_S)
+        reads.set()
+        context(0)._await_value(y._h.value, "Test", None)  # type: ignore[attr-defined]
+        assert y.tolist() == [3.5] * 3
+
+    in_threads(ltc.mark_step, read)
