@@ -1,4 +1,4 @@
-"""`torch_xla.experimental.gru`: torch_xla's own GRU over `scan`; here PyTorch's, which is recorded step by step."""
+"""`torch_xla.experimental.gru`: torch_xla's own GRU over `scan`; here PyTorch's, one op over a long sequence."""
 
 from __future__ import annotations
 
