@@ -25,7 +25,7 @@ __all__ = ["register_rnn"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
-_LONG = 32  # steps of all layers and directions, from which they are one op
+_LONG = 128  # steps of all layers and directions, from which they are one op
 _LSTM = 2  # `ideep::rnn_kind::LSTM`
 _libraries: list[Any] = []
 
