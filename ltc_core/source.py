@@ -69,7 +69,7 @@ def _describe(frame: FrameType) -> str:
     return known[0]
 
 
-def is_called_from(package: str) -> bool:
+def is_within(package: str) -> bool:
     """Whether a module of a package, 'torch.export', is among the callers. Cost: 0.1 us a frame."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

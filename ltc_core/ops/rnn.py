@@ -169,7 +169,12 @@ def _layers(
     num_steps = input.shape[batch_first] * num_layers * (1 + bidirectional)
     if num_steps >= _LONG and not (dropout and train) and _may_be_one_op():
         return _Layer.apply(  # type: ignore[no-untyped-call, no-any-return]
-            (op, cell, has_biases, num_layers, bidirectional, batch_first), input, hx, *params
+            op._opname,
+            cell,
+            (has_biases, num_layers, bidirectional, batch_first),
+            input,
+            hx,
+            *params,
         )
     return _in_steps(
         cell,
@@ -196,46 +201,46 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layout: tuple[Any, ...], input: Tensor, hx: Tensor, *params: Tensor
+        ctx: Any,
+        kind: str,
+        cell: Cell,
+        layout: tuple[Any, ...],
+        input: Tensor,
+        hx: Tensor,
+        *params: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.layout = layout
+        needs_grad = [t.requires_grad for t in (input, hx, *params)]
+        ctx.kind, ctx.cell, ctx.layout, ctx.needs_grad = kind, cell, layout, needs_grad
         ctx.save_for_backward(input, hx, *params)
         ctx.set_materialize_grads(False)
-        needs_grad = [t.requires_grad for t in (input, hx, *params)]
-        return LAYER(  # type: ignore[no-any-return]
-            layout[0]._opname, input, hx, params, *layout[2:], needs_grad
-        )
+        return LAYER(kind, input, hx, params, *layout, needs_grad)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(
         ctx: Any, output_grad: Tensor | None, hidden_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        op, cell, *layout = ctx.layout
         input, hx, *params = ctx.saved_tensors
         if output_grad is None and hidden_grad is None:
-            return (None,) * (3 + len(params))
+            return (None,) * (5 + len(params))
         if torch.is_grad_enabled():
-            return None, *_differentiable_grads(ctx, (output_grad, hidden_grad))
-        needs_grad = [t.requires_grad for t in ctx.saved_tensors]
-        grads = iter(
-            LAYER_GRAD(output_grad, hidden_grad, op._opname, input, hx, params, *layout, needs_grad)
-        )
-        return None, *(next(grads) if needed else None for needed in needs_grad)
+            found = _differentiable_grads(ctx, (output_grad, hidden_grad))
+        else:
+            found = LAYER_GRAD(
+                output_grad, hidden_grad, ctx.kind, input, hx, params, *ctx.layout, ctx.needs_grad
+            )
+        grads = iter(found)
+        return None, None, None, *(next(grads) if needed else None for needed in ctx.needs_grad)
 
 
-def _differentiable_grads(ctx: Any, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-    op, cell, has_biases, num_layers, bidirectional, batch_first = ctx.layout
+def _differentiable_grads(ctx: Any, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """The gradients of the operands that need one, from the steps of a layer."""
+    has_biases, num_layers, *directions = ctx.layout
     input, hx, *params = ctx.saved_tensors
-    results = _in_steps(
-        cell, input, hx, params, has_biases, num_layers, 0.0, bidirectional, batch_first
-    )
+    results = _in_steps(ctx.cell, input, hx, params, has_biases, num_layers, 0.0, *directions)
     pairs = [(r, g) for r, g in zip(results, given, strict=True) if g is not None]
-    wanted = [t for t in ctx.saved_tensors if t.requires_grad]
-    found = torch.autograd.grad(
-        [r for r, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
-    )
-    grads = iter(found)
-    return [next(grads) if t.requires_grad else None for t in ctx.saved_tensors]
+    outputs, of_outputs = zip(*pairs, strict=True)
+    wanted = [t for t, needed in zip(ctx.saved_tensors, ctx.needs_grad, strict=True) if needed]
+    return torch.autograd.grad(outputs, wanted, of_outputs, create_graph=True, allow_unused=True)
 
 
 def _in_steps(

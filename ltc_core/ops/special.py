@@ -412,7 +412,7 @@ def _set_storage(args: Any, kwargs: Any) -> Any:
             "set_ from a storage: lazy tensors have no storage",
             where=source.user_line(),
             next="save a module of the CPU: torch.jit.save(module.cpu(), file)"
-            if source.is_called_from("torch.jit._serialization")
+            if source.is_within("torch.jit._serialization")
             else "set_ from a tensor, or assign `t.data = other`",
         )
     dtype = t._h.meta.dtype

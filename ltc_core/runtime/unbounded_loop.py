@@ -75,10 +75,11 @@ class LoopWatch:
                 self._lines = []  # recorded by another loop before: collect the lines of this one
             self._head = loop_head(self._lines)
             self._last_line = ""
-            self._look_again = trace.count + settings.trim_graph_size // 4
+            self._look_again = trace.count + self._stretch
         elif self._head.line and trace.count >= self._look_again:
-            self._head = loop_head(self._latest_lines())
-            self._look_again = trace.count + settings.trim_graph_size // 4
+            latest = trace.path(trace.cursor)[-self._stretch :]
+            self._head = loop_head([step.node.line for step in latest if step.node])
+            self._look_again = trace.count + self._stretch
         elif not self._head.line and len(self._lines) < settings.trim_graph_size:
             self._lines.append(line)
             if len(self._lines) % _READ_AGAIN == 0:
@@ -91,9 +92,10 @@ class LoopWatch:
             self._warn(begins)
             self._cut()
 
-    def _latest_lines(self) -> list[str]:
-        path = self._trace.path(self._trace.cursor)
-        return [step.node.line for step in path[-settings.trim_graph_size // 4 :] if step.node]
+    @property
+    def _stretch(self) -> int:
+        """Values, or steps, after which another loop may have begun."""
+        return settings.trim_graph_size // 4
 
     def _warn(self, is_loop: bool) -> None:
         if self._warned:

@@ -100,7 +100,7 @@ def _asking_module() -> str:
 
 
 def _instead_of_tracing() -> str:
-    if source.is_called_from("torch.export"):
+    if source.is_within("torch.export"):
         return "trace it on the CPU, its arguments too: torch.export.export(copy.deepcopy(module).cpu(), args)"
     return (
         "import ltc_core before torch.compile is called, and give the compiled function the tensors as "

@@ -62,9 +62,7 @@ _COMPILE_S_PER_OP = 0.04
 # to run them where they are cut.
 _SHORT_NS = 100_000
 _MOST_SHORT = 64  # ops of such a graph
-_SEEN_SHORT = (
-    6  # runs of a graph that may be one, before compiled code of an earlier process is looked for
-)
+_RUNS_TO_TELL = 6  # of a graph that may be one, before an earlier process's compiled code is used
 
 # A graph is compiled for this many sets of constants and numeric flags at most; runs with others are op by op.
 _MAX_PROGRAMS = 4
@@ -222,11 +220,13 @@ class TieredProgram(Program, Reported):
     def _is_wanted(self, run: int) -> bool:
         if self._is_due(run):
             return True
-        may_be_short = len(self.graph.nodes) <= _MOST_SHORT and not self._is_for_the_user
-        return not self._has_looked and not self._is_short and run > may_be_short * _SEEN_SHORT
+        if self._has_looked or self._is_short:
+            return False
+        may_be_short = len(self.graph.nodes) <= _MOST_SHORT and not self._is_set_by_user
+        return not may_be_short or run > _RUNS_TO_TELL
 
     @property
-    def _is_for_the_user(self) -> bool:
+    def _is_set_by_user(self) -> bool:
         """Whether a setting says which graphs are compiled, and when."""
         return settings.compile == "sync" or bool(settings.compile_after)
 
@@ -234,7 +234,7 @@ class TieredProgram(Program, Reported):
     def _is_short(self) -> bool:
         """Whether compiled code would gain less than its launch costs. On a GPU, this time is not that of the ops."""
         is_known = 0 < self._least_ns < _SHORT_NS and self.hardware.type == "cpu"
-        return is_known and not self._is_for_the_user
+        return is_known and not self._is_set_by_user
 
     def _is_due(self, run: int) -> bool:
         """Whether it is time to compile at this run; before, only libraries that are there are used."""

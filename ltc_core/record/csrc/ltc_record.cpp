@@ -168,8 +168,8 @@ class Follower final : public c10::OperatorKernel {
     return is_same_dtype && is_strided && is_plain && !(args[4].isBool() && args[4].toBool());
   }
 
-  static at::Tensor read_copy(const torch::jit::Stack& stack) {
-    const at::Tensor of = torch::jit::peek(stack, 0, 7).toTensor();
+  at::Tensor read_copy(const torch::jit::Stack& stack) const {
+    const at::Tensor of = torch::jit::peek(stack, 0, op.codes.size()).toTensor();
     at::Tensor copied;
     const Gil gil;
     read_known(of, [&](KnownRead read) {

@@ -251,11 +251,11 @@ PyObject* failed_buffer(PyObject*, PyObject* given) {
     replace(buffer->error, error);
   return reinterpret_cast<PyObject*>(buffer);
 }
+Py_ssize_t donate(PyObject* self) {
+  return std::exchange(reinterpret_cast<Buffer*>(self)->nbytes, 0);
+}
 PyObject* mark_donated(PyObject* self, PyObject*) {
-  auto* buffer = reinterpret_cast<Buffer*>(self);
-  const Py_ssize_t nbytes = buffer->nbytes;
-  buffer->nbytes = 0;
-  return PyLong_FromSsize_t(nbytes);
+  return PyLong_FromSsize_t(donate(self));
 }
 PyObject* made_by(PyObject* self, PyObject* job) {
   auto* buffer = reinterpret_cast<Buffer*>(self);
@@ -277,11 +277,15 @@ PyObject* wait_done(PyObject* self, PyObject*) {
 }
 // buffer.set(data), buffer.fail(error)
 template <PyObject* Buffer::* place>
-PyObject* settle(PyObject* self, PyObject* object) {
+void fill(PyObject* self, PyObject* object) {
   auto* buffer = reinterpret_cast<Buffer*>(self);
   buffer->is_pending = false;
   replace(buffer->*place, object);
   Py_CLEAR(buffer->job);
+}
+template <PyObject* Buffer::* place>
+PyObject* settle(PyObject* self, PyObject* object) {
+  fill<place>(self, object);
   Py_RETURN_NONE;
 }
 PyObject* check(PyObject* self, PyObject*) {
@@ -494,15 +498,6 @@ bool take(PyObject* self) {
 PyObject* pending_buffer(PyObject* memory, Py_ssize_t nbytes) {
   return reinterpret_cast<PyObject*>(new_buffer(memory, nbytes, true));
 }
-void fill_buffer(PyObject* self, PyObject* data) {
-  auto* buffer = reinterpret_cast<Buffer*>(self);
-  buffer->is_pending = false;
-  replace(buffer->data, data);
-  Py_CLEAR(buffer->job);
-}
-Py_ssize_t donate_buffer(PyObject* self) {
-  return std::exchange(reinterpret_cast<Buffer*>(self)->nbytes, 0);
-}
 void count_bytes(PyObject* memory, Py_ssize_t nbytes, Py_ssize_t beside) {
   count(reinterpret_cast<MemoryCounter*>(memory), nbytes, beside);
 }
@@ -513,7 +508,7 @@ const struct {
   void (*fill_buffer)(PyObject*, PyObject*);
   Py_ssize_t (*donate_buffer)(PyObject*);
   void (*count_bytes)(PyObject*, Py_ssize_t, Py_ssize_t);
-} functions_for_cpp = {take, give, pending_buffer, fill_buffer, donate_buffer, count_bytes};
+} functions_for_cpp = {take, give, pending_buffer, fill<&Buffer::data>, donate, count_bytes};
 
 // acquire(blocking=True, timeout=-1): as threading.RLock's.
 PyObject* acquire(PyObject* self, PyObject* given, PyObject* named) {
