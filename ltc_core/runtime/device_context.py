@@ -169,6 +169,7 @@ class DeviceContext:
             self._num_steps += 1
         if reason != "Streaming":
             self.reads.end_step()
+            self.watch.is_in_parts = reason == "GraphLimit"
         self._uploads.end()
         metrics.count("ExecuteComputation")
         metrics.count(f"Sync.{reason}")
@@ -399,7 +400,7 @@ class DeviceContext:
             LtcError: the op that computes the value failed.
         """
         self.known_reads.pause()
-        if self.streaming.is_in_parts and self.reads.is_of_reader:
+        if self._is_in_parts:
             self.cut(reason)  # the value may be that of an earlier part
         with self.trace.lock:
             value = cell.value
@@ -420,6 +421,13 @@ class DeviceContext:
         if self.failures and value.buffer.error is None:
             self.raise_failure(all_of_them=False)
         return value.buffer.take()
+
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether what is recorded goes on with a step of which a part was cut, for this thread."""
+        if self.watch.is_in_parts:
+            return True
+        return self.streaming.is_in_parts and self.reads.is_of_reader
 
     def _after_read(self) -> None:
         seen = self.reads.after_read(is_held=not self.streaming.is_whole)

@@ -4,6 +4,9 @@ A trace of more than `settings.trim_graph_size` values without a cut is most lik
 The loop begins at the first of the lines of its ops that repeat least often. From then on the trace is cut whenever
 that line is reached again, so that each iteration is the same graph. At `settings.max_graph_size` values it is cut
 anywhere.
+
+A long trace may also be a single step, as of a loop over time. What was cut once is cut at the same places when it
+comes again; `device_context` sees to it that the read which ends the step ends its last part, too.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ltc_core import source
+from ltc_core.record.step import Step
 from ltc_core.record.trace import Trace
 from ltc_core.settings import settings
 
@@ -47,8 +51,24 @@ def loop_head(lines: list[str]) -> LoopHead:
     return LoopHead(line, repeats=True) if 2 * length > len(lines) else LoopHead("")
 
 
+def _known_end(step: Step, most: int) -> int:
+    """Count of values at which the path that follows was cut before; 0 if it was not, within `most` steps."""
+    following: Step | None = step
+    for _ in range(most):
+        if following is None:
+            break
+        if following.programs:
+            return following.end
+        following = following.next
+    return 0
+
+
 class LoopWatch:
-    """Watches one trace; `cut` cuts it."""
+    """Watches one trace; `cut` cuts it.
+
+    Attributes:
+        is_in_parts: whether the last cut was one of these, so that what is recorded now goes on with a step.
+    """
 
     def __init__(self, trace: Trace, cut: Callable[[], Any]) -> None:
         self._trace = trace
@@ -59,6 +79,7 @@ class LoopWatch:
         self._last_line = ""
         self._lines: list[str] = []
         self._look_again = 0  # at this count of values: the loop whose head was found may be over
+        self.is_in_parts = False
         trace.first_limit = trace.limit = settings.trim_graph_size
 
     def on_limit(self) -> None:
@@ -67,6 +88,14 @@ class LoopWatch:
         if trace.count < settings.trim_graph_size:
             trace.first_limit = trace.limit = settings.trim_graph_size
             return
+        if self._epoch != trace.epoch:
+            end = _known_end(trace.cursor, self._stretch)
+            if end == trace.count:
+                self._cut()
+                return
+            if end:
+                trace.limit = end
+                return
         line = source.user_line()
         if self._epoch != trace.epoch:
             self._epoch = trace.epoch
@@ -106,6 +135,7 @@ class LoopWatch:
         what = f"the loop around {place}" if is_loop else f"the program up to {place}"
         warnings.warn(
             f"{what} recorded {self._trace.count} values on {self._trace.device} without a step boundary; it is "
-            "cut there from now on. Next: call mark_step() once in each iteration.",
+            "cut there from now on. Next: if this is the training loop, call mark_step() once in each iteration; a "
+            "loop within a step needs nothing.",
             stacklevel=2,
         )

@@ -307,7 +307,7 @@ class CopiedStep : Operands {
   // Puts the copy of a step after the cursor, if that has no next one and an original is known. An error is left set.
   bool put(const Originals& originals) {
     const Object cursor(Py_NewRef(trace_of.cursor.of(trace)));
-    if (!is_tip(cursor.get()) || count >= trace_of.limit.number(trace) || !operands.find(op, trace, args))
+    if (!is_tip(cursor.get()) || !operands.find(op, trace, args))
       return false;
     const auto original = find(originals);
     const Object line(original && !modules_are_on() ? user_line() : nullptr);

@@ -179,6 +179,21 @@ class Follower final : public c10::OperatorKernel {
     return copied;
   }
 
+  // Whether Python is asked before the next op (`Trace.on_limit`). What the operands of a call need belongs to the call.
+  static bool is_full(PyObject* trace) {
+    return trace_of.count.number(trace) >= trace_of.limit.number(trace);
+  }
+
+  // Whether the call is a step after the cursor, once its operands are recorded, or becomes one. An error is left set.
+  bool is_step(PyObject* trace, c10::ArrayRef<IValue> args, std::optional<NextStep>& call) {
+    bool is_next = call.emplace(op, trace, args).is_next() || (!PyErr_Occurred() && is_other(trace, args, call));
+    if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).make_operands() && !PyErr_Occurred())
+      is_next = call.emplace(op, trace, args).is_next();
+    if (!is_next && !PyErr_Occurred() && copies && !op.is_factory && CopiedStep(op, trace, args).put(originals))
+      is_next = call.emplace(op, trace, args).is_next();
+    return is_next;
+  }
+
   // Records the call and returns true if it is a known step of its trace. Else notes what to expect of it.
   bool follow(torch::jit::Stack& stack, Noted& noted) {
     const auto args = torch::jit::last(stack, op.codes.size());
@@ -201,11 +216,7 @@ class Follower final : public c10::OperatorKernel {
         throw_python_error();
       give_more(trace);
       std::optional<NextStep> call;
-      bool is_next = (!PyErr_Occurred() && call.emplace(op, trace, args).is_next()) || (!PyErr_Occurred() && is_other(trace, args, call));
-      if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).make_operands() && !PyErr_Occurred())
-        is_next = call.emplace(op, trace, args).is_next();
-      if (!is_next && !PyErr_Occurred() && copies && !op.is_factory && CopiedStep(op, trace, args).put(originals))
-        is_next = call.emplace(op, trace, args).is_next();
+      const bool is_next = !PyErr_Occurred() && !is_full(trace) && is_step(trace, args, call);
       if (PyErr_Occurred())
         throw_python_error();
       if (!is_next) {

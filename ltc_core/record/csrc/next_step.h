@@ -17,7 +17,7 @@ class NextStep : Operands {
   bool is_at(PyObject* given) {
     PyObject* cursor = trace_of.cursor.of(trace);
     step = given;
-    if (!step || step == Py_None || step_of.expected.is_none(step) || count >= trace_of.limit.number(trace))
+    if (!step || step == Py_None || step_of.expected.is_none(step))
       return false;
     const auto* expected = reinterpret_cast<Expected*>(step_of.expected.of(step));
     is_dynamic = expected->last;
@@ -281,7 +281,7 @@ class NextStep : Operands {
   // Records the view steps of a part whose memory was written since, if all of them are the next steps.
   bool renew_view(PyObject* view) {
     PyObject *base = view_of.base.of(view), *whole = cell_of.value.of(base), *lens = view_of.lens.of(view);
-    if (is_fresh(view) || !PyTuple_CheckExact(lens) || count >= trace_of.limit.number(trace))
+    if (is_fresh(view) || !PyTuple_CheckExact(lens))
       return false;
     const bool is_input = !is_of_this_epoch(whole);
     PyObject *meta = cell_of.meta.of(base), *cursor = trace_of.cursor.of(trace);

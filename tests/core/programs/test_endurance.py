@@ -145,7 +145,7 @@ def test_a_loop_that_forgets_mark_step_is_told_once(device: torch.device) -> Non
     assert place[1].endswith("test_endurance.py")
     assert start + head <= int(place[2]) < start + len(source)
     assert "pytest" not in told[0].replace("pytest-of", "")
-    assert "Next: call mark_step() once in each iteration" in told[0]
+    assert "call mark_step() once in each iteration" in told[0]
     assert counted.syncs.get("GraphLimit", 0) > 3
     assert counted.compiles <= 4
     assert loss.item() < 10
