@@ -53,7 +53,7 @@ def scan(
         partition_fn: with `functorch.compile.min_cut_rematerialization_partition`, backward calls `fn` again, as
             `torch.utils.checkpoint` does. Any other function changes nothing, and is not called.
         is_fn_pure: with LTC_EXECUTOR=jax `fn` is traced once for its sizes, and becomes a loop of the program. If it
-            cannot, because it draws random numbers, looks at values or uses indices, the counter `ScanUnrolled` counts
+            cannot, because it draws random numbers, looks at values or uses indices, the counter `LoopUnrolled` counts
             the call, and LTC_EXPLAIN=1 says why.
 
     Returns:
@@ -102,15 +102,22 @@ def _has_loops(operands: Any) -> bool:
 
 def _as_loop(*args: Any) -> tuple[Any, Any] | None:
     """What `pure_scan` returns, None if the function cannot be the body of a loop."""
-    from ltc_core.api.pure_scan import NoLoop, pure_scan  # imports PyTorch's compiler: seconds
+    from ltc_core.api.pure_scan import pure_scan  # imports PyTorch's compiler: seconds
+
+    found: tuple[Any, Any] | None = _unless_unrolled(pure_scan, *args)
+    return found
+
+
+def _unless_unrolled(pure: Callable[..., Any], *args: Any) -> Any:
+    from ltc_core.api.loop_bodies import NoLoop
 
     try:
-        return pure_scan(*args)
+        return pure(*args)
     except NoLoop as why:
-        metrics.count("ScanUnrolled")
+        metrics.count("LoopUnrolled")
         if settings.explain:
             print(
-                f"[ltc] scan at {source.user_line()}: not a loop of the program: {why}",
+                f"[ltc] loop at {source.user_line()}: not a loop of the program: {why}",
                 file=sys.stderr,
             )
         return None
@@ -211,19 +218,31 @@ def while_loop(
 ) -> Any:
     """Call `values = body_fn(*values)` while `cond_fn(*values)` is true; return the last values as a tuple.
 
+    With LTC_EXECUTOR=jax the functions are traced once, and become a loop of the program. If they cannot, for the
+    reasons that `scan` names, or because a gradient flows through the loop, the counter `LoopUnrolled` counts the call.
+
     Args:
         carried_inputs: the first values.
         additional_inputs: more arguments of both functions, the same in each iteration. They are not returned.
 
-    Cost: waits for each condition.
+    Cost: waits for each condition, unless it is a loop of the program.
 
     Source: `torch._higher_order_ops.while_loop`.
     """
     values, rest = tuple(carried_inputs), tuple(additional_inputs or ())
+    if _has_loops((values, rest)):
+        from ltc_core.api.pure_while import pure_while  # imports PyTorch's compiler: seconds
+
+        found: tuple[Any, ...] | None = _unless_unrolled(pure_while, cond_fn, body_fn, values, rest)
+        if found is not None:
+            return found
     while bool(cond_fn(*values, *rest)):
-        found = body_fn(*values, *rest)
-        values = tuple(found) if isinstance(found, tuple | list) else (found,)
+        values = _as_tuple(body_fn(*values, *rest))
     return values
+
+
+def _as_tuple(found: Any) -> tuple[Any, ...]:
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], *input_value: Any) -> Any:
@@ -236,21 +255,32 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], *input_value
     Returns:
         The number of iterations that are left, 0, then the last values.
 
-    Raises:
-        ValueError: `upper` is below `lower`.
+    With LTC_EXECUTOR=jax it is a loop of the program, as `while_loop`, and with gradients as `scan`.
 
-    Cost: waits for `lower` and `upper` where they are tensors, once.
+    Raises:
+        ValueError: `upper` is below `lower`. A loop of the program does nothing then, if they are tensors.
+
+    Cost: waits for `lower` and `upper` where they are tensors, once; a loop of the program only with gradients.
 
     Source: `torch_xla.experimental.fori_loop`.
     """
     difference = upper - lower
+    is_upwards = isinstance(difference, torch.Tensor) or difference >= 0
+    if is_upwards and _has_loops((difference, input_value)):
+        from ltc_core.api.pure_while import pure_fori
+
+        leaves = pytree.tree_leaves((difference, input_value))
+        device = next(t.device for t in leaves if isinstance(t, LazyTensor))
+        left = torch.as_tensor(difference, device=device)
+        found: tuple[Any, ...] | None = _unless_unrolled(pure_fori, left, body_fun, input_value)
+        if found is not None:
+            return found
     count = int(difference)
     if count < 0:
         raise ValueError(f"upper must not be below lower: {int(upper)}, {int(lower)}")
     values = input_value
     for _ in range(count):
-        found = body_fun(*values)
-        values = tuple(found) if isinstance(found, tuple | list) else (found,)
+        values = _as_tuple(body_fun(*values))
     return (difference - count, *values)
 
 
@@ -261,6 +291,10 @@ def gradient_accumulation(
     *carried_tensors: torch.Tensor,
 ) -> Any:
     """Accumulate the gradients of a mean loss over slices of a batch.
+
+    With LTC_EXECUTOR=jax it is a loop of the program, forward and backward of a slice in one iteration, if `train_step`
+    can be traced as the `fn` of a `scan`, and the gradients are those of all parameters of the model and of nothing
+    else. Else the counter `LoopUnrolled` counts the call.
 
     Args:
         train_step: called as `train_step(*slices, *carried)` for each slice. Returns the loss, or the loss and the next
@@ -278,7 +312,6 @@ def gradient_accumulation(
 
     Source: `torch_xla.experimental.gradient_accumulation`.
     """
-    del model  # backward finds the parameters
     if not iterable_tensors:
         raise ValueError("iterable_tensors cannot be empty")
     for k, t in enumerate(iterable_tensors):
@@ -288,6 +321,14 @@ def gradient_accumulation(
             raise ValueError(f"Element {k} of iterable_tensors is empty")
         if t.size(0) != iterable_tensors[0].size(0):
             raise ValueError(f"Element {k} of iterable_tensors has inconsistent first dimension")
+    if _has_loops(iterable_tensors):
+        from ltc_core.api.pure_accumulation import pure_accumulation
+
+        looped = _unless_unrolled(
+            pure_accumulation, train_step, iterable_tensors, model, carried_tensors
+        )
+        if looped is not None:
+            return looped
     count = iterable_tensors[0].size(0)
     total = torch.zeros((), device=iterable_tensors[0].device)
     carried: Sequence[torch.Tensor] = carried_tensors

@@ -1,9 +1,8 @@
 """`scan` of a pure function as one op: its iterations are a loop of the program, not ops one after the other.
 
 The function is traced once, on fake tensors, into the bodies of two loops (`graph.loop`): forward and backward of one
-iteration are one FX graph, which a partition function divides as it does for `torch.compile`. What the function uses
-beside its arguments, such as weights, is found by a first call, and each iteration gets all of it. Called by `loops`
-where the executor has loops.
+iteration are one FX graph, which a partition function divides as it does for `torch.compile`. Called by `loops` where
+the executor has loops.
 """
 
 from __future__ import annotations
@@ -14,50 +13,18 @@ from typing import Any
 
 import torch
 from torch._functorch.partitioners import default_partition
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ltc_core.graph.loop import LOOPS, SCAN, add_body
-from ltc_core.program.index_checks import INDEXED_OPS
-from ltc_core.program.lowering.functional import trace
-from ltc_core.program.lowering.retrace import Refused
-from ltc_core.runtime.devices import contexts
+from ltc_core.api.loop_bodies import BodyTracer, NoLoop, Structure, refuse_ops
+from ltc_core.graph.loop import LOOPS, SCAN
 from ltc_core.settings import settings
-from ltc_core.tensor.lazy_tensor import LazyTensor
 
-__all__ = ["NoLoop", "pure_scan"]
+__all__ = ["pure_scan"]
 
 Tensor = torch.Tensor
 Fn = Callable[[Any, Any], tuple[Any, Any]]
-
-
-class NoLoop(Exception):
-    """A function cannot be the body of a loop; the text says why."""
-
-
-class _Structure:
-    """A structure of tensors and None, and where in it the tensors are."""
-
-    def __init__(self, found: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten(found)
-        self.tensors: list[Tensor] = [leaf for leaf in leaves if leaf is not None]
-        self._is_there = [leaf is not None for leaf in leaves]
-        if not all(isinstance(leaf, Tensor) for leaf in self.tensors):
-            raise NoLoop("it takes or returns something that is no tensor")
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The structure with other tensors."""
-        rest = iter(tensors)
-        leaves = [next(rest) if is_there else None for is_there in self._is_there]
-        return pytree.tree_unflatten(leaves, self._spec)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        kinds = ((t.shape, t.dtype, t.requires_grad) for t in self.tensors)
-        return self._spec, tuple(self._is_there), *kinds
 
 
 @dataclass(frozen=True)
@@ -81,8 +48,8 @@ class _Loop:
         whole: positions of the inputs that backward's iterations get whole.
     """
 
-    carry: _Structure
-    y: _Structure
+    carry: Structure
+    y: Structure
     num_xs: int
     besides: tuple[Tensor, ...]
     needed: tuple[bool, ...]
@@ -123,6 +90,9 @@ def pure_scan(
         known_by: what `fn` belongs to; its loops are kept as long as this lives.
         variant: what else its loops depend on.
 
+    A gradient of the results reaches the operands, and what `fn` uses besides. `fn` may also compute gradients itself,
+    of what it uses besides, and return them detached.
+
     Raises:
         NoLoop: `fn` draws random numbers, writes to what it is given, looks at values, uses indices, or returns a carry
             of another size.
@@ -131,7 +101,7 @@ def pure_scan(
     """
     if torch.is_autocast_enabled(settings.device_name):
         raise NoLoop("autocast is on")
-    carry, rows = _Structure(init), _Structure(xs)
+    carry, rows = Structure(init), Structure(xs)
     try:
         of_fn = LOOPS.setdefault(known_by, {})
     except TypeError:  # nothing can be told of the end of such a function
@@ -205,87 +175,48 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *(of.get(at) for at in range(count))
 
 
-class _Besides(TorchFunctionMode):
-    """Lets a function that is traced see fake tensors in place of the device's, and the CPU in place of the device."""
-
-    def __init__(self, stand_in: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._stand_in = stand_in
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(self._replaced, (tuple(args), kwargs or {}))
-        return func(*args, **kwargs)
-
-    def _replaced(self, item: Any) -> Any:
-        if isinstance(item, LazyTensor):
-            return self._stand_in(item)
-        if isinstance(item, torch.device) and item.type == settings.device_name:
-            return torch.device("cpu")
-        return item
-
-
 class _Tracing:
     """Traces a function into the bodies of its loops."""
 
-    def __init__(self, fn: Fn, carry: _Structure, rows: _Structure) -> None:
+    def __init__(self, fn: Fn, carry: Structure, rows: Structure) -> None:
         self._fn, self._carry, self._rows = fn, carry, rows
-        self._mode = FakeTensorMode()
-        self._besides: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, its stand-in
+        self._tracer = BodyTracer()
         with_grad = torch.is_grad_enabled()
         operands = (*carry.tensors, *(t[0] for t in rows.tensors))
         needed = [t.requires_grad for t in (*carry.tensors, *rows.tensors)]
         # A carry that needs no gradient at first may need one after an iteration.
         needed[: len(carry.tensors)] = [t.is_floating_point() for t in carry.tensors]
         self._inputs = [
-            self._fake(t, with_grad and need) for t, need in zip(operands, needed, strict=True)
+            self._tracer.fake(t, with_grad and need)
+            for t, need in zip(operands, needed, strict=True)
         ]
 
-    def _fake(self, like: Tensor, needs_grad: bool) -> Tensor:
-        with self._mode, torch.no_grad():
-            return torch.empty(like.shape, dtype=like.dtype).requires_grad_(needs_grad)
-
-    def _found(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._besides:
-            fake = self._fake(tensor, tensor.requires_grad and torch.is_grad_enabled())
-            self._besides[id(tensor)] = tensor, fake
-        return self._besides[id(tensor)][1]
-
-    def _call(self, inputs: Sequence[Tensor], stand_in: Callable[[Tensor], Tensor]) -> Any:
+    def _call(self, inputs: Sequence[Tensor]) -> tuple[Structure, Structure]:
         """What `fn` returns: structures of the next carry and of `y`."""
         count = len(self._carry.tensors)
-        carry, x = self._carry.filled(inputs[:count]), self._rows.filled(inputs[count:])
-        try:
-            with _Besides(stand_in):
-                found = self._fn(carry, x)
-        except NoLoop:
-            raise
-        except Exception as error:  # whatever PyTorch raises for what fake tensors cannot do
-            reason = str(error).strip().partition("\n")[0]
-            raise NoLoop(f"it cannot be traced ({type(error).__name__}: {reason})") from error
+        found = self._fn(self._carry.filled(inputs[:count]), self._rows.filled(inputs[count:]))
         if not isinstance(found, tuple) or len(found) != 2:
             raise NoLoop("it does not return a carry and a y")
-        return _Structure(found[0]), _Structure(found[1])
+        return Structure(found[0]), Structure(found[1])
 
     def loop(self, partition_fn: Any) -> _Loop:
-        for ctx in contexts():  # their workers trace programs, by the same variable of `torch.fx`
-            ctx.worker.drain()
-        with self._mode:
-            carry, y = self._call(self._inputs, self._found)
+        carry, y = self._tracer.find(lambda: self._call(self._inputs))
         return self._bodies(carry, y, partition_fn)
 
-    def _bodies(self, carry: _Structure, y: _Structure, partition_fn: Any) -> _Loop:
+    def _bodies(self, carry: Structure, y: Structure, partition_fn: Any) -> _Loop:
         for before, after in zip(self._carry.tensors, carry.tensors, strict=True):
             if (before.shape, before.dtype) != (after.shape, after.dtype):
                 raise NoLoop("the carry that it returns has other sizes or dtypes")
         results = [*carry.tensors, *y.tensors]
-        inputs = [*self._inputs, *(fake for _, fake in self._besides.values())]
-        besides = tuple(tensor for tensor, _ in self._besides.values())
+        inputs = [*self._inputs, *self._tracer.stand_ins]
+        besides = self._tracer.besides
         differentiable = tuple(at for at, t in enumerate(inputs) if t.requires_grad)
         grown = tuple(at for at, t in enumerate(results) if t.requires_grad)
         needed = tuple(t.requires_grad for t in besides)
         common = (carry, y, len(self._rows.tensors), besides, needed)
         if not grown:
-            return _Loop(*common, self._body(self._flat, inputs))
+            run = self._detached(inputs) if differentiable else self._flat
+            return _Loop(*common, self._tracer.body(run, inputs))
         joint = self._joint(inputs, results, grown, differentiable)
         tangents = [results[at] for at in grown]
         forward, backward = partition_fn(joint, (inputs, tangents), num_fwd_outputs=len(results))
@@ -295,17 +226,19 @@ class _Tracing:
 
     def _flat(self, *inputs: Tensor) -> list[Tensor]:
         """The tensors that `fn` returns, from all inputs of an iteration."""
-        stand_ins = dict(zip(self._besides, inputs[len(self._inputs) :], strict=True))
-        carry, y = self._call(
-            inputs[: len(self._inputs)], lambda tensor: self._known(tensor, stand_ins)
-        )
+        count = len(self._inputs)
+        carry, y = self._tracer.call(lambda: self._call(inputs[:count]), inputs[count:])
         return [*carry.tensors, *y.tensors]
 
-    @staticmethod
-    def _known(tensor: Tensor, stand_ins: dict[int, Tensor]) -> Tensor:
-        if id(tensor) not in stand_ins:
-            raise NoLoop("each call uses other tensors beside its arguments")
-        return stand_ins[id(tensor)]
+    def _detached(self, inputs: Sequence[Tensor]) -> GraphModule:
+        """An iteration that may compute gradients, and returns results without any."""
+
+        def run(*given: Tensor) -> list[Tensor]:
+            return [t.detach() for t in self._flat(*_leaves(given, inputs))]
+
+        with self._tracer.mode:
+            module: GraphModule = make_fx(run, tracing_mode="real")(*(t.detach() for t in inputs))
+        return module
 
     def _joint(
         self,
@@ -317,10 +250,7 @@ class _Tracing:
         """Forward and backward of an iteration, from `primals` and `tangents`."""
 
         def run(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            own = [
-                p.detach().requires_grad_(like.requires_grad)
-                for p, like in zip(primals, inputs, strict=True)
-            ]
+            own = _leaves(primals, inputs)
             found = self._flat(*own)
             wanted = [own[at] for at in differentiable]
             grads = torch.autograd.grad(
@@ -331,10 +261,11 @@ class _Tracing:
             )
             return [t.detach() for t in found], list(zeros)
 
-        with self._mode:
+        with self._tracer.mode:
             primals = [t.detach() for t in inputs]
             tangents = [torch.empty_like(results[at]).detach() for at in grown]
             joint: GraphModule = make_fx(run, tracing_mode="real")(primals, tangents)
+        refuse_ops(joint)  # a partition function may fail on a random number
         joint.graph.eliminate_dead_code()
         joint.recompile()
         return joint
@@ -390,8 +321,8 @@ class _Tracing:
         ]
         return _Loop(
             *(loop.carry, loop.y, loop.num_xs, loop.besides, loop.needed),
-            self._body(run_forward, inputs),
-            self._body(run_backward, for_backward),
+            self._tracer.body(run_forward, inputs),
+            self._tracer.body(run_backward, for_backward),
             loop.differentiable,
             loop.grown,
             (
@@ -401,22 +332,11 @@ class _Tracing:
             tuple(names.index(n) for n in whole),
         )
 
-    def _body(self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> str:
-        """Name of the body of a function of tensors, which are contiguous in each iteration."""
-        fakes = [self._fake(t, False) for t in inputs]
-        try:
-            module = trace(lambda *own: list(run(*own)), fakes, self._mode, {})
-        except Refused as refused:
-            raise NoLoop(str(refused)) from refused
-        for node in module.graph.nodes:
-            op = node.target
-            if not isinstance(op, torch._ops.OpOverload):
-                continue
-            if _draws(op, node.args):
-                raise NoLoop(f"it draws random numbers ({op})")
-            if op._opname.rstrip("_") in INDEXED_OPS:
-                raise NoLoop(f"indices are not checked within a loop ({op})")
-        return add_body(module)
+
+def _leaves(given: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """The same values as leaves, which need gradients where `like` does."""
+    pairs = zip(given, like, strict=True)
+    return [t.detach().requires_grad_(other.requires_grad) for t, other in pairs]
 
 
 def _laid_out(t: Tensor, like: Tensor) -> Tensor:
@@ -426,11 +346,3 @@ def _laid_out(t: Tensor, like: Tensor) -> Tensor:
     order = sorted(range(t.dim()), key=like.stride().__getitem__, reverse=True)
     back = sorted(range(t.dim()), key=order.__getitem__)
     return t.permute(order).contiguous().permute(back)
-
-
-def _draws(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether a call draws random numbers. Attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    named = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
-    return not (op._opname.startswith("_scaled_dot_product") and named.get("dropout_p", 0) == 0)

@@ -1,8 +1,8 @@
-"""Loops as one op of a graph: `SCAN` calls a body once for each slice of its operands.
+"""Loops as one op of a graph: `SCAN` calls a body once for each slice of its operands, `WHILE` while a condition holds.
 
 A body is a functional FX graph that all calls of it share; the op names it by a hash of its text, so that equal loops
 are equal nodes in every process. `executors.jax` makes a loop of the program of it; the kernel of the CPU calls the
-body once an iteration. Recorded by `api.pure_scan`.
+body once an iteration. Recorded by `api.pure_scan` and `api.pure_while`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-__all__ = ["BODIES", "LOOPS", "SCAN", "add_body"]
+__all__ = ["BODIES", "LOOPS", "SCAN", "WHILE", "add_body"]
 
 Tensor = torch.Tensor
 
 # Hash of its text -> the body. Inputs: the carry, a slice of each operand that is sliced, and the operands that each
-# iteration gets whole. Outputs: the next carry, then the results that are stacked.
+# iteration gets whole. Outputs: the next carry, then the results that are stacked. A condition has one output.
 BODIES: dict[str, GraphModule] = {}
 # What a function belongs to -> its loops, by what they depend on; kept as long as that lives.
 LOOPS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -71,6 +71,21 @@ def _run(
     return [t.clone() for t in state] + [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
+def _while_shapes(
+    carry: Sequence[Tensor], whole: Sequence[Tensor], cond: str, body: str
+) -> list[Tensor]:
+    return [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in carry]
+
+
+def _run_while(
+    carry: Sequence[Tensor], whole: Sequence[Tensor], cond: str, body: str
+) -> list[Tensor]:
+    state, whole = ([t.contiguous() for t in each] for each in (carry, whole))
+    while BODIES[cond](*state, *whole)[0].item():
+        state = list(BODIES[body](*state, *whole))
+    return [t.clone() for t in state]
+
+
 _library: Any = torch.library.Library("ltc_loop", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "scan(Tensor[] carry, Tensor[] xs, Tensor[] whole, str body, int length, bool reverse) -> Tensor[]"
@@ -78,6 +93,12 @@ _library.define(
 _library.impl("scan", _shapes, "Meta")
 for _key in ("CPU", "CUDA"):
     _library.impl("scan", _run, _key)
-_library.impl("scan", torch.library.fallthrough_kernel, "AutogradPrivateUse1")
+_library.define("while_loop(Tensor[] carry, Tensor[] whole, str cond, str body) -> Tensor[]")
+_library.impl("while_loop", _while_shapes, "Meta")
+for _key in ("CPU", "CUDA"):
+    _library.impl("while_loop", _run_while, _key)
+for _name in ("scan", "while_loop"):
+    _library.impl(_name, torch.library.fallthrough_kernel, "AutogradPrivateUse1")
 
 SCAN: torch._ops.OpOverload = torch.ops.ltc_loop.scan.default
+WHILE: torch._ops.OpOverload = torch.ops.ltc_loop.while_loop.default

@@ -13,7 +13,7 @@ from torch import nn
 
 import ltc_core as ltc
 from ltc_core import metrics
-from ltc_core.api.loops import scan, scan_layers
+from ltc_core.api.loops import fori_loop, gradient_accumulation, scan, scan_layers, while_loop
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
@@ -30,13 +30,13 @@ def scans() -> int:
 def beside_eager(train: Callable[[Any], Any], loops: int, **tolerances: float) -> None:
     """The same numbers on the device, with so many loops recorded and nothing on the host."""
     expected = train("cpu")
-    before, unrolled = scans(), metrics.counter_value("ScanUnrolled")
+    before, unrolled = scans(), metrics.counter_value("LoopUnrolled")
     with Counting() as counted:
         found = train(ltc.lazy_device())
     torch.testing.assert_close(found, expected, **tolerances)
     assert not counted.fallbacks
     assert scans() - before == loops
-    assert metrics.counter_value("ScanUnrolled") == unrolled
+    assert metrics.counter_value("LoopUnrolled") == unrolled
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
@@ -110,6 +110,10 @@ def _dropout(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     ) * 0
 
 
+def _drops(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return carry, torch.nn.functional.dropout(x * trained, 0.5)
+
+
 def _looks(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return (carry if x.sum().item() > 0 else -carry), x
 
@@ -128,16 +132,19 @@ def _grows(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 counted: Tensor
+trained: Tensor
 
 
-@pytest.mark.parametrize("fn", [_dropout, _looks, _writes, _indexes, _grows])
+@pytest.mark.parametrize("fn", [_dropout, _drops, _looks, _writes, _indexes, _grows])
 def test_what_cannot_be_a_loop_is_recorded_one_by_one(
     fn: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    global counted
+    global counted, trained
     found = []
     for device in ("cpu", ltc.lazy_device()):
         counted = torch.zeros((), device=device)
+        trained = torch.ones(3, device=device, requires_grad=True)
+        torch.manual_seed(0)
         before = scans()
         xs = (torch.arange(12.0).reshape(4, 3) - 4).to(device)
         with settings.override(explain=True):
@@ -146,7 +153,7 @@ def test_what_cannot_be_a_loop_is_recorded_one_by_one(
         assert scans() == before
     torch.testing.assert_close(found[1], found[0])
     assert "not a loop of the program: " in capsys.readouterr().err
-    assert metrics.counter_value("ScanUnrolled")
+    assert metrics.counter_value("LoopUnrolled")
 
 
 def test_a_weight_that_is_frozen_later() -> None:
@@ -196,3 +203,112 @@ def test_the_worker_traces_no_program_meanwhile() -> None:
     last, _ = scan(fn, torch.zeros(3, device=x.device), x, is_fn_pure=True)
     assert were_idle and all(were_idle)
     assert last.tolist() == [4.0] * 3
+
+
+def whiles() -> int:
+    return metrics.counter_value("ltc::while_loop") or 0
+
+
+def test_a_loop_with_a_condition_is_not_waited_for() -> None:
+    """Newton's method with a weight from outside; how often it goes round depends on the numbers."""
+
+    def roots(device: Any) -> tuple[Tensor, Tensor]:
+        goal = torch.tensor([2.0, 9.0, 50.0]).to(device)
+
+        def goes_on(n: Tensor, x: Tensor, limit: Tensor) -> Tensor:
+            return ((x * x - goal).abs().max() > 1e-4) & (n < limit)
+
+        def body(n: Tensor, x: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+            return n + 1, (x + goal / x) / 2
+
+        n = torch.zeros((), dtype=torch.int64, device=device)
+        limit = torch.tensor(100, device=device)
+        n, x = while_loop(goes_on, body, (n, torch.ones(3, device=device)), (limit,))
+        return n, x
+
+    expected = roots("cpu")
+    before = whiles()
+    for _ in range(2):
+        with Counting() as counted:
+            found = roots(ltc.lazy_device())
+        assert not counted.syncs
+        torch.testing.assert_close([t.cpu() for t in found], list(expected))
+    assert whiles() - before == 2
+
+
+def test_a_loop_of_a_count_that_a_program_computes() -> None:
+    """One program for all counts; with a gradient the loop is a scan."""
+    device = ltc.lazy_device()
+    weight = torch.tensor([1.5, -0.5])
+    before, unrolled = whiles(), metrics.counter_value("LoopUnrolled")
+    for upper in (5, 3, 0):
+        found = {}
+        for place in (torch.device("cpu"), device):
+            w = weight.to(place)
+            count = torch.tensor([2, upper]).to(place).sum() - 2
+            found[place.type] = fori_loop(0, count, lambda v, w=w: v * w + 1, w + 0)
+        assert [t.cpu().tolist() for t in found[device.type]] == [t.tolist() for t in found["cpu"]]
+    assert whiles() - before == 3
+    assert fori_loop(1, 4, lambda v: v * 2, torch.ones((), device=device))[1].item() == 8.0
+    with pytest.raises(ValueError, match="upper must not be below lower"):
+        fori_loop(4, 1, lambda v: v, torch.ones((), device=device))
+
+    grads = []
+    for place in ("cpu", device):
+        w = weight.clone().to(place).detach().requires_grad_()
+        left, v = fori_loop(0, 4, lambda v, w=w: (v * w).sin(), torch.ones(2, device=place))
+        v.sum().backward()
+        assert int(left) == 0 and w.grad is not None
+        grads.append(w.grad.cpu())
+    torch.testing.assert_close(grads[1], grads[0])
+    assert metrics.counter_value("LoopUnrolled") == unrolled
+
+
+def test_gradients_are_accumulated_in_a_loop() -> None:
+    """Forward and backward of each slice are an iteration; the memory is that of one slice."""
+
+    def train(device: Any) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        x, y = torch.randn(4, 5, 6).to(device), torch.randint(3, (4, 5)).to(device)
+        seen = torch.zeros((), device=device)
+
+        def step(x: Tensor, y: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+            one_hot = (y.unsqueeze(-1) == torch.arange(3, device=y.device)).float()
+            return -(net(x).log_softmax(-1) * one_hot).sum(-1).mean(), seen + len(x)
+
+        losses = []
+        for _ in range(3):
+            loss, seen = gradient_accumulation(step, (x, y), net, seen)
+            gradient_accumulation(step, (x, y), net, seen)  # added to what is there
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.cpu())
+        return losses, seen.cpu(), [p.detach().cpu() for p in net.parameters()]
+
+    beside_eager(train, loops=6, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["unused", "another", "dropout"])
+def test_an_accumulation_that_cannot_be_a_loop(kind: str) -> None:
+    """A parameter that is not used keeps no gradient, and one of another module gets its own."""
+    found = []
+    for device in ("cpu", ltc.lazy_device()):
+        torch.manual_seed(0)
+        net, other = nn.Linear(3, 3).to(device), nn.Linear(3, 3).to(device)
+        model = nn.ModuleList([net, other]) if kind == "unused" else net
+
+        def step(x: Tensor, net: nn.Module = net, other: nn.Module = other) -> Tensor:
+            y = other(net(x)) if kind == "another" else net(x)
+            return (nn.functional.dropout(y, 0.5) if kind == "dropout" else y).square().mean()
+
+        before = scans()
+        x = torch.arange(12.0).reshape(2, 2, 3).to(device)
+        torch.manual_seed(1)
+        loss = gradient_accumulation(step, (x,), model)
+        grads = [p.grad if p.grad is None else p.grad.cpu() for p in (net.weight, other.weight)]
+        found.append((loss.cpu(), grads))
+        assert scans() == before
+    torch.testing.assert_close(found[1], found[0])
+    assert (found[1][1][1] is None) == (kind != "another")

@@ -28,7 +28,7 @@ from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.graph.jax_call import CALL, FUNCTIONS
-from ltc_core.graph.loop import BODIES, SCAN
+from ltc_core.graph.loop import BODIES, SCAN, WHILE
 from ltc_core.graph.manual_sharding import OPS, manual_values
 from ltc_core.program.index_checks import Bound, checks_of
 from ltc_core.program.lowering.decompositions import FOR_XLA
@@ -266,6 +266,21 @@ def _scan(
 
 
 RULES[SCAN] = _scan
+
+
+def _while(call: Call, carry: list[Array], whole: list[Array], cond: str, body: str) -> list[Array]:
+    holds, goes_on = _core_ops(cond), _core_ops(body)
+
+    def is_true(state: Sequence[Array]) -> Array:
+        return run_graph(holds, [*state, *whole])[0].reshape(()).astype(bool)
+
+    last: list[Array] = lax.while_loop(
+        is_true, lambda state: run_graph(goes_on, [*state, *whole]), list(carry)
+    )
+    return last
+
+
+RULES[WHILE] = _while
 
 
 def _call_jax(call: Call, operands: list[Array], function: str) -> list[Array]:
