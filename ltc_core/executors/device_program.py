@@ -19,6 +19,7 @@ import torch
 from ltc_core import metrics, progress, source
 from ltc_core.errors import CollectiveError, ShardingError
 from ltc_core.executors.base import CPU, Executor
+from ltc_core.executors.compiled_again import Change, tell
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node, TensorMeta, references
@@ -186,6 +187,10 @@ class DeviceRuntime(abc.ABC):
     def placement(self, inputs: Sequence[Any]) -> Hashable:
         """What a program depends on besides its subgraph, such as how its inputs are divided over devices."""
         return None
+
+    def change(self, before: Any, after: Any) -> Change:
+        """What differs between two results of `placement`."""
+        raise AssertionError(f"{self.name} has one placement")
 
     def place_like(self, data: Any, other: Any) -> Any:
         """Data divided over devices as other data of the same size are."""
@@ -455,6 +460,7 @@ class _Compiled(SubgraphRunner):
         super().__init__(subgraph)
         self._device = device
         self._launches: dict[Hashable, Launch] = {}  # by placement
+        self._placement: Hashable = None  # of the last run
         self._partitioned: PartitionedProgram | None = None
         self._apart: PartitionedProgram | None = None  # with the collectives on the host
         self._is_interrupted = False
@@ -554,7 +560,10 @@ class _Compiled(SubgraphRunner):
             placement = self._device.placement(inputs)
             launch = self._launches.get(placement)
             if launch is None:
+                if self._launches:
+                    tell(self._device.change(self._placement, placement), self.subgraph.graph)
                 launch = self._launches[placement] = self._compiled(inputs, placement)
+            self._placement = placement
             launch.runs += 1
             return launch.run(inputs)
         except Refused:

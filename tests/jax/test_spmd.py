@@ -163,10 +163,16 @@ def test_a_changed_sharding_is_another_program_with_the_same_numbers() -> None:
         ltc.mark_step()
         shape = list(spmd.local_shards(there)[3].data.shape)
         seen.append([(y.cpu() - (w @ w).sum(0)).abs().max().item() < 1e-4, shape])
-    print(json.dumps({"seen": seen, "compiled": ltc.metrics.counter_value("CompiledProgram")}))
+    print(json.dumps({
+        "seen": seen,
+        "compiled": ltc.metrics.counter_value("CompiledProgram"),
+        "causes": [s for s in ltc.metrics.summary().splitlines() if "because of" in s],
+    }))
     """)
     assert found["seen"] == [[True, [2, 16]], [True, [2, 16]], [True, [16, 2]], [True, [16, 16]]]
     assert found["compiled"] == 3
+    (causes,) = found["causes"]
+    assert "shardings, 2" in causes
 
 
 def test_what_is_recorded_viewed_or_uneven() -> None:
@@ -462,11 +468,12 @@ print(json.dumps(list(weight.local_shards[0].data.shape)))
 """
 
 
-def test_an_old_script_with_fsdp_v2(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(OLD_SCRIPT)
+def run_old_script(text: str, tmp_path: Path, *args: str) -> Any:
+    """What a script for torch_xla prints as JSON at its end, on eight devices of a CPU."""
+    (tmp_path / "train.py").write_text(text)
     given = {"LTC_COMPAT": "1", "LTC_EXECUTOR": "jax", "LTC_NUM_DEVICES": "8", "LTC_RANDOM": "host"}
     done = subprocess.run(
-        [sys.executable, "train.py"],
+        [sys.executable, "train.py", *args],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -474,7 +481,112 @@ def test_an_old_script_with_fsdp_v2(tmp_path: Path) -> None:
         env={**os.environ, **given, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [8, 16]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_an_old_script_with_fsdp_v2(tmp_path: Path) -> None:
+    assert run_old_script(OLD_SCRIPT, tmp_path) == [8, 16]
+
+
+# As pytorch/xla's example trains a ResNet: images are divided along batch and width, or kernels along their channels.
+RESNET_SCRIPT = """
+import copy
+import json
+import sys
+import numpy as np
+import torch
+from torch import nn
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.debug.profiler as xp
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.spmd as xs
+import torch_xla.utils.utils as xu
+from torch_xla import runtime as xr
+
+xr.use_spmd()
+
+class Block(nn.Module):
+    def __init__(self, before, after, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.downsample = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+    def forward(self, x):
+        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(y + self.downsample(x))
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)
+        self.layers = nn.Sequential(Block(8, 8, 1), Block(8, 16, 2))
+        self.fc = nn.Linear(16, 10)
+    def forward(self, x):
+        return self.fc(self.layers(torch.relu(self.bn1(self.conv1(x)))).mean((2, 3)))
+
+torch.manual_seed(42)
+device = torch_xla.device()
+plain = ResNet()
+model = copy.deepcopy(plain).to(device)
+num_devices = xr.global_runtime_device_count()
+device_ids = np.arange(num_devices)
+torch.manual_seed(1)
+batches = [(torch.randn(8, 3, 8, 8), torch.randint(10, (8,))) for _ in range(4)]
+if sys.argv[1] == "kernels":
+    mesh = xs.Mesh(device_ids, (2, num_devices // 2, 1, 1), ("w", "x", "y", "z"))
+    for name, layer in model.named_modules():
+        if "conv" in name:
+            xs.mark_sharding(layer.weight, mesh, (0, 1, 2, 3))
+    loader = pl.MpDeviceLoader(batches, device)
+else:
+    input_mesh = xs.Mesh(device_ids, (num_devices // 2, 1, 2, 1), ("B", "C", "W", "H"))
+    assert input_mesh.get_logical_mesh().shape == (num_devices // 2, 1, 2, 1)
+    loader = pl.MpDeviceLoader(batches, device, input_sharding=xs.ShardingSpec(input_mesh, (0, 1, 2, 3)),
+                               loader_prefetch_size=8, device_prefetch_size=4, host_to_device_transfer_threads=1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+loss_fn = nn.CrossEntropyLoss()
+tracker = xm.RateTracker()
+losses = []
+model.train()
+for step, (data, target) in enumerate(loader):
+    x, y = data.to(device), target.to(device)
+    with xp.StepTrace("train_imagenet"), xp.Trace("build_graph"):
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+    xm.mark_step()
+    tracker.add(8)
+    losses.append(loss)
+found = [loss.item() for loss in losses]
+beside = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+expected = []
+for x, y in batches:
+    beside.zero_grad()
+    loss = loss_fn(plain(x), y)
+    loss.backward()
+    beside.step()
+    expected.append(loss.item())
+weight = model.layers[1].conv2.weight
+print(json.dumps({
+    "found": found, "expected": expected, "programs": met.counter_value("UncachedCompile"),
+    "part": list(weight.local_shards[0].data.shape) if sys.argv[1] == "kernels" else [],
+    "host": [n for n in met.counter_names() if n.startswith("aten::") and n != "aten::_local_scalar_dense"],
+}))
+"""
+
+
+@pytest.mark.parametrize("divided", ["images", "kernels"])
+def test_an_old_script_with_a_resnet_on_a_mesh_of_two_axes(divided: str, tmp_path: Path) -> None:
+    found = run_old_script(RESNET_SCRIPT, tmp_path, divided)
+    assert found["found"] == pytest.approx(found["expected"], rel=1e-2)
+    assert found["found"][:2] == pytest.approx(found["expected"][:2], rel=1e-4)
+    assert found["programs"] == 2 and found["host"] == []
+    assert found["part"] == ([8, 4, 3, 3] if divided == "kernels" else [])
 
 
 def test_marking_as_a_function_of_autograd() -> None:

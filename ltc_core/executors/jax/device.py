@@ -16,6 +16,7 @@ from jax import numpy as jnp
 
 from ltc_core import source
 from ltc_core.errors import DeviceError, listed
+from ltc_core.executors.compiled_again import Change
 from ltc_core.executors.device_program import DeviceRuntime, Launch
 from ltc_core.executors.jax.arrays import as_array, as_tensor
 from ltc_core.executors.jax.cache import ProgramsOnDisk
@@ -156,6 +157,15 @@ class JaxDevice(DeviceRuntime):
 
     def placement(self, inputs: Sequence[Any]) -> Hashable:
         return precision(), self.mesh.placement(inputs)
+
+    def change(self, before: Any, after: Any) -> Change:
+        (old_precision, old), (new_precision, new) = before, after
+        if old_precision != new_precision:
+            return Change("precision of products")
+        nowhere = [""] * len(old or new)
+        whole = "whole on one device"
+        pairs = enumerate(zip(old or nowhere, new or nowhere, strict=True))
+        return Change("shardings", {k: (a or whole, b or whole) for k, (a, b) in pairs if a != b})
 
     def is_manual(self, data: Any, meta: TensorMeta) -> bool:
         return is_manual(data, meta)
