@@ -143,12 +143,10 @@ TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo w
 ABSENT: dict[str, str] = {
     "lazy_tensor_core.core.lazy_builder": _BUILDER,
     "torch_xla.distributed.xla_dist": _XRT,
-    "torch_xla.experimental.mark_pattern_utils": _MARKS,
     "torch_xla.experimental.pallas_kernels": PALLAS,
     "torch_xla.experimental.plugins": PLUGINS,
     "torch_xla.experimental.splash_attention": PALLAS,
     "torch_xla.experimental.stablehlo_custom_call": _MARKS,
     "torch_xla.experimental.unbounded_dynamism_export": _DYNAMIC,
-    "torch_xla.experimental.xla_marker": _MARKS,
     "torch_xla.tf_saved_model_integration": TF,
 }

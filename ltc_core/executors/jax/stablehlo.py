@@ -20,10 +20,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from ltc_core.executors.jax.arrays import as_array, as_tensor
+from ltc_core.executors.jax.composites import call_functions, outline
 from ltc_core.executors.jax.free_sizes import Sizes
 from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
 from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
+from ltc_core.executors.jax.rules.composite import TARGET, kept_marks
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph
@@ -86,14 +88,33 @@ def portable(
     def forward(*arrays: Any) -> list[Any]:
         return run_graph(module, arrays, sizes if examples else None)
 
-    with wide_types():
-        found = export.export(
-            jax.jit(forward, keep_unused=True), platforms=[any_device().platform]
-        )(*given)
+    found = _exported(jax.jit(forward, keep_unused=True), given)
     results = [
         tuple(n if isinstance(n, int) else str(n) for n in one.shape) for one in found.out_avals
     ]
-    return bytes(found.mlir_module_serialized), results
+    return _bytecode(found), results
+
+
+def _exported(function: Any, given: Sequence[Any]) -> export.Exported:
+    marks = export.DisabledSafetyCheck.custom_call(TARGET)
+    with wide_types(), kept_marks():
+        return export.export(function, platforms=[any_device().platform], disabled_checks=[marks])(
+            *given
+        )
+
+
+def _bytecode(found: export.Exported) -> bytes:
+    """Portable bytecode, with composites in place of their marks."""
+    written = bytes(found.mlir_module_serialized)
+    if TARGET.encode() not in written:
+        return written
+    context = ir.Context()
+    stablehlo.register_dialect(context)
+    with context:
+        module = stablehlo.deserialize_portable_artifact(context, written)
+        outline(module)
+        version = stablehlo.get_current_version()
+        return bytes(stablehlo.serialize_portable_artifact(module, version))
 
 
 def _decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
@@ -141,7 +162,7 @@ class Program:
         def graph(*inputs: Any) -> list[Any]:
             return run(*inputs, *vectors)
 
-        with wide_types():
+        with wide_types(), kept_marks():
             self._given = [
                 jax.ShapeDtypeStruct(tuple(meta.size), dtype_of(meta.dtype))
                 for meta in subgraph.graph.inputs.values()
@@ -150,17 +171,19 @@ class Program:
             self._lowered = self._function.lower(*self._given)
 
     def text(self) -> str:
-        return str(self._lowered.as_text())
+        text = str(self._lowered.as_text())
+        if TARGET not in text:
+            return text
+        module = self._lowered.compiler_ir("stablehlo").operation.clone()
+        outline(module)
+        return str(module)
 
     def hlo(self) -> str:
         return str(self._lowered.as_text(dialect="hlo"))
 
     def bytecode(self) -> bytes:
         """Portable bytecode."""
-        with wide_types():
-            platform = any_device().platform
-            found = export.export(self._function, platforms=[platform])(*self._given)
-        return bytes(found.mlir_module_serialized)
+        return _bytecode(_exported(self._function, self._given))
 
 
 def programs(graph: Graph, scalars: Sequence[Any]) -> list[Program]:
@@ -233,6 +256,7 @@ def _of_sizes(bytecode: bytes, shapes: Sequence[Sequence[int]]) -> bytes:
     stablehlo.register_dialect(context)
     with context, ir.Location.unknown():
         module = stablehlo.deserialize_portable_artifact(context, bytecode)
+        call_functions(module)
         main = ir.SymbolTable(module.operation)["main"]
         types = main.type
         given = [

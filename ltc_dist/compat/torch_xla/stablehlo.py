@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 
 from ltc_core import export
+from ltc_core.api.torch_export import cpu_module
 from ltc_core.errors import ExportError
 
 __all__ = [
     "StableHLOExportOptions",
     "StableHLOGraphModule",
+    "_run_decompositions",
     "exported_program_to_stablehlo",
     "save_as_stablehlo",
     "save_torch_model_as_stablehlo",
@@ -89,8 +92,19 @@ def exported_program_to_stablehlo(
     if chosen.override_tracing_arguments is not None:
         args = tuple(chosen.override_tracing_arguments)
         kwargs = dict(chosen.override_tracing_kwargs or {})
-    module = exported_model.module(check_guards=False)  # they would fix the sizes of the example
+    module = cpu_module(exported_model)
     return StableHLOGraphModule(export.stablehlo(module, args, kwargs, _free_sizes(exported_model)))
+
+
+def _run_decompositions(
+    exported_model: torch.export.ExportedProgram,
+) -> torch.export.ExportedProgram:
+    """A program in core ops of ATen, with `grid_sample` and the softmax of attention in ops of them."""
+    aten = torch.ops.aten
+    table: Any = torch.export.default_decompositions()
+    table.update(get_decompositions([aten.grid_sampler_2d]))
+    table[aten._safe_softmax.default] = torch.softmax
+    return exported_model.run_decompositions(table)  # type: ignore[no-any-return]
 
 
 def _free_sizes(exported_model: torch.export.ExportedProgram) -> list[dict[int, str]]:
