@@ -1,6 +1,6 @@
 """XLA's `OpSharding`, and what `_XLAC` makes with it: tensors of parts, and conversions to manual ones and back.
 
-Importing this gives `Mesh` the method `get_op_sharding`.
+Importing this gives `Mesh` a method that makes one of a partition spec.
 """
 
 from __future__ import annotations
