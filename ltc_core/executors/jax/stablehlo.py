@@ -7,6 +7,7 @@ those of a recorded graph. Used by `ltc_core.export`.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from jax import export
 from jax.extend.mlir import refine_polymorphic_shapes
-from jaxlib import xla_client
+from jaxlib import _hlo, xla_client
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
@@ -179,11 +180,24 @@ class Program:
         return str(module)
 
     def hlo(self) -> str:
-        return str(self._lowered.as_text(dialect="hlo"))
+        """HLO with the types of operands, instructions named after their opcodes, parameters p0, p1."""
+        return _hlo_text(self.text())
 
     def bytecode(self) -> bytes:
         """Portable bytecode."""
         return _bytecode(_exported(self._function, self._given))
+
+
+def _hlo_text(text: str) -> str:
+    """HLO of a module of StableHLO without locations, which would name the instructions; its results are one tuple."""
+    made = xla_client._xla.mlir.mlir_module_to_xla_computation(
+        text, use_tuple_args=False, return_tuple=True
+    )
+    options = _hlo.HloPrintOptions()
+    options.print_metadata = False
+    options.print_operand_shape = options.print_percent = options.print_program_shape = True
+    found = str(made.get_hlo_module().to_string(options))
+    return re.sub(r"\bArg_(\d+)\.", r"p\1.", found)
 
 
 def programs(graph: Graph, scalars: Sequence[Any]) -> list[Program]:
