@@ -42,6 +42,16 @@ for count in (1, 3):
     images = torch.randn(count, 3, 8, 8)
     torch.testing.assert_close(program(images), image(images), rtol=1e-5, atol=1e-5)
 
+options = StableHLOExportOptions(export_weights=False, inline_all_constant=False)
+light = exported_program_to_stablehlo(exported, options)
+assert light._bundle.state_dict == {} and len(program._bundle.state_dict) == 4
+assert light.get_stablehlo_text() == exported_program_to_stablehlo(exported).get_stablehlo_text()
+light.save("light")
+import os
+assert os.path.exists("light/program.mlir") and not os.path.exists("light/weights.safetensors")
+with pytest.raises(ValueError, match="(?s)the program has no weights.*Next: export it with export_weights=True"):
+    light(x)
+
 from torch_xla.experimental import mark_pattern_utils, xla_marker
 from torch_xla.experimental.mark_pattern_utils import StableHLOCompositeBuilder
 

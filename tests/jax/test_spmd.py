@@ -642,7 +642,10 @@ def test_the_text_of_what_was_not_marked_itself() -> None:
     found = run(
         """
         import torch_xla
+        import torch_xla.debug.metrics as met
         import torch_xla.distributed.spmd as xs
+        import torch_xla.runtime as xr
+        xr.use_spmd()
         text = torch_xla._XLAC._get_xla_sharding_spec
         mesh = xs.Mesh([3, 1, 2, 0, 4, 5, 6, 7], (4, 2), ("x", "y"))
         t = xs.mark_sharding(torch.ones(8, 8, device=device), mesh, ("x", "y"))
@@ -651,6 +654,8 @@ def test_the_text_of_what_was_not_marked_itself() -> None:
         xs.mark_sharding_with_gradients(leaf, mesh, ("x", "y")).sum().backward()
         texts = [text(pending), text(leaf.grad), text(t * 2)]
         ltc.mark_step()
+        ltc.wait_device_ops()
+        assert met.metric_data("ExecuteReplicatedTime") == met.metric_data("ExecuteTime")
         again = [text(t.clone()), text(pending), text(leaf.grad), text(t[0]), text(torch.ones(8, 8, device=device))]
         print(json.dumps([t.sharding_spec, texts, again]))
         """,
