@@ -128,6 +128,10 @@ class ShardingError(LtcError, AssertionError, ValueError):
     where_words = "called at"
 
 
+class MinibatchError(ShardingError, RuntimeError):
+    """The devices of a process cannot have equal parts of its part of a batch."""
+
+
 class MissingShardingError(ShardingError, KeyError):
     """A batch has names for which there is no spec."""
 

@@ -10,7 +10,7 @@ import atexit
 import os
 
 from ltc_core import metrics, native_extension, profiler, uninterrupted
-from ltc_core.api import c10d, closures, torch_compile
+from ltc_core.api import c10d, closures, torch_compile, torch_export
 from ltc_core.debug import explain, frequent
 from ltc_core.device import module, register
 from ltc_core.executors import artifacts, host_memory, openmp, program_costs
@@ -72,6 +72,7 @@ def _register_device() -> None:
     # And it has no hook for functions of these names.
     as_strided.register_as_strided()
     torch_compile.register_torch_compile()
+    torch_export.register_torch_export()
     backward.use_calling_thread()
     found_steps.register_optimizer_hook()
     sgd_momentum.register_first_momentum()

@@ -9,6 +9,7 @@ copies.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.runtime.devices import upload_all
 from ltc_core.settings import settings
 
-__all__ = ["begin", "hand_over_before_calls", "register"]
+__all__ = ["begin", "derived_methods", "hand_over_before_calls", "register"]
 
 dist: Any = torch.distributed  # its stubs lack what is used here
 _c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # some builds are without
@@ -188,6 +189,49 @@ def hand_over_before_calls() -> None:
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:  # not all are in every torch
             setattr(dist.ProcessGroup, name, _after_handing_over(method))
+
+
+# Method -> its second name, which newer versions have.
+_NEW_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+}
+
+
+def derived_methods() -> dict[str, Callable[..., Any]]:
+    """The methods that wait for other processes, for a class derived in Python from PyTorch's process group.
+
+    PyTorch's C++ looks such a class through for methods that replace its own, and would find the wrappers of this file.
+    It takes a method for its own if the frame that calls it has its name. Of two names of a method one is left to it.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for name in _CALLS:
+        method = getattr(dist.ProcessGroup, name, None)
+        if method is None:
+            continue
+        made = inspect.unwrap(method)
+        if name in _NEW_NAMES and hasattr(dist.ProcessGroup, _NEW_NAMES[name]):
+            found[name] = made
+            continue
+        made = _named(name, made)
+        if name in _REDUCE or name.startswith("reduce_scatter"):
+            made = _telling(made)
+        elif name == "barrier":
+            made = _on_current_device(made)
+        found[name] = _after_handing_over(made)
+    return found
+
+
+def _named(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=name)
+    call.__name__ = name
+    return call
 
 
 def _after_handing_over(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -133,22 +133,15 @@ PLUGINS = (
     "devices are not PJRT plugins; choose what the graphs run on with LTC_DEVICE and LTC_EXECUTOR"
 )
 
-_DYNAMIC = (
-    "graphs need no passes for free sizes; torch.export.export(..., dynamic_shapes=...), then "
-    "torch_xla.stablehlo.exported_program_to_stablehlo"
-)
 TF = "nothing is written for TensorFlow; torch_xla.stablehlo.save_as_stablehlo writes a model as StableHLO"
 
 # Modules that cannot exist here -> why, and what to use instead.
 ABSENT: dict[str, str] = {
     "lazy_tensor_core.core.lazy_builder": _BUILDER,
     "torch_xla.distributed.xla_dist": _XRT,
-    "torch_xla.experimental.mark_pattern_utils": _MARKS,
     "torch_xla.experimental.pallas_kernels": PALLAS,
     "torch_xla.experimental.plugins": PLUGINS,
     "torch_xla.experimental.splash_attention": PALLAS,
     "torch_xla.experimental.stablehlo_custom_call": _MARKS,
-    "torch_xla.experimental.unbounded_dynamism_export": _DYNAMIC,
-    "torch_xla.experimental.xla_marker": _MARKS,
     "torch_xla.tf_saved_model_integration": TF,
 }

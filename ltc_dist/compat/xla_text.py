@@ -11,11 +11,24 @@ from itertools import chain
 
 import torch
 
+from ltc_core.api.sharding import Sharding, num_mesh_devices, parts_of
+from ltc_core.api.verbs import pending_graph
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Node, Scalar, TensorMeta, references
+from ltc_core.graph.sharding import SHARD
+from ltc_core.tensor.handles import Cell
+from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.spmd import is_manual, sharding_of
 
-__all__ = ["KINDS", "graph_text", "op_text", "shape_text", "sharding_text"]
+__all__ = [
+    "KINDS",
+    "division_of",
+    "graph_text",
+    "op_text",
+    "shape_text",
+    "sharding_text",
+    "tiles_of",
+]
 
 # XLA's names of dtypes.
 KINDS = {
@@ -102,20 +115,54 @@ def _layout(num_dims: int) -> str:
 
 
 def sharding_text(t: torch.Tensor) -> str:
-    """How a tensor was marked, such as '{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}'; '' if it was not."""
+    """How a tensor is divided, such as '{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}'; '' if nobody knows.
+
+    A tensor that was not marked itself is shown as `division_of` finds it.
+    """
     if is_manual(t):
         return "{manual}"
     found = sharding_of(t)
-    if found is None:
+    sharding = found[0].sharding(found[1]) if found is not None else division_of(t)
+    if sharding is None:
         return ""
-    sharding = found[0].sharding(found[1])
-    tiles = [sharding.parts(dim) for dim in range(t.ndim)]
-    if math.prod(tiles) == 1:
+    shape, devices = tiles_of(sharding)
+    if math.prod(shape[: t.ndim]) == 1:
         return "{replicated}"
+    numbers = ",".join(map(str, devices))
+    copies = " last_tile_dim_replicate" if len(shape) > t.ndim else ""
+    return f"{{devices=[{','.join(map(str, shape))}]{numbers}{copies}}}"
+
+
+def tiles_of(sharding: Sharding) -> tuple[list[int], list[int]]:
+    """Parts of each dimension, then the number of copies if it is not one; and the devices in that order."""
+    tiles = [sharding.parts(dim) for dim in range(len(sharding.spec))]
     dividing = list(chain(*sharding.spec))
     copying = [axis for axis in range(len(sharding.mesh)) if axis not in dividing]
     devices = torch.tensor(sharding.devices).reshape(sharding.mesh).permute(*dividing, *copying)
     copies = math.prod(sharding.mesh[axis] for axis in copying)
-    shape = ",".join(map(str, tiles if copies == 1 else [*tiles, copies]))
-    numbers = ",".join(map(str, devices.flatten().tolist()))
-    return f"{{devices=[{shape}]{numbers}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
+    return tiles if copies == 1 else [*tiles, copies], devices.flatten().tolist()
+
+
+def division_of(t: torch.Tensor) -> Sharding | None:
+    """How the memory of a tensor is divided, or will be as its last recorded op says; None if no op says so.
+
+    Nothing is run; a value that is being computed is waited for.
+    """
+    if not isinstance(t, LazyTensor) or type(t._h) is not Cell:
+        return None
+    graph = pending_graph([t])
+    made = {node.first: node for node in graph.nodes}
+    if graph.outputs:
+        node = made.get(graph.outputs[0])
+        if node is not None and node.op is torch.ops.aten.copy_.default:
+            node = made.get(int(node.args[1]))
+        return Sharding.of(node.args[1]) if node is not None and node.op is SHARD else None
+    parts = parts_of(t) if num_mesh_devices(t.device) > 1 else []
+    starts = [sorted({part.offsets[dim] for part in parts}) for dim in range(t.ndim)]
+    tiles = list(map(len, starts))
+    count = math.prod(tiles)
+    if count <= 1 or len(parts) != num_mesh_devices(t.device):
+        return None
+    devices = [part.device for part in sorted(parts, key=lambda part: (part.offsets, part.device))]
+    spec = tuple((dim,) for dim in range(t.ndim))
+    return Sharding(tuple(devices), (*tiles, len(parts) // count), spec)

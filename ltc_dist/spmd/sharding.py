@@ -228,7 +228,20 @@ class ShardingSpec:
         mark_sharding(t, self.mesh, self.partition_spec)
 
     def divided(self, t: torch.Tensor) -> torch.Tensor:
-        """The tensor of a batch, divided; a new one if each process has a part of it."""
+        """The tensor of a batch, divided; a new one if each process has a part of it.
+
+        Raises:
+            MinibatchError: each process has a part of the batch, and its devices cannot have equal parts of that.
+        """
+        count = self.mesh.size() // max(ranks().world_size, 1) or 1
+        if self.minibatch and t.ndim and t.shape[0] % count:
+            raise errors.MinibatchError(
+                "When minibatch is configured, the per-host batch size must be divisible by "
+                "local runtime device count. "
+                f"Per host input data shape = {tuple(t.shape)}, local_runtime_device_count = {count}",
+                where=source.user_line(),
+                next="drop the last batch of the loader (drop_last=True), or pass minibatch=False",
+            )
         if self.minibatch and settings.spmd and ranks().world_size > 1:
             whole = sharding.join(t, self.mesh.sharding(self.partition_spec))
             setattr(whole, _MARK, (self.mesh, tuple(self.partition_spec)))

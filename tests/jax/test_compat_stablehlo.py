@@ -41,6 +41,44 @@ assert "tensor<?x3x8x8xf32>" in program.get_stablehlo_text()
 for count in (1, 3):
     images = torch.randn(count, 3, 8, 8)
     torch.testing.assert_close(program(images), image(images), rtol=1e-5, atol=1e-5)
+
+options = StableHLOExportOptions(export_weights=False, inline_all_constant=False)
+light = exported_program_to_stablehlo(exported, options)
+assert light._bundle.state_dict == {} and len(program._bundle.state_dict) == 4
+assert light.get_stablehlo_text() == exported_program_to_stablehlo(exported).get_stablehlo_text()
+light.save("light")
+import os
+assert os.path.exists("light/program.mlir") and not os.path.exists("light/weights.safetensors")
+with pytest.raises(ValueError, match="(?s)the program has no weights.*Next: export it with export_weights=True"):
+    light(x)
+
+from torch_xla.experimental import mark_pattern_utils, xla_marker
+from torch_xla.experimental.mark_pattern_utils import StableHLOCompositeBuilder
+
+class Marked(torch.nn.Module):
+    def forward(self, x, y):
+        builder = StableHLOCompositeBuilder("my.add", {"scale": 2.0, "axes": [0, 1]})
+        x, y = builder.mark_inputs(x, y)
+        return builder.mark_outputs((x + y) * 2.0)
+
+program = exported_program_to_stablehlo(torch.export.export(Marked(), (x, x)))
+text = program.get_stablehlo_text()
+assert text.count('stablehlo.composite "my.add"') == 1 and "axes = dense<[0, 1]> : tensor<2xi64>" in text, text
+torch.testing.assert_close(program(x, x), Marked()(x, x))
+on_device = torch.export.export(Marked(), (x.to("xla"), x.to("xla")))
+found = stablehlo._run_decompositions(on_device).module()(x.to("xla"), x.to("xla"))
+import torch_xla.core.xla_model as xm
+assert xm.get_stablehlo([found]).count('stablehlo.composite "my.add"') == 1
+torch.testing.assert_close(found.cpu(), x * 4)
+torch.testing.assert_close(
+    torch.ops.xla.mark_tensor(x, "my.add", 0, "0", True, xla_marker.serialize_composite_attr({"k": 1})), x
+)
+with pytest.raises(ValueError, match="(?s)only tensors can be marked.*got: float.*Next: give numbers as attributes"):
+    StableHLOCompositeBuilder("my.add").mark_inputs(x, 2.0)
+for attr in ({"k": ["a"]}, {1: 2}, {"k": []}, {"k": [1, 2.0]}, {"k": None}):
+    with pytest.raises(ValueError, match="(?s)other attributes than StableHLO can have.*got: "):
+        StableHLOCompositeBuilder("my.add", attr).mark_outputs(x)
+
 import os
 assert not os.path.exists("other/program.mlir") and os.path.exists("saved/program.mlir")
 print("done")

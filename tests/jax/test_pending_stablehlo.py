@@ -37,6 +37,16 @@ def test_it_computes_what_the_device_does() -> None:
         torch.testing.assert_close(found, expected.cpu())
 
 
+def test_hlo_has_the_types_of_operands() -> None:
+    x, w = ready(4, 3).bfloat16(), ready(3, 2).bfloat16()
+    text = export.pending([(x @ w).float().exp().sum()]).hlo()
+    dot = "%dot.1 = bf16[4,2]{1,0} dot(bf16[4,3]{1,0} %"
+    assert (
+        dot in text and "%exponential.1 = f32[4,2]{1,0} exponential(f32[4,2]{1,0} %convert" in text
+    )
+    assert "-> (f32[])" in text and " parameter(0)" in text and "metadata" not in text
+
+
 def test_a_training_step() -> None:
     x, w = ready(5, 3), ready(3, 2).requires_grad_()
     loss = F.cross_entropy(x @ w, torch.tensor([0, 1, 0, 1, 1]).to(DEVICE))

@@ -694,3 +694,106 @@ def test_parts_of_a_tensor_know_their_place_and_are_loaded() -> None:
         LTC_COMPAT="1",
     )
     assert found == ["{devices=[8,1]0,1,2,3,4,5,6,7}"]
+
+
+def test_what_xla_s_op_shardings_make() -> None:
+    found = run(
+        """
+        import pytest
+        import torch_xla
+        import torch_xla.distributed.spmd as xs
+        c, ids = torch_xla._XLAC, list(range(8))
+        mesh = xs.Mesh(ids, (4, 2), ("x", "y"))
+        whole = torch.arange(48.0).reshape(8, 6)
+        tiled, copied = mesh.get_op_sharding(("x", "y")), mesh.get_op_sharding((None, "y"))
+        assert tiled is mesh.get_op_sharding(("x", "y"))
+        assert tiled.tile_assignment.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        none = mesh.get_op_sharding((None, None))
+        kinds = xs.ShardingType
+        assert [s.sharding_type for s in (tiled, copied, none)] == [kinds.TILED, kinds.PARTIAL, kinds.REPLICATED]
+        texts = []
+        for spec in (("x", "y"), ("y", None), (None, ("x",)), (("x", "y"), None), (None, None)):
+            marked = xs.mark_sharding(whole.new_zeros(8, 8).to(device), mesh, spec)
+            shards = [shard.data + k for k, shard in enumerate(marked.local_shards)]
+            t = c._global_tensor_from_cpu_shards(shards, mesh.get_op_sharding(spec))
+            assert t.sharding_spec == marked.sharding_spec
+            firsts = {str(s.indices): s.data for s in reversed(t.local_shards)}
+            assert all(torch.equal(firsts[str(s.indices)], s.data) for s in t.local_shards)
+            assert t.cpu().max() >= (0 if spec == (None, None) else 1)
+            texts.append(t.sharding_spec)
+        pieces = [torch.full((2, 3), float(k)) for k in ids]
+        cut = c._global_tensor_from_cpu_shards(pieces, tiled, (7, 5))
+        assert cut.shape == (7, 5) and cut.cpu()[6].tolist() == [6, 6, 6, 7, 7]
+        for wrong in ((pieces[1:], tiled), (pieces, tiled, (9, 6)), (pieces, tiled, (4, 6)), (pieces, tiled, (8,)),
+                      (pieces, mesh.get_op_sharding((None,)), (2,)), ([*pieces[1:], torch.ones(1)], tiled)):
+            with pytest.raises(RuntimeError, match="(?s)do not fit how they are to be.*got: .*Next: pass mesh.get"):
+                c._global_tensor_from_cpu_shards(*wrong)
+
+        x = whole.to(device)
+        with pytest.raises(RuntimeError, match="(?s)a tensor that is not marked.*Next: mark_sharding"):
+            c._spmd_full_to_shard_shape(x)
+        own = c._spmd_full_to_shard_shape(xs.mark_sharding(x, mesh, ("x", "y"))) + 1
+        with pytest.raises(RuntimeError, match="(?s)that is not marked as manual"):
+            c._spmd_shard_to_full_shape(x, tiled, x.shape, x.dtype)
+        full = c._spmd_shard_to_full_shape(xs._mark_manual_sharding(own), tiled, x.shape, x.dtype)
+        assert own.shape == (2, 3) and torch.equal(full.cpu(), whole + 1) and full.sharding_spec == texts[0]
+        print(json.dumps(texts))
+        """,
+        LTC_COMPAT="1",
+    )
+    assert found == [
+        "{devices=[4,2]0,1,2,3,4,5,6,7}",
+        "{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}",
+        "{devices=[1,4,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}",
+        "{devices=[8,1]0,1,2,3,4,5,6,7}",
+        "{replicated}",
+    ]
+
+
+def test_the_text_of_what_was_not_marked_itself() -> None:
+    found = run(
+        """
+        import torch_xla
+        import torch_xla.debug.metrics as met
+        import torch_xla.distributed.spmd as xs
+        import torch_xla.runtime as xr
+        xr.use_spmd()
+        text = torch_xla._XLAC._get_xla_sharding_spec
+        mesh = xs.Mesh([3, 1, 2, 0, 4, 5, 6, 7], (4, 2), ("x", "y"))
+        t = xs.mark_sharding(torch.ones(8, 8, device=device), mesh, ("x", "y"))
+        pending = xs.mark_sharding(torch.ones(8, 8, device=device) * 2, mesh, ("x", "y")).clone()
+        leaf = torch.ones(8, 8, device=device).requires_grad_()
+        xs.mark_sharding_with_gradients(leaf, mesh, ("x", "y")).sum().backward()
+        texts = [text(pending), text(leaf.grad), text(t * 2)]
+        ltc.mark_step()
+        ltc.wait_device_ops()
+        assert met.metric_data("ExecuteReplicatedTime") == met.metric_data("ExecuteTime")
+        again = [text(t.clone()), text(pending), text(leaf.grad), text(t[0]), text(torch.ones(8, 8, device=device))]
+        print(json.dumps([t.sharding_spec, texts, again]))
+        """,
+        LTC_COMPAT="1",
+    )
+    marked, texts, again = found
+    assert texts == [marked, marked, ""]
+    assert again == [marked, marked, marked, "", ""]
+
+
+def test_parts_of_batches_that_cannot_be_equal() -> None:
+    found = run(
+        """
+        mesh = spmd.get_1d_mesh("data")
+        spec = spmd.ShardingSpec(mesh, ("data", None), minibatch=True)
+        even = next(iter(ltd.MpDeviceLoader([torch.ones(8, 2)], device, input_sharding=spec)))
+        try:
+            next(iter(ltd.MpDeviceLoader([torch.ones(7, 2)], device, input_sharding=spec)))
+        except RuntimeError as error:
+            print(json.dumps([list(even.shape), str(error)]))
+        """,
+    )
+    shape, error = found
+    assert shape == [8, 2]
+    assert (
+        "must be divisible by local runtime device count. Per host input data shape = (7, 2)"
+        in error
+    )
+    assert "Next: drop the last batch of the loader" in error

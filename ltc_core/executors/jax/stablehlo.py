@@ -7,6 +7,7 @@ those of a recorded graph. Used by `ltc_core.export`.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,15 +16,17 @@ import numpy as np
 import torch
 from jax import export
 from jax.extend.mlir import refine_polymorphic_shapes
-from jaxlib import xla_client
+from jaxlib import _hlo, xla_client
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from ltc_core.executors.jax.arrays import as_array, as_tensor
+from ltc_core.executors.jax.composites import call_functions, outline
 from ltc_core.executors.jax.free_sizes import Sizes
 from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
 from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
+from ltc_core.executors.jax.rules.composite import TARGET, kept_marks
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph
@@ -86,14 +89,33 @@ def portable(
     def forward(*arrays: Any) -> list[Any]:
         return run_graph(module, arrays, sizes if examples else None)
 
-    with wide_types():
-        found = export.export(
-            jax.jit(forward, keep_unused=True), platforms=[any_device().platform]
-        )(*given)
+    found = _exported(jax.jit(forward, keep_unused=True), given)
     results = [
         tuple(n if isinstance(n, int) else str(n) for n in one.shape) for one in found.out_avals
     ]
-    return bytes(found.mlir_module_serialized), results
+    return _bytecode(found), results
+
+
+def _exported(function: Any, given: Sequence[Any]) -> export.Exported:
+    marks = export.DisabledSafetyCheck.custom_call(TARGET)
+    with wide_types(), kept_marks():
+        return export.export(function, platforms=[any_device().platform], disabled_checks=[marks])(
+            *given
+        )
+
+
+def _bytecode(found: export.Exported) -> bytes:
+    """Portable bytecode, with composites in place of their marks."""
+    written = bytes(found.mlir_module_serialized)
+    if TARGET.encode() not in written:
+        return written
+    context = ir.Context()
+    stablehlo.register_dialect(context)
+    with context:
+        module = stablehlo.deserialize_portable_artifact(context, written)
+        outline(module)
+        version = stablehlo.get_current_version()
+        return bytes(stablehlo.serialize_portable_artifact(module, version))
 
 
 def _decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
@@ -141,7 +163,7 @@ class Program:
         def graph(*inputs: Any) -> list[Any]:
             return run(*inputs, *vectors)
 
-        with wide_types():
+        with wide_types(), kept_marks():
             self._given = [
                 jax.ShapeDtypeStruct(tuple(meta.size), dtype_of(meta.dtype))
                 for meta in subgraph.graph.inputs.values()
@@ -150,17 +172,32 @@ class Program:
             self._lowered = self._function.lower(*self._given)
 
     def text(self) -> str:
-        return str(self._lowered.as_text())
+        text = str(self._lowered.as_text())
+        if TARGET not in text:
+            return text
+        module = self._lowered.compiler_ir("stablehlo").operation.clone()
+        outline(module)
+        return str(module)
 
     def hlo(self) -> str:
-        return str(self._lowered.as_text(dialect="hlo"))
+        """HLO with the types of operands, instructions named after their opcodes, parameters p0, p1."""
+        return _hlo_text(self.text())
 
     def bytecode(self) -> bytes:
         """Portable bytecode."""
-        with wide_types():
-            platform = any_device().platform
-            found = export.export(self._function, platforms=[platform])(*self._given)
-        return bytes(found.mlir_module_serialized)
+        return _bytecode(_exported(self._function, self._given))
+
+
+def _hlo_text(text: str) -> str:
+    """HLO of a module of StableHLO without locations, which would name the instructions; its results are one tuple."""
+    made = xla_client._xla.mlir.mlir_module_to_xla_computation(
+        text, use_tuple_args=False, return_tuple=True
+    )
+    options = _hlo.HloPrintOptions()
+    options.print_metadata = False
+    options.print_operand_shape = options.print_percent = options.print_program_shape = True
+    found = str(made.get_hlo_module().to_string(options))
+    return re.sub(r"\bArg_(\d+)\.", r"p\1.", found)
 
 
 def programs(graph: Graph, scalars: Sequence[Any]) -> list[Program]:
@@ -233,6 +270,7 @@ def _of_sizes(bytecode: bytes, shapes: Sequence[Sequence[int]]) -> bytes:
     stablehlo.register_dialect(context)
     with context, ir.Location.unknown():
         module = stablehlo.deserialize_portable_artifact(context, bytecode)
+        call_functions(module)
         main = ir.SymbolTable(module.operation)["main"]
         types = main.type
         given = [

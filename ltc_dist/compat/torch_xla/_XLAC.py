@@ -20,6 +20,12 @@ from ltc_core.tensor.handles import Handle, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.checkpoint.stopping import Stopping
 from ltc_dist.compat import buffer_donors
+from ltc_dist.compat.op_shardings import (
+    OpSharding,
+    global_tensor_from_cpu_shards,
+    to_full_shape,
+    to_shard_shape,
+)
 from ltc_dist.compat.torch_lazy.computation import get_graph_hash
 from ltc_dist.compat.torch_xla import runtime
 from ltc_dist.compat.torch_xla.core import xla_builder, xla_model
@@ -30,6 +36,7 @@ from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_tex
 from ltc_dist.spmd import num_devices
 
 __all__ = [
+    "OpSharding",
     "_activate_preemption_sync_manager",
     "_clear_xla_counters",
     "_clear_xla_metrics",
@@ -51,6 +58,7 @@ __all__ = [
     "_get_xla_tensors_dot",
     "_get_xla_tensors_hlo",
     "_get_xla_tensors_text",
+    "_global_tensor_from_cpu_shards",
     "_init_computation_client",
     "_init_xla_lazy_backend",
     "_is_placecholder",
@@ -59,6 +67,8 @@ __all__ = [
     "_set_ir_debug",
     "_set_use_eager_mode",
     "_short_xla_metrics_report",
+    "_spmd_full_to_shard_shape",
+    "_spmd_shard_to_full_shape",
     "_sync_point_reached",
     "_unsafe_buffer_pointer",
     "_xla_counter_names",
@@ -114,6 +124,9 @@ _xla_memory_info = ltc.get_memory_info
 _xla_wait_device_ops = ltc.wait_device_ops
 _get_graph_hash = get_graph_hash
 _get_xla_sharding_spec = sharding_text
+_global_tensor_from_cpu_shards = global_tensor_from_cpu_shards
+_spmd_full_to_shard_shape = to_shard_shape
+_spmd_shard_to_full_shape = to_full_shape
 _set_use_eager_mode = eager_mode
 _get_use_eager_mode = is_eager_mode
 _xla_device_kind = xla_model.xla_device_kind

@@ -193,7 +193,8 @@ def is_spmd() -> bool:
 def use_spmd(auto: bool = False) -> None:
     """Say that tensors are divided over all devices of the process, by `torch_xla.distributed.spmd`.
 
-    Processes that this one starts find XLA_USE_SPMD in their environment, as with torch_xla.
+    Processes that this one starts find XLA_USE_SPMD in their environment, as with torch_xla. From now on the metric
+    `ExecuteReplicatedTime` is `ExecuteTime`.
 
     Args:
         auto: divide everything by itself: refused.
@@ -207,6 +208,7 @@ def use_spmd(auto: bool = False) -> None:
             next="use_spmd(), and mark the parameters",
         )
     spmd.use_spmd()
+    ltc.metrics.register_metric("ExecuteReplicatedTime", of="ExecuteTime")
     count = len(ltc.get_lazy_supported_devices())
     if count > 1 and num_devices() == 1:
         raise NotHereError(

@@ -8,16 +8,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch._decomp import get_decompositions
 
 from ltc_core import export
+from ltc_core.api.torch_export import cpu_module
 from ltc_core.errors import ExportError
 
 __all__ = [
     "StableHLOExportOptions",
     "StableHLOGraphModule",
+    "_run_decompositions",
     "exported_program_to_stablehlo",
     "save_as_stablehlo",
     "save_torch_model_as_stablehlo",
@@ -29,12 +32,28 @@ _Path = str | os.PathLike[str]
 
 @dataclasses.dataclass
 class StableHLOExportOptions:
-    """How a program is exported, and what is written of it."""
+    """How a program is exported, and what is written of it.
+
+    Attributes:
+        inline_all_constant, custom_ops_allowed_in_graph, export_node_metadata: accepted. Numbers are always constants
+            of the program, ops without a rule are refused, and nothing is written about nodes.
+        export_weights: whether the module keeps the weights. Without them it can be shown and saved, not called.
+    """
 
     include_human_readable_text: bool = True
     override_tracing_arguments: Sequence[Any] | None = None
     override_tracing_kwargs: Mapping[str, Any] | None = None
     save_weights: bool = True
+    inline_all_constant: bool = True
+    export_weights: bool = True
+    custom_ops_allowed_in_graph: set[str] = dataclasses.field(default_factory=set)
+    export_node_metadata: bool = False
+
+
+class _Bundle(NamedTuple):
+    """What a module is made of: its weights by name."""
+
+    state_dict: dict[str, Any]
 
 
 class StableHLOGraphModule:
@@ -42,17 +61,37 @@ class StableHLOGraphModule:
 
     Args:
         program: the program.
+        has_weights: whether it has its weights.
     """
 
-    def __init__(self, program: export.StableHLOProgram) -> None:
+    def __init__(self, program: export.StableHLOProgram, has_weights: bool = True) -> None:
         self._program = program
+        self._has_weights = has_weights
+        if not has_weights:
+            program.weights = {name: t.to("meta") for name, t in program.weights.items()}
+
+    @property
+    def _bundle(self) -> _Bundle:
+        weights = self._program.weights if self._has_weights else {}
+        return _Bundle({name: t.numpy() for name, t in weights.items()})
 
     def __call__(self, *args: Any) -> Any:
-        return self._program(*args)
+        return self.evaluate(_METHOD, args)
 
     def evaluate(self, method_name: str, args: Sequence[Any]) -> Any:
-        """Call a method; there is `forward`."""
-        return self._of(method_name)(*args)
+        """Call a method; there is `forward`.
+
+        Raises:
+            ExportError: the program was exported without its weights, or for other arguments.
+        """
+        program = self._of(method_name)
+        if not self._has_weights:
+            raise ExportError(
+                "the program has no weights",
+                got="one that was exported with export_weights=False",
+                next="export it with export_weights=True; save_weights=False leaves them out of the directory",
+            )
+        return program(*args)
 
     def get_stablehlo_text(self, method_name: str | None = None) -> str:
         return self._of(method_name).text()
@@ -63,7 +102,8 @@ class StableHLOGraphModule:
     def save(self, directory_path: _Path, options: StableHLOExportOptions | None = None) -> None:
         """Write it into a directory."""
         chosen = options or StableHLOExportOptions()
-        self._program.save(directory_path, chosen.save_weights, chosen.include_human_readable_text)
+        weights = chosen.save_weights and self._has_weights
+        self._program.save(directory_path, weights, chosen.include_human_readable_text)
 
     @classmethod
     def load(cls, directory_path: _Path) -> StableHLOGraphModule:
@@ -89,8 +129,20 @@ def exported_program_to_stablehlo(
     if chosen.override_tracing_arguments is not None:
         args = tuple(chosen.override_tracing_arguments)
         kwargs = dict(chosen.override_tracing_kwargs or {})
-    module = exported_model.module(check_guards=False)  # they would fix the sizes of the example
-    return StableHLOGraphModule(export.stablehlo(module, args, kwargs, _free_sizes(exported_model)))
+    module = cpu_module(exported_model)
+    program = export.stablehlo(module, args, kwargs, _free_sizes(exported_model))
+    return StableHLOGraphModule(program, chosen.export_weights)
+
+
+def _run_decompositions(
+    exported_model: torch.export.ExportedProgram,
+) -> torch.export.ExportedProgram:
+    """A program in core ops of ATen, with `grid_sample` and the softmax of attention in ops of them."""
+    aten = torch.ops.aten
+    table: Any = torch.export.default_decompositions()
+    table.update(get_decompositions([aten.grid_sampler_2d]))
+    table[aten._safe_softmax.default] = torch.softmax
+    return exported_model.run_decompositions(table)  # type: ignore[no-any-return]
 
 
 def _free_sizes(exported_model: torch.export.ExportedProgram) -> list[dict[int, str]]:
