@@ -9,6 +9,7 @@
     |  `- TpuHostError (OSError)                the facts of a TPU host cannot be read
     |- DeviceMismatchError (RuntimeError)       one op was given tensors of two devices
     |- ShardingError (AssertionError)           a mesh does not fit the devices, or a spec does not fit a tensor
+    |  |- MinibatchError (RuntimeError)         a process cannot divide its part of a batch evenly
     |  `- MissingShardingError (KeyError)       a batch has names without a spec
     |- UnsupportedOpError (NotImplementedError) an op has no rule and may not fall back
     |- ExecutionError (RuntimeError)            an op failed while the graph ran

@@ -44,6 +44,7 @@ INSIDE_FUNCTIONS = {
     ("ltc_dist.compat.dtensor_names", "torch.distributed.tensor.placement_types"): "a second to import",
     ("ltc_core.live.scalars", "torch.utils.tensorboard"): "an optional dependency",
     ("ltc_core.executors.jax.library", "jax"): "an optional dependency",
+    ("ltc_core.executors.jax.stablehlo", "jaxlib"): "not part of jaxlib's interface",
     ("ltc_core.export", "safetensors.torch"): "only for who saves or loads an exported program",
     ("ltc_core.api.loops", "ltc_core.api.loop_bodies"): "it takes seconds, and most scripts do not need it",
     ("ltc_core.api.loops", "ltc_core.api.pure_accumulation"): "it takes seconds, and most scripts do not need it",

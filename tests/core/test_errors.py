@@ -23,6 +23,7 @@ TREE = {
     "TpuHostError": OSError,
     "DeviceMismatchError": RuntimeError,
     "ShardingError": AssertionError,
+    "MinibatchError": RuntimeError,
     "MissingShardingError": KeyError,
     "UnsupportedOpError": NotImplementedError,
     "ExecutionError": RuntimeError,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jax import export
 from jax.extend.mlir import refine_polymorphic_shapes
-from jaxlib import _hlo, xla_client
+from jaxlib import xla_client
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
@@ -180,8 +180,8 @@ class Program:
         return str(module)
 
     def hlo(self) -> str:
-        """HLO with the types of operands, instructions named after their opcodes, parameters p0, p1."""
-        return _hlo_text(self.text())
+        """HLO, most often with the types of operands, instructions named after their opcodes, parameters p0, p1."""
+        return _hlo_text(self.text()) or str(self._lowered.as_text(dialect="hlo"))
 
     def bytecode(self) -> bytes:
         """Portable bytecode."""
@@ -189,7 +189,14 @@ class Program:
 
 
 def _hlo_text(text: str) -> str:
-    """HLO of a module of StableHLO without locations, which would name the instructions; its results are one tuple."""
+    """HLO of a module of StableHLO without locations, which would name the instructions; its results are one tuple.
+
+    '' where jaxlib has no options for HLO's text: they are not part of its interface.
+    """
+    try:
+        from jaxlib import _hlo
+    except ImportError:
+        return ""
     made = xla_client._xla.mlir.mlir_module_to_xla_computation(
         text, use_tuple_args=False, return_tuple=True
     )
