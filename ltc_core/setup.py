@@ -27,6 +27,7 @@ from ltc_core.ops import (
     dispatch,
     encoder,
     factories,
+    jit_trace,
     rnn,
     sgd_momentum,
     torch_load,
@@ -66,6 +67,7 @@ def _register_device() -> None:
     cpu_kernels.register_cpu_kernels()
     rnn.register_rnn()
     encoder.register_encoder()
+    jit_trace.register_traced_convolution()
     # PyTorch decides by the type of a tensor which methods and which foreach implementations it uses.
     lazy_tensor.name_methods()
     lazy_tensor.join_foreach()

@@ -259,6 +259,20 @@ def has_same_storage_numel(x: Tensor, other: Tensor) -> bool:
     return first == second
 
 
+def new_zeros_with_same_feature_meta(
+    x: Tensor, other: Tensor, *, self_num_batch_dims: int = 0
+) -> Tensor:
+    """Zeros that lie in their memory as `other` in its own: forward-mode autograd compares the views of both."""
+    meta = other._h.meta  # type: ignore[attr-defined]
+    batch = tuple(x.shape[:self_num_batch_dims])
+    held = other.untyped_storage().nbytes() // other.itemsize
+    if held == meta.numel and meta.contiguous:
+        return x.new_zeros((*batch, *meta.size))
+    zeros = x.new_zeros((*batch, held))
+    strides = (*zeros.stride()[:-1], *meta.stride)
+    return aten.as_strided.default(zeros, (*batch, *meta.size), strides, meta.offset)  # type: ignore[no-any-return]
+
+
 def is_set_to(x: Tensor, other: Tensor) -> bool:
     """Whether two tensors see the same part of the same memory in the same way."""
     if not type(x) is type(other) is LazyTensor:
@@ -291,6 +305,7 @@ RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.as_strided_scatter.default: as_strided_scatter,
     aten.is_same_size.default: is_same_size,
     aten._has_same_storage_numel.default: has_same_storage_numel,
+    aten._new_zeros_with_same_feature_meta.default: new_zeros_with_same_feature_meta,
     aten.is_set_to.default: is_set_to,
     aten._nested_tensor_from_mask_left_aligned.default: has_no_nested_tensors,
     aten._pack_padded_sequence.default: pack_padded_sequence,

@@ -117,6 +117,46 @@ def test_a_step_written_with_grad_is_one_graph() -> None:
     assert counted.syncs == {"MarkStep": 1} and not counted.fallbacks and not counted.compiles
 
 
+# The function, and where the point is taken from. Its tangent is other memory.
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda x: x[0],
+    "column": lambda x: x[:, 1],
+    "part_of_a_part": lambda x: x[1:].t()[0],
+    "chunk": lambda x: x.chunk(3)[2][0],
+    "all": lambda x: x.view(-1)[:3],
+    "turned": lambda x: x.t()[1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("tangent", ["own", "same_memory"])
+@pytest.mark.parametrize("name", PARTS)
+def test_jvp_at_a_part_of_a_tensor(name: str, tangent: str) -> None:
+    """Views of the point and of its tangent must lie alike, whatever memory the tangent came in."""
+
+    def program(device: torch.device) -> Any:
+        x = torch.linspace(-1, 1, 9).view(3, 3).to(device)
+        weight = torch.linspace(0, 1, 6).view(2, -1).to(device)
+        point = PARTS[name](x)
+        along = (x[2] if tangent == "same_memory" else torch.ones(3, device=device))[: len(point)]
+
+        def f(t: Tensor) -> Tensor:
+            return F.linear(t[1:].unsqueeze(0), weight[:, : len(t) - 1]).view(-1).sin()
+
+        return jvp(f, (point,), (along,)), jacfwd(f)(point), hessian(lambda t: f(t).sum())(point)
+
+    beside_eager(program, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_jvp_at_a_part_of_complex_numbers_that_were_real_ones() -> None:
+    def program(device: torch.device) -> Any:
+        x = torch.view_as_complex(torch.linspace(-1, 1, 12).view(3, 2, 2).to(device))
+        return jvp(lambda t: t.conj() * t[0], (x[1],), (x[2].clone(),))
+
+    beside_eager(program)
+
+
 # PyTorch's own rules for jvp are scripts; the first use of one in a process warns.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_a_step_written_with_jvp_is_one_graph() -> None:
