@@ -209,6 +209,9 @@ def _forget_the_script() -> None:
         found_steps._script.__init__()
         for found in found_steps._of_device.values():
             found.__init__(found._trace, found._cut)
+    novelty = sys.modules.get("ltc_core.program.novelty")
+    if novelty is not None:  # most graphs of tests are new
+        novelty.novelty.note_again()
 
 
 def _cached_results(module: ModuleType) -> int:

@@ -23,6 +23,7 @@ from ltc_core.debug.nearest import Known, KnownGraphs
 from ltc_core.executors.inductor import tier_report
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta, Write, references
 from ltc_core.metrics_report import cause_counter
+from ltc_core.program.novelty import novelty
 from ltc_core.settings import settings
 
 __all__ = ["KINDS", "Cause", "KnownGraphs", "explain", "on_compile"]
@@ -78,7 +79,15 @@ _ALONE = {"Eager": "eager", "Streaming": "part"}
 
 _DYNAMIC = "it serves inputs of other sizes, too"
 
-KINDS = (*dict.fromkeys(sentence.partition(":")[0] for sentence in _TABLE.values()), "unknown")
+# A script whose graphs do not come again is told of the first ones why, then of one in so many.
+_TOLD = 16
+_OTHERS = "new each time"
+
+KINDS = (
+    *dict.fromkeys(sentence.partition(":")[0] for sentence in _TABLE.values()),
+    _OTHERS,
+    "unknown",
+)
 
 _SAME_STEP = 0.9  # of the ops are in both graphs: other inputs are why the rest differs
 _MIN_ALIKE = 0.3  # of the ops are in both graphs, or ...
@@ -113,7 +122,13 @@ def explain(graph: Graph, known: KnownGraphs, reason: str, path: object) -> Caus
     1024. Building their programs for the reference executor takes 2 ms and 150 ms.
     """
     global latest
-    new = Known(graph, next(_numbers), reason, source.user_line(), path)
+    number = next(_numbers)
+    if novelty.is_rule and number % _TOLD and not settings.explain:
+        sentence = f"{_OTHERS}: no graph has come a second time lately; causes are looked for in one of {_TOLD}"
+        metrics.count(cause_counter(_OTHERS))
+        latest = Cause(number, _OTHERS, sentence)
+        return latest
+    new = Known(graph, number, reason, source.user_line(), path)
     try:
         cause = _cause(new, known)
     except Exception as error:  # a training run must not end because its compile has no explanation

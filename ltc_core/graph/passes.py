@@ -17,8 +17,10 @@ def prune(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
     needed = set(outputs)
     kept = []
     for node in reversed(nodes):
-        defined = range(node.first, node.first + len(node.outs))
-        if any(i in needed for i in defined):
+        first = node.first
+        if first in needed or any(
+            map(needed.__contains__, range(first + 1, first + len(node.outs)))
+        ):
             kept.append(node)
             needed.update(references(node))
     return tuple(reversed(kept))

@@ -103,6 +103,8 @@ def _place(node: Node, at: int, operands: Sequence[int], memory: _Memory) -> tup
     for i in range(len(node.outs) - len(writes)):
         value = node.first + i
         memory.define(value, memory.root[plain[0]] if aliases else value)
+    if not writes:
+        return ()
     decided = []
     read_too = {memory.root[other] for other in plain}
     num_writes = Counter(memory.root[old] for old in writes)

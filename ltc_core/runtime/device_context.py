@@ -20,6 +20,7 @@ from ltc_core.executors import make
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
+from ltc_core.program.novelty import novelty
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import execution_gate, fork_gate
@@ -255,6 +256,7 @@ class DeviceContext:
     def _on_known_reads(self, last: CompiledGraph, num_cuts: int, now_ns: int) -> None:
         """C++ has cut so often since the last cut or wait; the last time just now."""
         self.compiler.note_newest(last)
+        novelty.note_again()
         elapsed_ns, self._marked_ns = now_ns - self._marked_ns, now_ns
         metrics.observe_many("LoopTime", elapsed_ns / num_cuts, num_cuts)
 

@@ -17,6 +17,7 @@ from ltc_core import errors, metrics
 from ltc_core.executors import Executor
 from ltc_core.executors.openmp import release_team, spin_briefly
 from ltc_core.graph.ir import TensorMeta
+from ltc_core.program.novelty import novelty
 from ltc_core.program.program import Tier
 from ltc_core.record.trace import Cut
 from ltc_core.runtime.launch import Failure, Launch, note_run
@@ -288,7 +289,9 @@ class Launcher:
         # Else it waits for other processes before anything runs.
         may_be_here = tier is Tier.COMPILED or not compiled.lines
         if tier is Tier.OP_BY_OP:
-            is_here = may_be_here and cost.is_small and self._worker.is_idle
+            # A graph that will hardly come again is measured for nothing.
+            is_for_once = is_awaited and not cost.cost_ns and novelty.is_rule
+            is_here = may_be_here and (cost.is_small or is_for_once) and self._worker.is_idle
             return Placement.HERE if is_here else Placement.WORKER
         is_short = tier is Tier.REPLAY and may_be_here and cost.is_quicker_here(is_awaited)
         placement = self.choose(

@@ -170,6 +170,8 @@ class Probes:
         return step.probes[number]  # type: ignore[no-any-return]
 
     def _build(self, step: Step, number: int) -> _Probe | None:
+        if not _may_have_probe(step, number):
+            return None
         graph = graph_of(self._trace.path(step), (number,))
         nodes = graph.nodes
         draws = any("generator" in node.kwargs for node in nodes)
@@ -183,6 +185,22 @@ class Probes:
             return None
         assert isinstance(self._executor, ReferenceExecutor)
         return _Probe(in_own_state(self._executor.interpret)(graph), graph)
+
+
+def _may_have_probe(step: Step | None, number: int) -> bool:
+    """Whether a value needs few ops, and no input of floats. Cost: that of the ops up to the first that says no."""
+    needed = {number}
+    count = 0
+    while step is not None and step.node is not None:
+        node = step.node
+        if not needed.isdisjoint(range(node.first, node.first + len(node.outs))):
+            needed.update(references(node))
+            count += 1
+            has_floats = any(index in needed and not _is_exact(meta) for index, meta in step.inputs)
+            if has_floats or count > _MOST_OPS:
+                return False
+        step = step.parent
+    return True
 
 
 def _is_exact(meta: TensorMeta | None) -> bool:

@@ -20,6 +20,7 @@ from ltc_core.graph import collective
 from ltc_core.graph.check import check
 from ltc_core.graph.ir import Graph, TensorMeta, references
 from ltc_core.graph.passes import count_ops, prune
+from ltc_core.program.novelty import novelty
 from ltc_core.program.plan import plan
 from ltc_core.program.program import Program
 from ltc_core.record import fast_path
@@ -153,18 +154,21 @@ class ProgramCache:
             found.path, found.key = cut.path, key
             cut.path.programs[key] = found
             metrics.count("UncachedCompile")
+            novelty.note_new()
             found.cause = explain(found.graph, self._known, reason, cut.path)
             on_compile(found.cause)
             recording.note_program(found.graph, found.cause, reason)
             self._evict()
         else:
             metrics.count("CachedCompile")
+            novelty.note_again()
         self._note_use(found)
         return found
 
     def note_found(self, compiled: CompiledGraph) -> None:
         """Note that a program is used again, which was found without `compile`."""
         metrics.count("CachedCompile")
+        novelty.note_again()
         self._note_use(compiled)
 
     def _note_use(self, compiled: CompiledGraph) -> None:

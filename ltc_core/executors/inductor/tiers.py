@@ -42,6 +42,7 @@ from ltc_core.executors.inductor.tier_report import (
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.program.failure import Salvaged
+from ltc_core.program.novelty import novelty
 from ltc_core.program.partitioned import PartitionedProgram
 from ltc_core.program.program import Program, StepTimes, Tier, Watch, run_to_end
 from ltc_core.program.scalar_inputs import vector_metas
@@ -220,7 +221,7 @@ class TieredProgram(Program, Reported):
     def _is_wanted(self, run: int) -> bool:
         if self._is_due(run):
             return True
-        if self._has_looked or self._is_short:
+        if self._has_looked or self._is_short or (run == 1 and novelty.is_rule):
             return False
         may_be_short = len(self.graph.nodes) <= _MOST_SHORT and not self._is_set_by_user
         return not may_be_short or run > _RUNS_TO_TELL

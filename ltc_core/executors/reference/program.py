@@ -22,6 +22,7 @@ from ltc_core.executors.reference.instruction import Instruction
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph, Node
 from ltc_core.program.failure import NodeFailure, Salvaged, SubgraphFailure
+from ltc_core.program.novelty import novelty
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.program.plan import MemoryPlan
 from ltc_core.program.program import Program, Tier, Watch
@@ -151,6 +152,8 @@ class ReferenceProgram(Program):
     def native(self) -> Any | None:
         if self._replay is None or not self._replay.is_native or settings.replay == "never":
             return None
+        if self._plan is not None:  # it is built once more
+            return None
         return self._replay.program
 
     def results_of(self, found: Any, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
@@ -198,6 +201,8 @@ class ReferenceProgram(Program):
     def _choose(self) -> None:
         """Build the replay at the first run, once the C++ part is built, which a thread of the background does.
 
+        Where graphs do not come again, what only later runs gain from is left out, and built at the second run.
+
         While the ops are timed, two runs are in Python: in the first one many ops load libraries and touch new memory.
         """
         is_waited_for = settings.replay == "always"
@@ -205,11 +210,15 @@ class ReferenceProgram(Program):
         if not is_waited_for and not (self._num_runs >= least_runs and replay.extension.loaded):
             self._num_runs += 1
             return
-        assert self._plan is not None
-        memory, self._plan = self._plan, None
+        memory = self._plan
+        assert memory is not None
+        is_for_once = novelty.is_rule and self._replay is None
+        if not is_for_once:
+            self._plan = None
         self._replay = replay.build(
             self._nodes,
             memory,
+            is_for_once,
             self._inputs,
             self._donated,
             self._outputs,

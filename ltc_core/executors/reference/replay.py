@@ -106,6 +106,7 @@ def _loaded() -> Any:
 def build(
     nodes: Sequence[Node],
     memory: MemoryPlan,
+    is_for_once: bool,
     inputs: Sequence[int],
     donated: frozenset[int],
     outputs: Sequence[tuple[int, bool, torch.dtype]],
@@ -116,6 +117,7 @@ def build(
     """Program for a graph; None if the C++ part cannot be built here.
 
     Args:
+        is_for_once: no groups of ops are looked for.
         outputs: number, whether it is copied, dtype.
         size: one more than the largest number of a value.
         in_python: runs the node at a position on the values of a dict.
@@ -153,7 +155,7 @@ def build(
         )
         for node, in_place, frees in zip(nodes, memory.in_place, memory.frees, strict=True)
     ]
-    if hardware.type == "cpu":  # on a GPU one kernel goes through all tensors
+    if hardware.type == "cpu" and not is_for_once:  # on a GPU one kernel goes through all tensors
         for group in element_groups.find(nodes, memory, is_native):
             dying = [[part for pair in each for part in pair] for each in group.frees]
             program.group(group.first, group.last, group.ends, dying)

@@ -14,12 +14,14 @@ from ltc_core import metrics
 from ltc_core.executors.inductor import step_times, tiers
 from ltc_core.executors.inductor.compiler.service import Outcome
 from ltc_core.executors.inductor.executor import InductorExecutor
+from ltc_core.executors.inductor.partition import partition
 from ltc_core.executors.inductor.tier_report import State
 from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.executors.reference import replay
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, Node, Ref, Scalar, TensorMeta
+from ltc_core.program.novelty import novelty
 from ltc_core.program.program import StepTimes, Tier
 from ltc_core.settings import settings
 from tests.core.executors.inductor import fake_service
@@ -65,6 +67,36 @@ def test_replay_takes_over_where_it_was_quicker_and_compiled_code_again(service:
         assert torch.equal(run(program, 3.0), torch.tensor([3.0, 6.0, 9.0, 12.0]))
         assert program.op_by_op_runs - before == (tier is Tier.REPLAY)
     assert service.asked == 1
+
+
+def test_where_graphs_do_not_come_again_nothing_is_prepared_for_later_runs(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's first run looks for no compiled code, and finds no groups of ops; its second run does."""
+    assert replay.extension.load() is not None
+    partitioned: list[Graph] = []
+    monkeypatch.setattr(
+        tiers,
+        "partition",
+        lambda graph, *args: partitioned.append(graph) or partition(graph, *args),
+    )
+    looked_for_groups = []
+    find = replay.element_groups.find
+    monkeypatch.setattr(
+        replay.element_groups, "find", lambda *args: looked_for_groups.append(1) or find(*args)
+    )
+    monkeypatch.setattr(tiers, "_MOST_SHORT", 0)
+    for _ in range(100):
+        novelty.note_new()
+    program = one_node(aten.mul.Scalar, Scalar(0))
+    expected = torch.tensor([2.0, 4.0, 6.0, 8.0])
+    assert torch.equal(run(program, 2.0), expected)
+    assert not partitioned and not looked_for_groups and program.native is None
+    assert torch.equal(run(program, 2.0), expected)
+    assert len(partitioned) == len(looked_for_groups) == 1
+    novelty.note_again()
+    run(one_node(aten.mul.Scalar, Scalar(0)), 2.0)
+    assert len(partitioned) == len(looked_for_groups) == 2
 
 
 def test_a_later_run_of_the_script_knows_what_was_quicker(

@@ -1,0 +1,32 @@
+"""Whether the graphs of this process come again, or each step is another one, as with trees or searches.
+
+What is prepared for later runs of a graph costs more than its first run: where graphs do not come again, it waits for
+the second one. Told by `runtime.program_cache`; asked by it, by the tiers and by `replay`.
+"""
+
+from __future__ import annotations
+
+__all__ = ["novelty"]
+
+_MANY = 16  # graphs in a row, each of them new
+
+
+class _Novelty:
+    """One for the process."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def note_new(self) -> None:
+        self._in_a_row += 1
+
+    def note_again(self) -> None:
+        self._in_a_row = 0
+
+    @property
+    def is_rule(self) -> bool:
+        """Whether the last graphs were all new."""
+        return self._in_a_row >= _MANY
+
+
+novelty = _Novelty()
