@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = ["novelty"]
 
 _MANY = 16  # graphs in a row, each of them new
+_NO_HOPE = 128  # such graphs, after which it is not likely that one of them comes again
 
 
 class _Novelty:
@@ -27,6 +28,11 @@ class _Novelty:
     def is_rule(self) -> bool:
         """Whether the last graphs were all new."""
         return self._in_a_row >= _MANY
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether that is so for long: what is known of them is hardly of use."""
+        return self._in_a_row >= _NO_HOPE
 
 
 novelty = _Novelty()

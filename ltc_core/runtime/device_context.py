@@ -49,6 +49,7 @@ __all__ = ["DeviceContext"]
 
 # Limit for the steps in a device's trie, about 2 KiB each: a program that never repeats itself must not use ever more.
 _TRIE_STEPS = 300_000
+_STEPS_OF_NEW_GRAPHS = 50_000  # the same, where graphs do not come again
 
 _LONG_UPLOAD_BYTES = 1 << 29  # without a program in between: a model, not a batch
 
@@ -305,7 +306,7 @@ class DeviceContext:
             step=self._num_steps,
         )
         self.streaming.after_cut(goes_on)
-        if self.trace.steps > _TRIE_STEPS:
+        if self.trace.steps > (_STEPS_OF_NEW_GRAPHS if novelty.is_lasting else _TRIE_STEPS):
             self.trace.forget()
             self.compiler.forget()
             metrics.count("TrieForgotten")

@@ -2,19 +2,21 @@
 
 import random
 
+import pytest
 import torch
 from torch import nn
 
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.program.novelty import novelty
+from ltc_core.runtime import device_context, devices
 from tests.core.counting import Counting
 
 
-def losses(device: torch.device, steps: int) -> list[float]:
+def losses(device: torch.device, steps: int, seed: int = 7) -> list[float]:
     """Trees of another form in each step, as parsers and searches make them."""
     torch.manual_seed(0)
-    chosen = random.Random(7)
+    chosen = random.Random(seed)
     left, right = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
     optimizer = torch.optim.SGD([*left.parameters(), *right.parameters()], 0.05)
     leaves = torch.randn(24, 4).to(device)
@@ -58,3 +60,18 @@ def test_a_graph_that_comes_again_ends_it() -> None:
         found.append(novelty.is_rule)
     assert found[-1] is False
     torch.testing.assert_close(y.cpu(), torch.tensor([17.5, 35.0, 52.5]) / 3)
+
+
+def test_what_is_known_of_graphs_that_do_not_come_again_is_forgotten_sooner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_context, "_STEPS_OF_NEW_GRAPHS", 2000)
+    device = ltc.lazy_device()
+    with Counting() as counted:
+        losses(device, 40)
+        assert "TrieForgotten" not in counted.so_far()
+        for _ in range(128):
+            novelty.note_new()
+        losses(device, 20, seed=8)
+        assert counted.so_far()["TrieForgotten"] >= 1
+    assert devices.context(device.index).trace.steps < 4000
