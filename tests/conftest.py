@@ -212,6 +212,9 @@ def _forget_the_script() -> None:
     novelty = sys.modules.get("ltc_core.program.novelty")
     if novelty is not None:  # most graphs of tests are new
         novelty.novelty.note_again()
+    tiers = sys.modules.get("ltc_core.executors.inductor.tiers")
+    if tiers is not None:
+        tiers._look_budget.__init__()
 
 
 def _cached_results(module: ModuleType) -> int:

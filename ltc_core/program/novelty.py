@@ -1,7 +1,7 @@
 """Whether the graphs of this process come again, or each step is another one, as with trees or searches.
 
 What is prepared for later runs of a graph costs more than its first run: where graphs do not come again, it waits for
-the second one. Told by `runtime.program_cache`; asked by it, by the tiers and by `replay`.
+the second one. Told by `runtime.program_cache`; asked by `debug.explain`, the launcher and `ReferenceProgram`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `TieredProgram` counts the runs of one graph. With LTC_COMPILE=async, a graph that has run often enough is submitted to
 the compile service and runs op by op until its libraries are built; libraries that an earlier process left are used at
-the first run. With LTC_COMPILE=sync the first run waits for the libraries. A graph or an op that cannot be compiled
+the second run. With LTC_COMPILE=sync the first run waits for the libraries. A graph or an op that cannot be compiled
 stays on the reference executor, and `tier_report` prints and keeps the reason. Made by `executor`; calls `partition`,
 `service` and `compiled_subgraph`.
 """
@@ -28,6 +28,7 @@ from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.compiler.request import Request, encode, key
 from ltc_core.executors.inductor.compiler.service import CompileService, Outcome, service
 from ltc_core.executors.inductor.launcher import Model, load
+from ltc_core.executors.inductor.look_budget import LookBudget
 from ltc_core.executors.inductor.numeric_flags import NumericFlags
 from ltc_core.executors.inductor.partition import eager_nodes, partition
 from ltc_core.executors.inductor.tier_report import (
@@ -42,7 +43,6 @@ from ltc_core.executors.inductor.tier_report import (
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.graph.ir import Graph, TensorMeta
 from ltc_core.program.failure import Salvaged
-from ltc_core.program.novelty import novelty
 from ltc_core.program.partitioned import PartitionedProgram
 from ltc_core.program.program import Program, StepTimes, Tier, Watch, run_to_end
 from ltc_core.program.scalar_inputs import vector_metas
@@ -79,6 +79,7 @@ _NEXT = {
 
 _refused_ops: set[str] = set()
 _launches = itertools.count(1)
+_look_budget = LookBudget()
 
 
 class TieredProgram(Program, Reported):
@@ -221,10 +222,14 @@ class TieredProgram(Program, Reported):
     def _is_wanted(self, run: int) -> bool:
         if self._is_due(run):
             return True
-        if self._has_looked or self._is_short or (run == 1 and novelty.is_rule):
+        if (
+            self._has_looked or self._is_short or run == 1
+        ):  # most graphs of a script's start run once
             return False
         may_be_short = len(self.graph.nodes) <= _MOST_SHORT and not self._is_set_by_user
-        return not may_be_short or run > _RUNS_TO_TELL
+        if may_be_short and run <= _RUNS_TO_TELL:
+            return False
+        return _look_budget.has(len(self.graph.nodes))
 
     @property
     def _is_set_by_user(self) -> bool:
@@ -261,13 +266,14 @@ class TieredProgram(Program, Reported):
             )
             return None
         refused = frozenset(_refused_ops)
-        subgraphs = partition(self.graph, scalars, self._programs.varied, refused)
-        build = _Build(self, subgraphs, compiler, refused, flags)
-        if not build.requests:
-            self._note_kept(scalars, refused)
-            self._given_up = self._has_none = True
-            return None
-        is_cached = build.is_cached()
+        with _look_budget.take():
+            subgraphs = partition(self.graph, scalars, self._programs.varied, refused)
+            build = _Build(self, subgraphs, compiler, refused, flags)
+            if not build.requests:
+                self._note_kept(scalars, refused)
+                self._given_up = self._has_none = True
+                return None
+            is_cached = build.is_cached()
         self._has_looked = True
         if not is_cached and not self._is_due(self._runs):
             return None

@@ -133,10 +133,10 @@ def test_an_index_out_of_range_is_an_index_error(cold: dict[str, Any]) -> None:
     assert "index out of range" in error
 
 
-def test_the_next_process_runs_compiled_from_the_first_time(warm: dict[str, Any]) -> None:
+def test_the_next_process_finds_the_compiled_programs(warm: dict[str, Any]) -> None:
     assert warm["stderr"] == ""
     assert warm["counters"].get("PersistentCacheMiss") is None
-    assert warm["compiled_at"] <= 3
+    assert warm["compiled_at"] <= 10  # it is looked for at the second run of a graph
     assert warm["losses"] == pytest.approx(warm["eager"], rel=2e-5)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ltc_core import metrics
-from ltc_core.executors.inductor import step_times, tiers
+from ltc_core.executors.inductor import look_budget, step_times, tiers
 from ltc_core.executors.inductor.compiler.service import Outcome
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.inductor.partition import partition
@@ -69,10 +69,10 @@ def test_replay_takes_over_where_it_was_quicker_and_compiled_code_again(service:
     assert service.asked == 1
 
 
-def test_where_graphs_do_not_come_again_nothing_is_prepared_for_later_runs(
+def test_a_graph_that_may_run_once_is_not_prepared_for_later_runs(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph's first run looks for no compiled code, and finds no groups of ops; its second run does."""
+    """A graph's first run looks for no compiled code; nor for groups of ops, if graphs do not come again."""
     assert replay.extension.load() is not None
     partitioned: list[Graph] = []
     monkeypatch.setattr(
@@ -96,7 +96,7 @@ def test_where_graphs_do_not_come_again_nothing_is_prepared_for_later_runs(
     assert len(partitioned) == len(looked_for_groups) == 1
     novelty.note_again()
     run(one_node(aten.mul.Scalar, Scalar(0)), 2.0)
-    assert len(partitioned) == len(looked_for_groups) == 2
+    assert (len(partitioned), len(looked_for_groups)) == (1, 2)
 
 
 def test_a_later_run_of_the_script_knows_what_was_quicker(
@@ -230,7 +230,10 @@ def test_a_graph_that_comes_back_is_compiled_in_the_background(service: Service)
     assert metrics.counter_value("CompiledProgram") == 1
 
 
-def test_what_an_earlier_process_compiled_is_taken_at_once(service: Service) -> None:
+def test_what_an_earlier_process_compiled_is_taken_from_the_second_run_on(
+    service: Service,
+) -> None:
+    """A graph that runs once, as most of a script's start do, is not looked for."""
     first = one_node(aten.mul.Scalar, Scalar(0))
     for _ in range(3):
         run(first, 2.0)
@@ -239,7 +242,25 @@ def test_what_an_earlier_process_compiled_is_taken_at_once(service: Service) -> 
     service.answers_at_once = True
     second = one_node(aten.mul.Scalar, Scalar(0))
     run(second, 2.0)
+    assert not is_compiled(second)
+    run(second, 2.0)
     assert is_compiled(second)
+
+
+def test_looking_for_compiled_code_takes_a_tenth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(look_budget.time, "monotonic", lambda: now)
+    budget = look_budget.LookBudget()
+    assert budget.has(500) and not budget.has(20_000)
+    now += 10
+    assert budget.has(20_000)
+    with budget.take():
+        now += 1.5
+    assert not budget.has(1)
+    now += 10
+    assert budget.has(1) and not budget.has(100_000)
 
 
 def test_sync_compiles_before_the_first_run(service: Service) -> None:
