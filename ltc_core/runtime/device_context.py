@@ -427,10 +427,9 @@ class DeviceContext:
 
     @property
     def _is_in_parts(self) -> bool:
-        """Whether what is recorded goes on with a step of which a part was cut, for this thread."""
-        if self.watch.is_in_parts:
-            return True
-        return self.streaming.is_in_parts and self.reads.is_of_reader
+        """Whether what is recorded goes on with a step of which a part was cut, and a read of this thread ends it."""
+        is_in_parts = self.watch.is_in_parts or self.streaming.is_in_parts
+        return is_in_parts and self.reads.may_be_of_reader
 
     def _after_read(self) -> None:
         seen = self.reads.after_read(is_held=not self.streaming.is_whole)

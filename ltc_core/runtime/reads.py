@@ -62,6 +62,11 @@ class Reads:
         """Whether this thread is the one that reads the values of steps."""
         return threading.get_ident() == self._reader
 
+    @property
+    def may_be_of_reader(self) -> bool:
+        """Whether no other thread is known to be the one that reads the values of steps."""
+        return self._reader in (0, threading.get_ident())
+
     def before_cut(self) -> None:
         if not self._cuts:
             self._recorded_ns = time.perf_counter_ns() - self._resumed_ns
