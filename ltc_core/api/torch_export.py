@@ -32,6 +32,8 @@ def export(
     mod: torch.nn.Module, args: Any, kwargs: Any = None, *others: Any, **options: Any
 ) -> Any:
     """`torch.export.export`, also of modules and arguments that are on the device. Nothing recorded runs."""
+    if not isinstance(mod, torch.nn.Module):
+        return _export(mod, args, kwargs, *others, **options)  # which says what is wrong with it
     stand_ins: dict[int, Tensor] = {}
     given = pytree.tree_map_only(LazyTensor, lambda t: _stand_in(t, stand_ins), (args, kwargs))
     devices = [t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, LazyTensor)]

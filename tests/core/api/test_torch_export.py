@@ -94,3 +94,8 @@ def test_what_is_on_the_cpu_is_as_before() -> None:
     program = torch.export.export(model, (torch.ones(2, 3),))
     assert type(program) is torch.export.ExportedProgram
     assert program.module()(torch.ones(2, 3)).device.type == "cpu"
+
+
+def test_what_is_no_module_is_refused_as_by_pytorch() -> None:
+    with pytest.raises(ValueError, match="instance of `torch.nn.Module`"):
+        torch.export.export(lambda x: x, (torch.ones(2),))  # type: ignore[arg-type]
