@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -122,7 +123,6 @@ _xla_metric_data = metrics.metric_data
 _xla_metric_names = metrics.metric_names
 _xla_memory_info = ltc.get_memory_info
 _xla_wait_device_ops = ltc.wait_device_ops
-_get_graph_hash = get_graph_hash
 _get_xla_sharding_spec = sharding_text
 _global_tensor_from_cpu_shards = global_tensor_from_cpu_shards
 _spmd_full_to_shard_shape = to_shard_shape
@@ -313,8 +313,15 @@ def _xla_sync_multi(
     ltc.sync_multi([t for t in tensors if not _is_placecholder(t)], devices, wait)
 
 
+def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> str:
+    """Hash of the pending graph; nothing is run. Where syncs donate marked buffers, which ones they are counts."""
+    found = get_graph_hash(tensors)
+    donated = buffer_donors.positions(tensors) if _sync_multi_donates else []
+    return hashlib.sha256(f"{found}{donated}".encode()).hexdigest() if donated else found
+
+
 def _xla_set_enable_alias_with_buffer_donor_config(should_alias: bool) -> None:
-    """Say whether `_xla_sync_multi(..., sync_xla_data=False)` donates marked buffers."""
+    """Say whether `_xla_sync_multi(..., sync_xla_data=False)` donates marked buffers, and hashes of graphs know it."""
     global _sync_multi_donates
     _sync_multi_donates = should_alias
 
@@ -450,7 +457,13 @@ def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
         return "Not a XLATensor\n"
     shape, graph = shape_text(tensor), pending_graph([tensor])
     pending = graph_text(graph, {}, _hardware(tensor)) if graph.nodes else "None\n"
-    data = "None" if graph.nodes else f"\n  Data Device: {_hardware(tensor)}\n  Data Shape: {shape}"
+    handle = "Deleted" if buffer_donors.is_deleted(tensor) else "None"
+    if handle == "None" and not graph.nodes and not _is_placecholder(tensor):
+        (handle,) = map(str, _get_tensors_handle([tensor]))
+    of_data = (
+        f"\n  Data Device: {_hardware(tensor)}\n  Data Shape: {shape}\n  Data Handle: {handle}"
+    )
+    data = "None" if graph.nodes else of_data
     return (
         f"XLATensor {{\nTensorID: {_xla_get_tensor_id(tensor)}\nDevice: {tensor.device}\nXLA Shape: {shape}\n"
         f"ShardingSpec: {_get_xla_sharding_spec(tensor) or None}\nIR: {pending}XLAData: {data}\n"

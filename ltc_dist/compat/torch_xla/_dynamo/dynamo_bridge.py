@@ -6,18 +6,47 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ltc_core import metrics
+from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.compat.torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 __all__ = [
     "NoneRemover",
+    "UnsupportedNodesCollector",
     "alias_with_buffer_donor_config",
     "extract_compiled_graph",
     "get_fallback_ops",
 ]
 
 get_fallback_ops = metrics.executed_fallback_ops
+
+
+class UnsupportedNodesCollector(torch.fx.Interpreter):
+    """Runs a graph, and notes the nodes that torch_xla leaves out of a program of the device.
+
+    These fall back to the CPU, or take or return a tensor of another device.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self._unsupported_nodes: list[torch.fx.Node] = []
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Run one node."""
+        before = metrics.num_fallbacks()
+        result = super().run_node(n)
+        operands = self.fetch_args_kwargs_from_env(n)
+        tensors = [t for t in pytree.tree_leaves((operands, result)) if isinstance(t, torch.Tensor)]
+        is_here = all(isinstance(t, LazyTensor) for t in tensors)
+        if metrics.num_fallbacks() != before or not is_here:
+            self._unsupported_nodes.append(n)
+        return result
+
+    def get_unsupported_nodes(self) -> list[torch.fx.Node]:
+        """The nodes, in the order of the graph."""
+        return self._unsupported_nodes
 
 
 class NoneRemover:
