@@ -33,7 +33,7 @@ from ltc_dist.compat.torch_xla.core import xla_builder, xla_model
 from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import sharding_type_of
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
 from ltc_dist.compat.xla_ops import Computation, dot_general
-from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_text
+from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_text, values_text
 from ltc_dist.spmd import num_devices
 
 __all__ = [
@@ -374,10 +374,16 @@ def _xla_user_computation(
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """HLO of the pending tensors where JAX is installed; else what `_get_xla_tensors_text` returns."""
+    """HLO of the pending tensors where JAX is installed; else what `_get_xla_tensors_text` returns.
+
+    Tensors that all have their values are parameters, with how they are divided.
+    """
     if not tensors or not export.is_possible():
         return _get_xla_tensors_text(tensors)
-    return export.pending(tensors).hlo() or _get_xla_tensors_text(tensors)
+    found = export.pending(tensors).hlo()
+    if not found and not pending_graph(tensors).nodes:
+        return values_text(tensors)
+    return found or _get_xla_tensors_text(tensors)
 
 
 def _xla_get_replication_devices_count() -> int:
@@ -457,16 +463,21 @@ def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
         return "Not a XLATensor\n"
     shape, graph = shape_text(tensor), pending_graph([tensor])
     pending = graph_text(graph, {}, _hardware(tensor)) if graph.nodes else "None\n"
+    marked = _get_xla_sharding_spec(tensor)
+    device, hardware = str(tensor.device), _hardware(tensor)
+    if runtime.is_spmd():
+        device = hardware = "SPMD:0"
     handle = "Deleted" if buffer_donors.is_deleted(tensor) else "None"
     if handle == "None" and not graph.nodes and not _is_placecholder(tensor):
         (handle,) = map(str, _get_tensors_handle([tensor]))
-    of_data = (
-        f"\n  Data Device: {_hardware(tensor)}\n  Data Shape: {shape}\n  Data Handle: {handle}"
-    )
-    data = "None" if graph.nodes else of_data
+    kind, of_data = "XLAData", f"\n  Data Device: {hardware}\n  Data Shape: {shape}\n"
+    if marked and not graph.nodes:  # torch_xla keeps a node for such a value
+        kind, pending = "XLAShardedData", graph_text(graph, {0: tensor}, hardware)
+        of_data += f"  OpSharding: {marked}\n  NumShards: {num_devices()}\n"
+    data = "None" if graph.nodes else f"{of_data}  Data Handle: {handle}"
     return (
-        f"XLATensor {{\nTensorID: {_xla_get_tensor_id(tensor)}\nDevice: {tensor.device}\nXLA Shape: {shape}\n"
-        f"ShardingSpec: {_get_xla_sharding_spec(tensor) or None}\nIR: {pending}XLAData: {data}\n"
+        f"XLATensor {{\nTensorID: {_xla_get_tensor_id(tensor)}\nDevice: {device}\nXLA Shape: {shape}\n"
+        f"ShardingSpec: {marked or None}\nIR: {pending}{kind}: {data}\n"
         "Tensor on host: None\n}\n"
     )
 
