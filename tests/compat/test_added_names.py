@@ -78,6 +78,15 @@ call = bridge.extract_compiled_graph(graph, (x,))
 assert call(-x).device == x.device and call(-x).tolist() == [0, 0, 0]
 from torch_xla.core import dynamo_bridge
 assert dynamo_bridge.extract_compiled_graph is bridge.extract_compiled_graph
+layer = torch.nn.Linear(3, 2).to("xla")
+torch_xla.sync()
+ids, inputs = torch_xla._XLAC._get_tensors_xla_device_data_node([layer(x)])
+assert len(inputs) == 3 and {id(t) for t in inputs} == {id(t) for t in (x, layer.weight, layer.bias)}
+own = torch_xla._XLAC._xla_get_tensor_id(x)
+matcher = bridge.GraphInputMatcher({own: 0}, ids, inputs, {own})
+assert matcher.graph_input_xla_values.count(None) == 1
+assert [t if t == "x" else id(t) for t in matcher(["x"])] == ["x" if t is x else id(t) for t in inputs]
+assert torch_xla._XLAC._get_tensors_xla_device_data_node([x]) == ([], [])
 collector = bridge.UnsupportedNodesCollector(torch.fx.symbolic_trace(lambda a, b: a.to("xla") + b.sin()))
 collector.run(torch.ones(3), x)
 assert [n.target for n in collector.get_unsupported_nodes()] == ["a", "to"]

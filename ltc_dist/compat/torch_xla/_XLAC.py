@@ -15,9 +15,10 @@ from ltc_core.api.eager import eager_mode, is_eager_mode
 from ltc_core.api.manual_collectives import all_reduce, reduce_scatter
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError, UnsupportedOpError, with_notes
+from ltc_core.graph.ir import references
 from ltc_core.runtime import execution_gate
 from ltc_core.runtime.devices import context_of, contexts
-from ltc_core.tensor.handles import Handle, base_of
+from ltc_core.tensor.handles import Cell, Handle, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.checkpoint.stopping import Stopping
 from ltc_dist.compat import buffer_donors
@@ -50,6 +51,7 @@ __all__ = [
     "_get_graph_hash",
     "_get_ir_debug",
     "_get_tensors_handle",
+    "_get_tensors_xla_device_data_node",
     "_get_use_eager_mode",
     "_get_xla_sharding_spec",
     "_get_xla_sharding_type",
@@ -504,6 +506,27 @@ def _xla_tensors_report(nodes_threshold: int, device: str = "", max_frames: int 
         if num_ops and ltc.settings.ir_debug:
             rows.append(f"Frames:\n{ltc.dump_ir([t])}")
     return "".join(f"{row}\n" for row in rows)
+
+
+def _get_tensors_xla_device_data_node(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[list[int], list[torch.Tensor]]:
+    """The tensors that have values and that the pending ops of `tensors` read: their ids, and they themselves.
+
+    A value whose tensors are gone is not among them. Nothing is run.
+    """
+    graph = pending_graph(tensors)
+    used = {number for node in graph.nodes for number in references(node)} & graph.inputs.keys()
+    if not used:
+        return [], []
+    trace = context_of(next(t._h for t in tensors if isinstance(t, LazyTensor))).trace
+    there: dict[int, torch.Tensor] = {}
+    for t in [item for item in gc.get_objects() if type(item) is LazyTensor]:
+        value = base_of(t._h).value
+        if type(t._h) is Cell and t._h.trace is trace and value.epoch == trace.epoch:
+            there.setdefault(value.index, t)
+    found = [there[number] for number in graph.inputs if number in used and number in there]
+    return [_xla_get_tensor_id(t) for t in found], found
 
 
 def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
