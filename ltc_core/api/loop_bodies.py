@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -108,7 +109,7 @@ class BodyTracer:
 
     def fake(self, like: Tensor, needs_grad: bool) -> Tensor:
         """A contiguous fake tensor on the CPU."""
-        with self.mode, torch.no_grad():
+        with self.mode, torch.no_grad(), disable_proxy_modes_tracing():  # it is no op of a graph
             return torch.empty(like.shape, dtype=like.dtype).requires_grad_(needs_grad)
 
     def find(self, run: Callable[[], Any]) -> Any:
