@@ -832,6 +832,12 @@ for spec in (("x", None), ("x", None), (None, "y")):
 assert met.counter_value("CreateOpSharding") == 2 and met.counter_value("VirtualDeviceUsage") == 3
 assert met.counter_value("ReplicateShardedData") is None
 even.cpu()
+torch_xla.sync()
+met.clear_counters()
+_ = even + 1
+torch_xla.sync(wait=True)
+assert met.counter_value("ExecuteReplicated") == 1 and met.counter_value("ExecuteComputation") is None
+even.cpu()
 assert met.counter_value("ReplicateShardedData") == 1
 text = X._get_xla_tensor_debug_info(even)
 for part in ("Device: SPMD:0", "XLAShardedData", "OpSharding: {devices=[1,2,4]", "NumShards: 8", "xla::device_data"):
