@@ -801,6 +801,7 @@ def test_parts_of_batches_that_cannot_be_equal() -> None:
 
 UNEVEN_SCRIPT = """
 import json
+import os
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -809,6 +810,10 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 xr.use_spmd()
+del os.environ["XLA_USE_SPMD"]
+assert not xr.is_spmd()
+xr.use_spmd()
+assert xr.is_spmd()
 X = torch_xla._XLAC
 mesh = xs.Mesh(range(8), (4, 2), ("x", "y"))
 values = torch.arange(25.0).reshape(5, 5)
