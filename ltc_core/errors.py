@@ -17,6 +17,7 @@
     |- NoValueError (RuntimeError)              a tensor that is read has no memory
     |  |- PlaceholderError (RuntimeError)       it was made without
     |  `- DonatedError (RuntimeError)           the script donated it
+    |- OutsideWriteError (AssertionError)       the function of a loop writes to a tensor that it closes over
     |- GraphError (AssertionError)              a graph is not well formed: a fault of ltc
     |- CheckpointError (RuntimeError)
     |  |- CheckpointFormatError (ValueError)    the file is damaged or not one of ours
@@ -159,6 +160,10 @@ class PlaceholderError(NoValueError):
 
 class DonatedError(NoValueError):
     """The buffer of a tensor that is read was donated by the script."""
+
+
+class OutsideWriteError(LtcError, AssertionError):
+    """The function of a loop writes to a tensor that it closes over."""
 
 
 class GraphError(LtcError, AssertionError):

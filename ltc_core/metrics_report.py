@@ -137,10 +137,15 @@ def _steps(counters: Mapping[str, int], device_name: str) -> Iterable[str]:
         yield f"{counted(ops, 'op')} were recorded, and no step has ended."
 
 
+def num_runs(counters: Mapping[str, int]) -> int:
+    """How many programs ran, by either name: compat has torch_xla's other one with `use_spmd`."""
+    return counters.get("ExecuteComputation", 0) + counters.get("ExecuteReplicated", 0)
+
+
 def _programs(counters: Mapping[str, int]) -> Iterable[str]:
     built = counters.get("UncachedCompile", 0)
     cached = counters.get("CachedCompile", 0)
-    runs = counters.get("ExecuteComputation", 0)
+    runs = num_runs(counters)
     if built or cached or runs:
         yield (
             f"{counted(built, 'program')} built, {counted(cached, 'time')} one was found "
@@ -249,7 +254,7 @@ def _fallbacks(counters: Mapping[str, int]) -> Iterable[str]:
             f"{counted(sum(calls.values()), 'call')} of {counted(len(calls), 'op')} ran on the "
             f"CPU instead: {_ranking(calls)}. LTC_FALLBACK=error shows where."
         )
-    elif counters.get("ExecuteComputation"):
+    elif num_runs(counters):
         yield "No op fell back to the CPU."
 
 

@@ -49,6 +49,10 @@ INSIDE_FUNCTIONS = {
     ("ltc_core.api.loops", "ltc_core.api.loop_bodies"): "it takes seconds, and most scripts do not need it",
     ("ltc_core.api.loops", "ltc_core.api.pure_accumulation"): "it takes seconds, and most scripts do not need it",
     ("ltc_core.api.loops", "ltc_core.api.pure_scan"): "it takes seconds, and most scripts do not need it",
+    ("ltc_dist.compat.torch_xla.experimental.assume_pure", "ltc_core.api.pure_call"): "it takes seconds, and most "
+    "scripts do not need it",
+    ("ltc_dist.compat.torch_xla.experimental.scan", "ltc_core.api.pure_scan"): "it takes seconds, and most scripts do "
+    "not need it",
     ("ltc_core.api.loops", "ltc_core.api.pure_while"): "it takes seconds, and most scripts do not need it",
     ("ltc_core.api.torch_compile", "torch._dynamo.eval_frame"): "it takes seconds, and most scripts do not need it",
     ("ltc_dist.job.host_collectives", "numpy"): "an optional dependency",

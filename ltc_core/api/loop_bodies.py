@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -23,13 +24,17 @@ from ltc_core.runtime.devices import contexts
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
-__all__ = ["BodyTracer", "NoLoop", "Structure", "refuse_ops"]
+__all__ = ["BodyTracer", "NoLoop", "Structure", "WritesOutside", "refuse_ops"]
 
 Tensor = torch.Tensor
 
 
 class NoLoop(Exception):
     """A function cannot be the body of a loop; the text says why."""
+
+
+class WritesOutside(NoLoop):
+    """A function writes to a tensor that it uses beside its arguments."""
 
 
 class Structure:
@@ -42,11 +47,16 @@ class Structure:
         if not all(isinstance(leaf, Tensor) for leaf in self.tensors):
             raise NoLoop("it takes or returns something that is no tensor")
 
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
+    def filled(self, tensors: Sequence[Tensor | None]) -> Any:
         """The structure with other tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if is_there else None for is_there in self._is_there]
         return pytree.tree_unflatten(leaves, self._spec)
+
+    def picked(self, found: Any) -> list[Any]:
+        """The leaves of a structure like this one, or None, at the places of the tensors."""
+        leaves = pytree.tree_leaves(found)
+        return [t for t, is_there in zip(leaves, self._is_there, strict=True) if is_there]
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -92,9 +102,14 @@ class BodyTracer:
         """The fake tensors of `besides`."""
         return [fake for _, fake in self._besides.values()]
 
+    @property
+    def has_written(self) -> bool:
+        """Whether a function wrote to one of them."""
+        return any(fake._version for fake in self.stand_ins)
+
     def fake(self, like: Tensor, needs_grad: bool) -> Tensor:
         """A contiguous fake tensor on the CPU."""
-        with self.mode, torch.no_grad():
+        with self.mode, torch.no_grad(), disable_proxy_modes_tracing():  # it is no op of a graph
             return torch.empty(like.shape, dtype=like.dtype).requires_grad_(needs_grad)
 
     def find(self, run: Callable[[], Any]) -> Any:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from ltc_core import metrics, source
+from ltc_core.errors import OutsideWriteError
 from ltc_core.runtime.devices import context_of
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import LazyTensor
@@ -43,6 +44,7 @@ def scan(
     xs: Any,
     partition_fn: Partition = None,
     is_fn_pure: bool = False,
+    is_traced: bool = False,
 ) -> tuple[Any, Any]:
     """Call `carry, y = fn(carry, x)` for each slice of `xs` along its first dimension.
 
@@ -55,12 +57,15 @@ def scan(
         is_fn_pure: with LTC_EXECUTOR=jax `fn` is traced once for its sizes, and becomes a loop of the program. If it
             cannot, because it draws random numbers, looks at values or uses indices, the counter `LoopUnrolled` counts
             the call, and LTC_EXPLAIN=1 says why.
+        is_traced: the same for a function that is not said to be pure, which is traced at each call: tenths of a
+            second. Where it cannot be a loop because it writes to a tensor that it uses besides, that is an error.
 
     Returns:
         The last carry, and the structure of the `y`, stacked. A leaf that is None stays None.
 
     Raises:
         ValueError: `fn` cannot be called, or `xs` has no tensor, no slice, or slices of several numbers.
+        OutsideWriteError: `fn` writes to a tensor that it uses besides, see `is_traced`.
 
     Source: `torch_xla.experimental.scan`.
     """
@@ -80,8 +85,8 @@ def scan(
         raise ValueError(
             "The leaves of `xs` have no slice; scan needs one to know what `fn` returns."
         )
-    if is_fn_pure and _has_loops((init, xs)):
-        found = _as_loop(fn, init, xs, sizes[0], partition_fn, fn)
+    if (is_fn_pure or is_traced) and _has_loops((init, xs)):
+        found = _as_loop(is_traced, fn, init, xs, sizes[0], partition_fn, fn, None, is_fn_pure)
         if found is not None:
             return found
     # One op for all slices: the gradient of `unbind` is one stack, that of n slices is n tensors of full size.
@@ -100,11 +105,25 @@ def _has_loops(operands: Any) -> bool:
     return any(context_of(t._h).executor.has_loops for t in lazy)
 
 
-def _as_loop(*args: Any) -> tuple[Any, Any] | None:
+def _as_loop(is_traced: bool, *args: Any) -> tuple[Any, Any] | None:
     """What `pure_scan` returns, None if the function cannot be the body of a loop."""
+    from ltc_core.api.loop_bodies import WritesOutside
     from ltc_core.api.pure_scan import pure_scan  # imports PyTorch's compiler: seconds
 
-    found: tuple[Any, Any] | None = _unless_unrolled(pure_scan, *args)
+    def call() -> tuple[Any, Any]:
+        try:
+            return pure_scan(*args)
+        except WritesOutside:
+            if not is_traced:
+                raise
+        raise OutsideWriteError(
+            "the function of a scan writes to a tensor that is not its argument",
+            got="a FakeTensor, which stands for the tensor while the function is traced",
+            where=source.user_line(),
+            next="make the tensor a part of the carry, and return its new value",
+        )
+
+    found: tuple[Any, Any] | None = _unless_unrolled(call)
     return found
 
 
@@ -138,6 +157,7 @@ def scan_layers(
     input_data: Any,
     partition_fn: Partition = None,
     is_layer_pure: bool = False,
+    is_traced: bool = False,
 ) -> Any:
     """Call layers one after the other, each with the output of the one before.
 
@@ -146,6 +166,7 @@ def scan_layers(
         input_data: input of the first layer. A tuple becomes its arguments.
         partition_fn: as in `scan`.
         is_layer_pure: as `is_fn_pure` in `scan`. Parameters and buffers are stacked for that, which copies them.
+        is_traced: as in `scan`.
 
     Raises:
         ValueError: a layer has other names or shapes than the first.
@@ -155,8 +176,9 @@ def scan_layers(
     called = list(layers)
     for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
         _require_same([dict(kind(layer)) for layer in called])
-    if is_layer_pure and called and _has_loops((input_data, dict(called[0].named_parameters()))):
-        found = _layers_as_loop(called, input_data, partition_fn)
+    is_loop = is_layer_pure or is_traced
+    if is_loop and called and _has_loops((input_data, dict(called[0].named_parameters()))):
+        found = _layers_as_loop(called, input_data, partition_fn, is_layer_pure)
         if found is not None:
             return found[0]
     data = input_data
@@ -167,7 +189,7 @@ def scan_layers(
 
 
 def _layers_as_loop(
-    layers: Sequence[nn.Module], data: Any, partition_fn: Partition
+    layers: Sequence[nn.Module], data: Any, partition_fn: Partition, is_pure: bool
 ) -> tuple[Any, Any] | None:
     first = layers[0]
     modes = [tuple(module.training for module in layer.modules()) for layer in layers]
@@ -180,7 +202,8 @@ def _layers_as_loop(
 
     states = [{**dict(layer.named_parameters()), **dict(layer.named_buffers())} for layer in layers]
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
-    return _as_loop(call, data, stacked, len(layers), partition_fn, first, modes[0])
+    count = len(layers)
+    return _as_loop(False, call, data, stacked, count, partition_fn, first, modes[0], is_pure)
 
 
 def _require_same(found: Sequence[Mapping[str, torch.Tensor]]) -> None:

@@ -12,6 +12,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,9 +24,12 @@ from ltc_core.runtime.devices import contexts
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
-__all__ = ["register_torch_compile"]
+__all__ = ["AROUND", "register_torch_compile"]
 
+_Around = Callable[[], AbstractContextManager[None]]
 _compile: Callable[..., Any] = torch.compile
+# Name of a backend -> the context that calls with tensors of the device are recorded in.
+AROUND: dict[str, _Around] = {}
 # How deep containers and objects are looked into (a trainer, its list of models, a model), and how many items of each.
 _DEPTH = 3
 _WIDTH = 100
@@ -67,17 +71,20 @@ def compile(model: Any = None, **options: Any) -> Any:
         once a device is used, each call looks at its arguments, and at the parameters of modules among them.
     """
     made = _compile(model, **options)
+    backend = options.get("backend")
+    around = AROUND.get(backend, nullcontext) if isinstance(backend, str) else nullcontext
     # A decorator with options, which calls this function again; or there is nothing to compile.
     if model is None or made is model:
         return made
     if isinstance(made, torch.nn.Module):
-        return _of_module(made)
+        return _of_module(made, around)
 
     @functools.wraps(made)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _is_recorded(model, args, kwargs):
             return made(*args, **kwargs)
-        return _recorded(model)(*args, **kwargs)
+        with around():
+            return _recorded(model)(*args, **kwargs)
 
     return call
 
@@ -94,9 +101,10 @@ def _recorded(called: Any) -> Any:
 # -- modules ---------------------------------------------------------------------------------------
 
 
-def _of_module(made: torch.nn.Module) -> torch.nn.Module:
+def _of_module(made: torch.nn.Module, around: _Around = nullcontext) -> torch.nn.Module:
     """Let an `OptimizedModule` decide at each call."""
     compiled = made.__dict__.pop("forward")
+    object.__setattr__(made, "_ltc_around", around)
     object.__setattr__(made, "__class__", _module_class())
     made.forward = compiled
     return made
@@ -119,8 +127,10 @@ def _module_class() -> Any:
             original, compiled = self._orig_mod, self.__dict__["forward"]
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                is_recorded = _is_recorded(original, args, kwargs)
-                return (original if is_recorded else compiled)(*args, **kwargs)
+                if not _is_recorded(original, args, kwargs):
+                    return compiled(*args, **kwargs)
+                with self.__dict__.get("_ltc_around", nullcontext)():
+                    return original(*args, **kwargs)
 
             return call
 

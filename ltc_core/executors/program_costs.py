@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ltc_core.executors.device_program import Cost, Launch, launches
 from ltc_core.executors.inductor.tier_report import recorded_at
-from ltc_core.metrics_report import bytes_text, counted
+from ltc_core.metrics_report import bytes_text, counted, num_runs
 
 __all__ = ["sentences"]
 
@@ -17,7 +17,7 @@ _SUFFIXES = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 
 def sentences(counters: Mapping[str, int]) -> list[str]:
     """A sentence for each of the programs with the most work in all their runs; the executor jax alone has them."""
-    if not counters.get("ExecuteComputation"):
+    if not num_runs(counters):
         return []
     ran = sorted((one for one in launches() if one.runs), key=_num_ops, reverse=True)
     known = [(one, cost) for one in ran[:_MOST_ASKED] if (cost := one.cost()) is not None]

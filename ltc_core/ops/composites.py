@@ -248,6 +248,13 @@ def as_strided_copy_out(x: Tensor, *geometry: Any, out: Tensor, **named: Any) ->
     return out.copy_(made)
 
 
+def allclose(
+    input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """The comparison runs on the device; one truth value is waited for."""
+    return bool(aten.isclose.default(input, other, rtol, atol, equal_nan).all())
+
+
 def is_same_size(x: Tensor, other: Tensor) -> bool:
     """Whether two tensors have one shape."""
     return x.shape == other.shape
@@ -303,6 +310,7 @@ RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.as_strided_copy.default: as_strided_copy,
     aten.as_strided_copy.out: as_strided_copy_out,
     aten.as_strided_scatter.default: as_strided_scatter,
+    aten.allclose.default: allclose,
     aten.is_same_size.default: is_same_size,
     aten._has_same_storage_numel.default: has_same_storage_numel,
     aten._new_zeros_with_same_feature_meta.default: new_zeros_with_same_feature_meta,

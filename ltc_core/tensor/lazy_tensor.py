@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -112,6 +113,21 @@ _DISTRIBUTED = "torch.distributed."
 _apply_code = torch.nn.Module._apply.__code__
 
 
+def _skip_traced_frame() -> None:
+    """Where PyTorch's compiler traces a function that may also run as it is, let it run: its ops are recorded."""
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    tracing = getattr(convert and convert.tls, "current_tx", None)
+    if tracing is not None and not tracing.one_graph:
+        _keep_recording_untraced()
+        raise sys.modules["torch._dynamo.exc"].SkipFrame("it has tensors whose ops are recorded")
+
+
+@functools.cache  # once
+def _keep_recording_untraced() -> None:
+    """The compiler would go on with what a function calls that it has left: not with our own code."""
+    sys.modules["torch._dynamo.trace_rules"].add("ltc_core")
+
+
 def is_called_from(name: str, depth: int) -> bool:
     """Whether a function `name` of `torch.nn.Module` is among the last `depth` callers of the caller."""
     frame: Any = sys._getframe(2)
@@ -160,6 +176,7 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def _refuse_flattening(*args: Any) -> Any:
+        _skip_traced_frame()
         raise LazyTensor._no_inner_tensors()
 
     @staticmethod

@@ -10,7 +10,14 @@ has the name that such scripts expect. Nothing else changes. Without the import 
 
 from ltc_core.runtime import found_steps
 from ltc_dist import libraries
-from ltc_dist.compat import buffer_donors, counters, dense_gradients, error_texts, sharding_ops
+from ltc_dist.compat import (
+    buffer_donors,
+    counters,
+    dense_gradients,
+    error_texts,
+    gradient_norms,
+    sharding_ops,
+)
 from ltc_dist.compat.finder import activate
 
 __all__ = ["activate"]
@@ -21,5 +28,6 @@ buffer_donors.register()
 counters.register()
 dense_gradients.register()
 error_texts.register()
+gradient_norms.register()
 sharding_ops.register()
 libraries.serve_compat()

@@ -7,7 +7,7 @@ placeholder from then on. Used by `torch_xla._XLAC`, `xm.mark_step` and `xb.crea
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -26,16 +26,20 @@ from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 __all__ = [
     "donate",
     "handles_of",
+    "is_deleted",
     "is_donor",
     "is_placeholder",
     "make_placeholder",
+    "positions",
     "register",
     "set_donor",
+    "watch",
 ]
 
 
 # A marked tensor -> the value that it had. A mark ends when the tensor gets another value, which frees this one.
 _donors: MutableMapping[Any, ref[Value]] = WeakIdKeyDictionary()
+_num_marks = 0  # that were made
 _library: Any = torch.library.Library("xla", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -57,6 +61,8 @@ def set_donor(t: torch.Tensor, is_donated: bool) -> bool:
     metrics.count("XlaSetBufferDonation")
     _donors.pop(t, None)
     if is_donated:
+        global _num_marks
+        _num_marks += 1
         _donors[t] = ref(base_of(t._h).value)
     return True
 
@@ -74,9 +80,40 @@ def donate(device: DeviceLike = None) -> None:
     Args:
         device: whose pending ops; those of all devices by default.
     """
-    if not _donors:
-        return
+    for t in _that_are_read(device):
+        del _donors[t]
+        base_of(t._h).rebind(
+            _without_memory(t, DonatedError, "its buffer is deleted: it was donated")
+        )
+
+
+def watch() -> Callable[[], bool]:
+    """Return a function that says whether, since then, a tensor was marked, or a marked one got another value.
+
+    It also says so if the pending ops read the value of a marked tensor.
+    """
+    marked, number = [t for t in list(_donors) if is_donor(t)], _num_marks
+
+    def is_used() -> bool:
+        is_ended = any(not is_donor(t) for t in marked)
+        return is_ended or number != _num_marks or bool(_that_are_read())
+
+    return is_used
+
+
+def positions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Which of the values that tensors are computed from are those of marked tensors, in the order of their use."""
+    lazy = [t for t in tensors if isinstance(t, LazyTensor)]
+    marked = {base_of(t._h).value.index for t in _that_are_read(lazy[0].device if lazy else None)}
+    graph, _ = pending(lazy)
+    read = dict.fromkeys(number for node in graph.nodes for number in references(node))
+    return [at for at, number in enumerate(read) if number in marked]
+
+
+def _that_are_read(device: DeviceLike = None) -> list[LazyTensor]:
+    """The marked tensors whose values the pending ops read. Marks that have ended are forgotten."""
     read: dict[int, set[int]] = {}
+    found = []
     for t in list(_donors):
         cell, index = base_of(t._h), t.device.index
         if not is_donor(t):
@@ -86,10 +123,8 @@ def donate(device: DeviceLike = None) -> None:
                 graph, _ = pending(None, t.device)
                 read[index] = {number for node in graph.nodes for number in references(node)}
             if cell.value.epoch == cell.trace.epoch and cell.value.index in read[index]:
-                del _donors[t]
-                cell.rebind(
-                    _without_memory(t, DonatedError, "its buffer is deleted: it was donated")
-                )
+                found.append(t)
+    return found
 
 
 def make_placeholder(
@@ -107,6 +142,11 @@ def make_placeholder(
 def is_placeholder(t: torch.Tensor) -> bool:
     """Whether a tensor has no memory: a placeholder, or one whose buffer was donated."""
     return isinstance(t, LazyTensor) and isinstance(_error_of(t), NoValueError)
+
+
+def is_deleted(t: torch.Tensor) -> bool:
+    """Whether a tensor's buffer was donated."""
+    return isinstance(t, LazyTensor) and isinstance(_error_of(t), DonatedError)
 
 
 def handles_of(tensors: Sequence[torch.Tensor]) -> list[int]:

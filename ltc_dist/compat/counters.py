@@ -18,7 +18,16 @@ from ltc_core.tensor.lazy_tensor import LazyTensor
 __all__ = ["register"]
 
 # Uploads are not cached here, each is a miss. A tensor is created by an upload or by an op.
-_NAMES = ("CreateCompileHandles", "CreateXlaTensor", "DestroyXlaTensor", "DeviceDataCacheMiss")
+_NAMES = (
+    "CreateCompileHandles",
+    "CreateXlaTensor",
+    "DestroyXlaTensor",
+    "DeviceDataCacheMiss",
+    "ExecuteComputation",
+    "ExecuteReplicated",
+    "ReplicateShardedData",
+    "VirtualDeviceUsage",
+)
 
 
 def register() -> None:
@@ -43,8 +52,16 @@ def _read(totals: Mapping[str, int]) -> dict[str, int]:
     ops = sum(n for name, n in totals.items() if name.startswith(_prefix()))
     created = uploads + ops + sum(pending.values())
     alive = sum(type(item) is LazyTensor for item in gc.get_objects())
+    spmd = settings.peek("spmd")
+    runs = totals.get("ExecuteComputation", 0) if spmd else 0  # its programs run on all devices
+    fetched = metrics.metric_data("InboundData") if spmd else None
     return {
         **pending,
+        # With `use_spmd` a tensor is one of all devices, which is put together when the host reads it.
+        "ReplicateShardedData": fetched[0] if fetched is not None else 0,
+        "VirtualDeviceUsage": uploads if spmd else 0,
+        "ExecuteComputation": -runs,
+        "ExecuteReplicated": runs,
         "CreateCompileHandles": totals.get("UncachedCompile", 0),
         "CreateXlaTensor": created,
         "DestroyXlaTensor": max(created + totals.get("CreateXlaTensor", 0) - alive, 0),

@@ -39,6 +39,7 @@ ALIASES: dict[str, str | Served] = {
         f"torch_xla.amp.syncfree.{name.lower()}": Served("ltc_core.api.syncfree", (name,))
         for name in ("Adam", "AdamW", "SGD")
     },
+    "torch_xla.core.dynamo_bridge": "torch_xla._dynamo.dynamo_bridge",
     "torch_xla.distributed.parallel_loader": Served("ltc_dist.parallel_loader"),
     "torch_xla.distributed.xla_multiprocessing": Served(
         "ltc_dist.multiprocessing", ("MpModelWrapper", "MpSerialExecutor", "spawn")

@@ -6,7 +6,7 @@ In: a `Graph` and the tensors that were asked for, or a marked tensor. Out: text
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "shape_text",
     "sharding_text",
     "tiles_of",
+    "values_text",
 ]
 
 # XLA's names of dtypes.
@@ -91,6 +92,31 @@ def _scalar_kind(node: Node, metas: Mapping[int, TensorMeta]) -> str:
     return KINDS.get(found[0].dtype, "f32") if found else "f32"
 
 
+def values_text(tensors: Sequence[torch.Tensor]) -> str:
+    """HLO of a program that returns tensors which have their values: its parameters, and how each is divided."""
+    shapes = [_shaped(t) for t in tensors]
+    kinds = [shape_text(t) for t in tensors]
+    result = f"({', '.join(shapes)})"
+    rows = []
+    for k, t in enumerate(tensors):
+        division = sharding_text(t)
+        sharding = f", sharding={division}" if division else ""
+        rows.append(f"  %p{k}.1 = {shapes[k]} parameter({k}){sharding}")
+    given = ", ".join(f"p{k}.1: {kind}" for k, kind in enumerate(kinds))
+    names = ", ".join(f"{shape} %p{k}.1" for k, shape in enumerate(shapes))
+    return "\n".join(
+        [
+            f"HloModule values, entry_computation_layout={{{result}->{result}}}",
+            "",
+            f"ENTRY %values.1 ({given}) -> ({', '.join(kinds)}) {{",
+            *rows,
+            f"  ROOT %tuple.1 = {result} tuple({names})",
+            "}",
+            "",
+        ]
+    )
+
+
 def op_text(node: Node) -> str:
     """An op by itself, as torch_xla writes it in errors."""
     outs = {k: meta for k, meta in enumerate(node.outs) if meta is not None}
@@ -106,8 +132,9 @@ def _results(outs: Mapping[int, TensorMeta]) -> str:
     return shapes[0] if len(shapes) == 1 else f"({', '.join(shapes)})"
 
 
-def _shaped(meta: TensorMeta) -> str:
-    return f"{shape_text(meta)}{_layout(len(meta.size))}"
+def _shaped(meta: TensorMeta | torch.Tensor) -> str:
+    num_dims = len(meta.size) if isinstance(meta, TensorMeta) else meta.dim()
+    return f"{shape_text(meta)}{_layout(num_dims)}"
 
 
 def _layout(num_dims: int) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 import ltc_core as ltc
-from ltc_core import errors, source
+from ltc_core import errors, metrics, source
 from ltc_core.api import sharding
+from ltc_core.api.sharding import Sharding
 
 __all__ = [
     "HybridMesh",
@@ -60,6 +61,7 @@ class Mesh:
         self._ids = tuple(ids)
         self.mesh_shape = tuple(int(n) for n in mesh_shape)
         self.axis_names = tuple(axis_names) if axis_names is not None else None
+        self._shardings: dict[str, Sharding] = {}
 
     @property
     def device_ids(self) -> Any:
@@ -85,12 +87,22 @@ class Mesh:
         names = self.axis_names or ()
         return names.index(name) if name in names else None
 
-    def sharding(self, partition_spec: Sequence[Any]) -> sharding.Sharding:
+    def sharding(self, partition_spec: Sequence[Any]) -> Sharding:
         """How `partition_spec` divides a tensor: for each dimension an axis, a tuple of axes, or None.
 
         Raises:
             ShardingError: there is no such axis, or an axis divides two dimensions.
+
+        The counter `CreateOpSharding` counts those that are made: a mesh keeps them.
         """
+        key = repr(tuple(partition_spec))  # an entry may be anything, and is checked below
+        found = self._shardings.get(key)
+        if found is None:
+            found = self._shardings[key] = self._made_sharding(partition_spec)
+            metrics.count("CreateOpSharding")
+        return found
+
+    def _made_sharding(self, partition_spec: Sequence[Any]) -> Sharding:
         spec = tuple(tuple(self._axis(axis) for axis in _listed(entry)) for entry in partition_spec)
         used = [axis for axes in spec for axis in axes]
         if len(used) != len(set(used)):
@@ -99,7 +111,7 @@ class Mesh:
                 where=source.user_line(),
                 next="name each axis for one dimension; None leaves a dimension whole",
             )
-        return sharding.Sharding(self._ids, self.mesh_shape, spec)
+        return Sharding(self._ids, self.mesh_shape, spec)
 
     def _axis(self, axis: Any) -> int:
         count = len(self.mesh_shape)

@@ -70,11 +70,26 @@ x = torch.ones(3, device="xla")
 for backend in ("openxla", dynamo_backend2.dynamo_backend):
     made = torch.compile(lambda t: t.sin() + 1, backend=backend)
     assert torch.equal(made(x).cpu(), torch.ones(3).sin() + 1)
-on_cpu = torch.compile(lambda t: t * 2, backend=dynamo_backend2.dynamo_backend)(torch.ones(3))
-assert torch.equal(on_cpu, torch.full((3,), 2.0))
+    assert torch.equal(torch.compile(lambda t: t * 2, backend=backend)(torch.ones(3)), torch.full((3,), 2.0))
+made = torch.compile(lambda device: torch.arange(3, device="cpu").to(device), backend="openxla")
+assert made(x.device).tolist() == [0, 1, 2]
 graph = torch.fx.symbolic_trace(torch.nn.ReLU())
 call = bridge.extract_compiled_graph(graph, (x,))
 assert call(-x).device == x.device and call(-x).tolist() == [0, 0, 0]
+from torch_xla.core import dynamo_bridge
+assert dynamo_bridge.extract_compiled_graph is bridge.extract_compiled_graph
+layer = torch.nn.Linear(3, 2).to("xla")
+torch_xla.sync()
+ids, inputs = torch_xla._XLAC._get_tensors_xla_device_data_node([layer(x)])
+assert len(inputs) == 3 and {id(t) for t in inputs} == {id(t) for t in (x, layer.weight, layer.bias)}
+own = torch_xla._XLAC._xla_get_tensor_id(x)
+matcher = bridge.GraphInputMatcher({own: 0}, ids, inputs, {own})
+assert matcher.graph_input_xla_values.count(None) == 1
+assert [t if t == "x" else id(t) for t in matcher(["x"])] == ["x" if t is x else id(t) for t in inputs]
+assert torch_xla._XLAC._get_tensors_xla_device_data_node([x]) == ([], [])
+collector = bridge.UnsupportedNodesCollector(torch.fx.symbolic_trace(lambda a, b: a.to("xla") + b.sin()))
+collector.run(torch.ones(3), x)
+assert [n.target for n in collector.get_unsupported_nodes()] == ["a", "to"]
 assert bridge.alias_with_buffer_donor_config is alias_with_buffer_donor_config and not bridge.get_fallback_ops()
 
 for given, rest in ((["a", None, "b", None], ["a", "b"]), (("a", None), ("a",)), ((), ()), ([None], [])):

@@ -53,6 +53,56 @@ for is_on in (False, True):
     run(tmp_path, code)
 
 
+def test_calls_with_marked_buffers_run_at_their_end(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+import warnings
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+warnings.filterwarnings("ignore", message="torch.compile does nothing on xla")
+add = torch.compile(lambda t: t + 1, backend="openxla")
+x = torch.ones(3).to("xla")
+plain, hashed = add(x), X._get_graph_hash([add(x)])
+assert met.metric_data("ExecuteTime") is None
+assert "Data Handle: " in X._get_xla_tensor_debug_info(x) and X._set_buffer_donation(x, True)
+result = add(x)
+assert "Data Handle: Deleted" in X._get_xla_tensor_debug_info(x) and not X._get_buffer_donation(x)
+xm.wait_device_ops()
+assert met.metric_data("ExecuteTime")[0] == 1 and result.tolist() == [2.0] * 3
+
+@torch.compile(backend="openxla")
+def double(t):
+    torch.ops.xla.dynamo_set_buffer_donor_(t, True)
+    t *= 2
+
+for _ in range(3):
+    double(result)
+    xm.wait_device_ops()
+assert met.metric_data("ExecuteTime")[0] == 4 and result.tolist() == [16.0] * 3
+
+y = torch.ones(3).to("xla")
+z = y.cos()
+before = X._get_graph_hash([z])
+assert X._set_buffer_donation(y, True) and X._get_graph_hash([z]) == before
+with alias_with_buffer_donor_config():
+    assert X._get_graph_hash([z]) != before
+"""
+    run(tmp_path, code)
+
+
+def test_a_compiled_call_in_eager_mode_is_one_graph(tmp_path: Path) -> None:
+    code = f"""{IMPORTS}
+import warnings
+warnings.filterwarnings("ignore", message="torch.compile does nothing on xla")
+x = torch.ones(3).to("xla")
+torch_xla.experimental.eager_mode(True)
+function = torch.compile(lambda t: t.sin().cos(), backend="openxla")
+module = torch.compile(torch.nn.Sequential(torch.nn.Tanh(), torch.nn.ReLU()), backend="openxla")
+assert torch.equal(function(x).cpu(), torch.ones(3).sin().cos()) and torch.equal(module(x).cpu(), torch.ones(3).tanh())
+assert met.metric_data("ExecuteTime")[0] == 2 and met.metric_data("EagerOpExecuteTime") is None
+assert torch_xla.experimental.is_eager_mode()
+"""
+    run(tmp_path, code)
+
+
 def test_placeholders_are_recorded_and_not_run(tmp_path: Path) -> None:
     code = f"""{IMPORTS}
 p, q = create_placeholder_tensor((2, 3), torch.bfloat16), create_placeholder_tensor((3, 4), torch.bfloat16)

@@ -30,3 +30,19 @@ for mode, last in itertools.product(("sum", "mean"), (False, True)):
     torch.testing.assert_close(found, expected)
 """
     run(tmp_path, code)
+
+
+def test_the_norm_of_no_gradients_is_on_the_device(tmp_path: Path) -> None:
+    code = """
+import torch
+import torch_xla
+
+model = torch.nn.Linear(2, 2).to("xla")
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+assert norm.device.type == "xla" and norm.item() == 0
+assert torch.nn.utils.clip_grad_norm_(torch.ones(2), 1.0).device.type == "cpu"
+model.weight.grad = torch.full_like(model.weight, 2.0)
+assert torch.nn.utils.clip_grad.clip_grad_norm_(model.parameters(), max_norm=1.0).item() == 4
+torch.testing.assert_close(model.weight.grad.cpu(), torch.full((2, 2), 0.5))
+"""
+    run(tmp_path, code)

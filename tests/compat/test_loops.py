@@ -312,3 +312,46 @@ mesh = xs.Mesh(range(1), (1,), ("x",))
 same([flash_attention(q, k, v, mesh=mesh, partition_spec=("x", None, None, None))], [flash_attention(q, k, v).cpu()])
 """
     run(tmp_path, code)
+
+
+def test_a_pure_function_that_is_traced_once(tmp_path: Path) -> None:
+    code = f"""{CLOSE}
+from torch_xla.experimental import assume_pure as module
+
+weight = torch.rand(3, 3).to("xla").requires_grad_()
+calls = []
+
+def fn(a, scale=1):
+    calls.append(1)
+    row = torch.zeros(3, device=a.device)
+    row += 1
+    return {{"y": torch.sin(a @ weight) * scale + row, "none": None, "z": torch.full((2,), 3.0, device="xla"),
+             "t": torch.tensor([1.0, 2.0, 3.0], device=a.device) * a, "drawn": torch.rand(3, device=a.device)}}
+
+with torch.no_grad():
+    called = module.assume_pure_torch(fn, use_cache=True)
+drawn = []
+for step in range(3):
+    a = torch.rand(3, 3).to("xla")
+    found = called(a)
+    expected = fn(a)
+    calls.pop()
+    same([found[name] for name in "yzt"], [expected[name].detach().cpu() for name in "yzt"])
+    assert found["none"] is None and found["z"].device == a.device and not found["y"].requires_grad
+    drawn.append(found["drawn"].tolist())
+    with torch.no_grad():
+        weight.mul_(2)  # what the function uses besides is read at each call
+assert len(calls) == 1 and drawn[0] != drawn[1]
+called(a, scale=2)
+assert len(calls) == 2 and len(module._XLA_COMPUTATION_CACHE[fn]) == 2
+
+def looks(t):
+    calls.append(1)
+    return t if t.sum() > 0 else -t
+
+with torch.no_grad():
+    called = module.assume_pure_torch(looks, use_cache=True)
+assert torch.equal(called(a), called(-a)) and len(calls) > 4
+assert module.assume_pure_torch.__doc__
+"""
+    run(tmp_path, code)

@@ -381,8 +381,37 @@ import torch_xla.experimental.scan as module
 leaves, unflatten = module.tree_flatten_none({"a": torch.ones(1), "b": None, "c": [torch.zeros(1)]})
 assert [t.item() for t in leaves] == [1.0, 0.0]
 assert unflatten(["x", "y"]) == {"a": "x", "b": None, "c": ["y"]}
-with pytest.raises(NotImplementedError, match="value_and_grad_partitioned is not here"):
-    module.value_and_grad_partitioned(None, None, None)
 module._SCAN_COMPUTATION_CACHE.clear()
+"""
+    run(tmp_path, code)
+
+
+def test_forward_and_backward_of_one_iteration(tmp_path: Path) -> None:
+    code = """
+import torch
+import torch_xla
+from torch_xla.experimental.scan import value_and_grad_partitioned
+
+device = torch_xla.device()
+
+def fn(carry, x):
+    hidden = carry["h"] @ x
+    return {"h": hidden, "n": carry["n"] + 1}, (hidden.tanh(), None)
+
+n = torch.zeros((), dtype=torch.int64, device=device)
+h, x = (torch.rand(3, 3, device=device).requires_grad_() for _ in range(2))
+forward, alias_input, backward = value_and_grad_partitioned(fn, {"h": h, "n": n}, x[None])
+carry, (y, made) = forward({"h": h, "n": n}, x)
+activations = alias_input(made, x)
+assert any(a is x for a in activations) and not any(a is x for a in made)
+assert carry["n"].item() == 1 and y[1] is None
+expected, (of_y, _) = fn({"h": h, "n": n}, x)
+assert torch.equal(carry["h"], expected["h"]) and torch.equal(y[0], of_y)
+grads, of_x = backward(
+    {"h": torch.ones_like(h), "n": None}, ((torch.ones_like(of_y), None), activations)
+)
+wanted = torch.autograd.grad((expected["h"] + of_y).sum(), (h, x))
+assert grads["n"] is None
+torch.testing.assert_close((grads["h"], of_x), wanted)
 """
     run(tmp_path, code)

@@ -37,6 +37,7 @@ TREE = {
     "ExportError": ValueError,
     "DataFormatError": ValueError,
     "LoaderError": RuntimeError,
+    "OutsideWriteError": AssertionError,
     "GraphError": AssertionError,
     "ProfilerError": RuntimeError,
     "RankError": RuntimeError,

@@ -14,6 +14,8 @@ from torch import nn
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.api.loops import fori_loop, gradient_accumulation, scan, scan_layers, while_loop
+from ltc_core.errors import OutsideWriteError
+from ltc_core.graph.loop import BODIES
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
@@ -312,3 +314,78 @@ def test_an_accumulation_that_cannot_be_a_loop(kind: str) -> None:
         assert scans() == before
     torch.testing.assert_close(found[1], found[0])
     assert (found[1][1][1] is None) == (kind != "another")
+
+
+def test_the_default_partition_recomputes_nothing() -> None:
+    """Backward gets what forward has computed, and the slices themselves where it needs them."""
+
+    def fn(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return carry, torch.sin(torch.sin(x))
+
+    xs = torch.rand(7, 2, device=ltc.lazy_device()).requires_grad_()
+    kept: list[Tensor] = []
+    before = set(BODIES)
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        _, y = scan(fn, xs.new_zeros(2), xs, is_fn_pure=True)
+    y.sum().backward()
+    assert xs.grad is not None
+    torch.testing.assert_close(xs.grad, xs.sin().cos() * xs.cos())
+    sines = [BODIES[name].code.count("aten.sin.") for name in set(BODIES) - before]
+    assert sorted(sines) == [0, 2]
+    assert [t for t in kept if t is xs]
+
+
+def test_a_function_that_is_traced_at_each_call() -> None:
+    """It need not be pure: another weight each time. Why it is no loop is remembered; writes outside are an error."""
+    device, factor, calls = ltc.lazy_device(), [2.0], []
+
+    def fn(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return carry + x * factor[0], x
+
+    before = scans()
+    for number in (2.0, 3.0):
+        factor[0] = number
+        carry, _ = scan(
+            fn, torch.zeros(2, device=device), torch.ones(4, 2, device=device), None, False, True
+        )
+        assert carry.tolist() == [4 * number] * 2
+    assert scans() - before == 2
+
+    def draws(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return carry, torch.rand_like(x)
+
+    counts = []
+    for _ in range(2):
+        calls.clear()
+        scan(
+            draws, torch.zeros(2, device=device), torch.ones(4, 2, device=device), None, False, True
+        )
+        counts.append(len(calls))
+    assert counts[0] > counts[1] == 4
+
+    outside = torch.zeros(2, device=device)
+
+    def writes(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        outside.add_(1)
+        return carry + x, x + outside
+
+    with pytest.raises(OutsideWriteError, match="writes to a tensor that is not its argument"):
+        scan(
+            writes,
+            torch.zeros(2, device=device),
+            torch.ones(4, 2, device=device),
+            None,
+            False,
+            True,
+        )
+    _, y = scan(
+        writes, torch.zeros(2, device=device), torch.ones(4, 2, device=device), is_fn_pure=True
+    )
+    assert y[:, 0].tolist() == [2, 3, 4, 5]

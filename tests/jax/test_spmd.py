@@ -797,3 +797,62 @@ def test_parts_of_batches_that_cannot_be_equal() -> None:
         in error
     )
     assert "Next: drop the last batch of the loader" in error
+
+
+UNEVEN_SCRIPT = """
+import json
+import os
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+xr.use_spmd()
+del os.environ["XLA_USE_SPMD"]
+assert not xr.is_spmd()
+xr.use_spmd()
+assert xr.is_spmd()
+X = torch_xla._XLAC
+mesh = xs.Mesh(range(8), (4, 2), ("x", "y"))
+values = torch.arange(25.0).reshape(5, 5)
+t = xs.mark_sharding(values.to("xla"), mesh, ("x", "y"))
+shards = t.local_shards
+assert [tuple(s.data.shape) for s in shards] == [(2, 3)] * 8 and [s.replica_id for s in shards] == [0] * 8
+assert [s.shard_device for s in shards] == [f"XLA:{k}" for k in range(8)]
+assert shards[5].data.tolist() == [[23, 24, 0], [0, 0, 0]] and shards[5].indices == [slice(4, 5, 1), slice(3, 5, 1)]
+for shard in shards:
+    assert torch.equal(shard.unpadded_data, values[shard.indices[0], shard.indices[1]])
+    shard.data += 1
+t.load_local_shards_(shards)
+assert torch.equal(t.cpu(), values + 1)
+copies = xs.mark_sharding(torch.ones(5).to("xla"), mesh, ("x",)).local_shards
+assert [s.replica_id for s in copies] == [0, 1] * 4 and copies[7].unpadded_data.shape == (0,)
+
+# texts and counters
+met.clear_all()
+for spec in (("x", None), ("x", None), (None, "y")):
+    even = xs.mark_sharding(torch.ones(8, 2).to("xla"), mesh, spec)
+assert met.counter_value("CreateOpSharding") == 2 and met.counter_value("VirtualDeviceUsage") == 3
+assert met.counter_value("ReplicateShardedData") is None
+even.cpu()
+torch_xla.sync()
+met.clear_counters()
+_ = even + 1
+torch_xla.sync(wait=True)
+assert met.counter_value("ExecuteReplicated") == 1 and met.counter_value("ExecuteComputation") is None
+even.cpu()
+assert met.counter_value("ReplicateShardedData") == 1
+text = X._get_xla_tensor_debug_info(even)
+for part in ("Device: SPMD:0", "XLAShardedData", "OpSharding: {devices=[1,2,4]", "NumShards: 8", "xla::device_data"):
+    assert part in text, (part, text)
+text = X._get_xla_tensors_hlo([even])
+assert "%p0.1 = f32[8,2]{1,0} parameter(0), sharding={devices=[1,2,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}" in text
+print(json.dumps(True))
+"""
+
+
+def test_uneven_parts_texts_and_counters_of_old_scripts(tmp_path: Path) -> None:
+    """Parts of one size with zeros at the end; what a tensor's description and the counters say with `use_spmd`."""
+    assert run_old_script(UNEVEN_SCRIPT, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -14,9 +15,10 @@ from ltc_core.api.eager import eager_mode, is_eager_mode
 from ltc_core.api.manual_collectives import all_reduce, reduce_scatter
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError, UnsupportedOpError, with_notes
+from ltc_core.graph.ir import references
 from ltc_core.runtime import execution_gate
 from ltc_core.runtime.devices import context_of, contexts
-from ltc_core.tensor.handles import Handle, base_of
+from ltc_core.tensor.handles import Cell, Handle, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.checkpoint.stopping import Stopping
 from ltc_dist.compat import buffer_donors
@@ -32,7 +34,7 @@ from ltc_dist.compat.torch_xla.core import xla_builder, xla_model
 from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import sharding_type_of
 from ltc_dist.compat.torch_xla.version import __xla_gitrev__
 from ltc_dist.compat.xla_ops import Computation, dot_general
-from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_text
+from ltc_dist.compat.xla_text import KINDS, graph_text, shape_text, sharding_text, values_text
 from ltc_dist.spmd import num_devices
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "_get_graph_hash",
     "_get_ir_debug",
     "_get_tensors_handle",
+    "_get_tensors_xla_device_data_node",
     "_get_use_eager_mode",
     "_get_xla_sharding_spec",
     "_get_xla_sharding_type",
@@ -122,7 +125,6 @@ _xla_metric_data = metrics.metric_data
 _xla_metric_names = metrics.metric_names
 _xla_memory_info = ltc.get_memory_info
 _xla_wait_device_ops = ltc.wait_device_ops
-_get_graph_hash = get_graph_hash
 _get_xla_sharding_spec = sharding_text
 _global_tensor_from_cpu_shards = global_tensor_from_cpu_shards
 _spmd_full_to_shard_shape = to_shard_shape
@@ -313,8 +315,15 @@ def _xla_sync_multi(
     ltc.sync_multi([t for t in tensors if not _is_placecholder(t)], devices, wait)
 
 
+def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> str:
+    """Hash of the pending graph; nothing is run. Where syncs donate marked buffers, which ones they are counts."""
+    found = get_graph_hash(tensors)
+    donated = buffer_donors.positions(tensors) if _sync_multi_donates else []
+    return hashlib.sha256(f"{found}{donated}".encode()).hexdigest() if donated else found
+
+
 def _xla_set_enable_alias_with_buffer_donor_config(should_alias: bool) -> None:
-    """Say whether `_xla_sync_multi(..., sync_xla_data=False)` donates marked buffers."""
+    """Say whether `_xla_sync_multi(..., sync_xla_data=False)` donates marked buffers, and hashes of graphs know it."""
     global _sync_multi_donates
     _sync_multi_donates = should_alias
 
@@ -367,10 +376,16 @@ def _xla_user_computation(
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """HLO of the pending tensors where JAX is installed; else what `_get_xla_tensors_text` returns."""
+    """HLO of the pending tensors where JAX is installed; else what `_get_xla_tensors_text` returns.
+
+    Tensors that all have their values are parameters, with how they are divided.
+    """
     if not tensors or not export.is_possible():
         return _get_xla_tensors_text(tensors)
-    return export.pending(tensors).hlo() or _get_xla_tensors_text(tensors)
+    found = export.pending(tensors).hlo()
+    if not found and not pending_graph(tensors).nodes:
+        return values_text(tensors)
+    return found or _get_xla_tensors_text(tensors)
 
 
 def _xla_get_replication_devices_count() -> int:
@@ -450,10 +465,21 @@ def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
         return "Not a XLATensor\n"
     shape, graph = shape_text(tensor), pending_graph([tensor])
     pending = graph_text(graph, {}, _hardware(tensor)) if graph.nodes else "None\n"
-    data = "None" if graph.nodes else f"\n  Data Device: {_hardware(tensor)}\n  Data Shape: {shape}"
+    marked = _get_xla_sharding_spec(tensor)
+    device, hardware = str(tensor.device), _hardware(tensor)
+    if runtime.is_spmd():
+        device = hardware = "SPMD:0"
+    handle = "Deleted" if buffer_donors.is_deleted(tensor) else "None"
+    if handle == "None" and not graph.nodes and not _is_placecholder(tensor):
+        (handle,) = map(str, _get_tensors_handle([tensor]))
+    kind, of_data = "XLAData", f"\n  Data Device: {hardware}\n  Data Shape: {shape}\n"
+    if marked and not graph.nodes:  # torch_xla keeps a node for such a value
+        kind, pending = "XLAShardedData", graph_text(graph, {0: tensor}, hardware)
+        of_data += f"  OpSharding: {marked}\n  NumShards: {num_devices()}\n"
+    data = "None" if graph.nodes else f"{of_data}  Data Handle: {handle}"
     return (
-        f"XLATensor {{\nTensorID: {_xla_get_tensor_id(tensor)}\nDevice: {tensor.device}\nXLA Shape: {shape}\n"
-        f"ShardingSpec: {_get_xla_sharding_spec(tensor) or None}\nIR: {pending}XLAData: {data}\n"
+        f"XLATensor {{\nTensorID: {_xla_get_tensor_id(tensor)}\nDevice: {device}\nXLA Shape: {shape}\n"
+        f"ShardingSpec: {marked or None}\nIR: {pending}{kind}: {data}\n"
         "Tensor on host: None\n}\n"
     )
 
@@ -480,6 +506,27 @@ def _xla_tensors_report(nodes_threshold: int, device: str = "", max_frames: int 
         if num_ops and ltc.settings.ir_debug:
             rows.append(f"Frames:\n{ltc.dump_ir([t])}")
     return "".join(f"{row}\n" for row in rows)
+
+
+def _get_tensors_xla_device_data_node(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[list[int], list[torch.Tensor]]:
+    """The tensors that have values and that the pending ops of `tensors` read: their ids, and they themselves.
+
+    A value whose tensors are gone is not among them. Nothing is run.
+    """
+    graph = pending_graph(tensors)
+    used = {number for node in graph.nodes for number in references(node)} & graph.inputs.keys()
+    if not used:
+        return [], []
+    trace = context_of(next(t._h for t in tensors if isinstance(t, LazyTensor))).trace
+    there: dict[int, torch.Tensor] = {}
+    for t in [item for item in gc.get_objects() if type(item) is LazyTensor]:
+        value = base_of(t._h).value
+        if type(t._h) is Cell and t._h.trace is trace and value.epoch == trace.epoch:
+            there.setdefault(value.index, t)
+    found = [there[number] for number in graph.inputs if number in used and number in there]
+    return [_xla_get_tensor_id(t) for t in found], found
 
 
 def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ import ltc_core as ltc
 import ltc_dist as ltd
 from ltc_core import step
 from ltc_core.api.eager import eager_mode, is_eager_mode
+from ltc_core.api.torch_compile import AROUND
 from ltc_core.api.verbs import DeviceLike
 from ltc_core.debug.report import compiling
 from ltc_dist import multiprocessing as xmp
+from ltc_dist.compat import buffer_donors
 from ltc_dist.compat.different_graphs import DifferentGraphs, recorded_ops
 from ltc_dist.compat.torch_xla import _XLAC
 from ltc_dist.compat.torch_xla import runtime as xr
@@ -138,6 +140,24 @@ def compile(
 
     return call
 
+
+@contextlib.contextmanager
+def _openxla() -> Iterator[None]:
+    """Around a call of what `torch.compile(..., backend="openxla")` returned, with tensors of the device.
+
+    In eager mode its ops are one graph. A call that reads or replaces marked buffers is run at its end, and gets them.
+    """
+    if is_eager_mode():
+        with compile(name="openxla"):
+            yield
+        return
+    is_used = buffer_donors.watch()
+    yield
+    if is_used():
+        xla_model.mark_step(reset_scope=False)
+
+
+AROUND["openxla"] = _openxla
 
 _CLEARING = "torch_xla.compile clear the pending graph prior calling the target function"
 

@@ -185,9 +185,16 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
     os.environ["LTC_COMPILED_CACHE_READ_ONLY"] = str(int(readonly))
 
 
+_has_set_variable = False  # whether `use_spmd` has set XLA_USE_SPMD
+
+
 def is_spmd() -> bool:
-    """Whether `use_spmd` was called, or LTC_SPMD or XLA_USE_SPMD is true."""
-    return bool(ltc.settings.peek("spmd"))
+    """Whether `use_spmd` was called, or LTC_SPMD or XLA_USE_SPMD is true.
+
+    A script that deletes the variable which `use_spmd` has set is told False, as by torch_xla. Nothing else changes.
+    """
+    is_deleted = _has_set_variable and "XLA_USE_SPMD" not in os.environ
+    return bool(ltc.settings.peek("spmd")) and not is_deleted
 
 
 def use_spmd(auto: bool = False) -> None:
@@ -216,5 +223,6 @@ def use_spmd(auto: bool = False) -> None:
             got=f"LTC_EXECUTOR={ltc.settings.executor}",
             next="LTC_EXECUTOR=jax, with the package jax; or run a process for each device, with ltc-launch",
         )
-    ltc.settings.spmd = True
+    global _has_set_variable
+    ltc.settings.spmd = _has_set_variable = True
     os.environ["XLA_USE_SPMD"] = "1"

@@ -227,3 +227,16 @@ def looped(device: Any) -> list[torch.Tensor]:
 def test_loops_of_pytorch_have_gradients_of_what_they_capture(device: torch.device) -> None:
     for got, wanted in zip(looped(device), looped("cpu"), strict=True):
         torch.testing.assert_close(got.cpu(), wanted)
+
+
+def test_what_is_compiled_past_torch_compile_runs_as_it_is(device: torch.device) -> None:
+    """`torch._dynamo.optimize` is not replaced: a function with tensors of the device is left to itself."""
+
+    def fn(t: torch.Tensor) -> torch.Tensor:
+        return t.sin() + 1
+
+    called = torch._dynamo.optimize(backend)(fn)
+    x = torch.ones(3).to(device)
+    assert torch.equal(called(x).cpu(), fn(torch.ones(3))) and not compiled
+    with pytest.raises(Exception, match="cannot be traced from outside"):
+        torch._dynamo.optimize(backend, nopython=True)(lambda t: t.cos())(x)

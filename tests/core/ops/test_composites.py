@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 
 import ltc_core as ltc
+from ltc_core import metrics
 from ltc_core.ops.composites import RULES
 from tests.core.beside_eager import beside_eager
 from tests.core.counting import Counting
@@ -341,3 +342,14 @@ def test_parts_of_an_unsafe_split_share_memory_as_in_eager() -> None:
         return [x, *parts]
 
     beside_eager(program)
+
+
+def test_allclose_compares_on_the_device(device: torch.device) -> None:
+    x = torch.tensor([1.0, float("nan"), float("inf"), -2.0])
+    fallbacks = metrics.num_fallbacks()
+    for other in (x.clone(), x * (1 + 1e-6), x + 1, torch.ones(4)):
+        for equal_nan in (False, True):
+            found = torch.allclose(x.to(device), other.to(device), equal_nan=equal_nan)
+            assert found is torch.allclose(x, other, equal_nan=equal_nan)
+    assert torch.allclose(torch.arange(3, device=device), torch.arange(3, device=device))
+    assert metrics.num_fallbacks() == fallbacks

@@ -1,12 +1,13 @@
-"""`torch_xla.experimental.assume_pure`: functions that are called as they are.
+"""`torch_xla.experimental.assume_pure`: functions that are called as they are, or once.
 
 torch_xla traces such a function once, because tracing is slow there. Here the function is called each time: ops that
-were recorded before are only compared with the trace.
+were recorded before are only compared with the trace. `assume_pure_torch` traces it once where it is asked to.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ __all__ = [
     "j2t_autograd",
 ]
 
-_XLA_COMPUTATION_CACHE: dict[str, Any] = {}  # stays empty: tests and tools clear torch_xla's
+# Function -> its graphs, by structure, shapes and dtypes of its arguments, and by their other values.
+_XLA_COMPUTATION_CACHE: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 j2t_autograd = Absent(
     "j2t_autograd", "a function of JAX is no part of a graph; write it with PyTorch's ops"
@@ -60,14 +62,30 @@ def assume_pure(
 
 
 def assume_pure_torch(func: Callable[..., Any], use_cache: bool = False) -> Callable[..., Any]:
-    """Return a function that calls `func`. `use_cache` is accepted.
+    """Return a function that calls `func`, without gradients.
+
+    Args:
+        func: takes and returns structures of tensors.
+        use_cache: trace `func` once for arguments of the same structure, shapes, dtypes and other values, and record
+            the ops of the trace after that. A function that looks at values cannot be traced, and is called each time.
 
     Raises:
         AssertionError: gradients are enabled.
     """
     if torch.is_grad_enabled():
         raise AssertionError("assume_pure_torch is for functions without gradients")
-    return assume_pure(func)
+    if not use_cache:
+        return assume_pure(func)
+
+    @functools.wraps(func)
+    @torch.no_grad()
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from ltc_core.api.pure_call import traced_call  # imports PyTorch's compiler: seconds
+
+        graphs = _XLA_COMPUTATION_CACHE.setdefault(func, {})
+        return traced_call(func, args, kwargs, graphs)
+
+    return call
 
 
 class PureModule(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ltc_core import source
-from ltc_core.api.sharding import NewParts
+from ltc_core.api.sharding import NewParts, parts_of
 from ltc_core.errors import ShardingError
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.compat.dtensor_names import METHODS, wrap_as_sharded_tensor
@@ -24,7 +24,7 @@ from ltc_dist.compat.torch_xla.distributed.spmd.xla_sharding import (
     has_parts,
     sharding_type_of,
 )
-from ltc_dist.compat.xla_text import sharding_text
+from ltc_dist.compat.xla_text import sharding_text, tiles_of
 from ltc_dist.spmd import is_manual, local_shards, sharding_of
 
 __all__ = ["LocalShardsError", "XLAShard", "XLAShardedTensor"]
@@ -39,7 +39,8 @@ class XLAShard:
     """A part of a tensor, with the name of its device.
 
     Attributes:
-        data: a copy of the part, on the CPU.
+        data: a copy of the part, on the CPU. Where a dimension is not divided evenly, the last parts are filled up
+            with zeros: all have one shape.
         indices: where it is in the tensor, a slice for each dimension; `...` if it is all of the tensor.
         shard_device: name of its device.
         replica_id: which of the copies of the part it is; of a tensor that is whole on all devices, the device.
@@ -52,8 +53,12 @@ class XLAShard:
 
     @property
     def unpadded_data(self) -> torch.Tensor:
-        """The part: parts are not padded here."""
-        return self.data
+        """The part without the zeros that fill it up."""
+        if self.indices is ...:
+            return self.data
+        sizes = zip(self.indices, self.data.shape, strict=True)
+        own = tuple(slice(0, min(of_dim.stop - of_dim.start, size)) for of_dim, size in sizes)
+        return self.data[own]
 
 
 class _Marked(type):
@@ -78,7 +83,42 @@ class XLAShardedTensor(metaclass=_Marked):
         return marked.requires_grad_() if requires_grad else marked
 
 
+def _is_uneven(t: torch.Tensor) -> bool:
+    """Whether a mark divides a dimension of a tensor into parts that are not of one size. Its memory is not divided."""
+    found = sharding_of(t)
+    if found is None:
+        return False
+    sharding = found[0].sharding(found[1])
+    return any(size % sharding.parts(dim) for dim, size in enumerate(t.shape))
+
+
+def _filled_up(t: torch.Tensor) -> list[XLAShard]:
+    """The parts of such a tensor as torch_xla has them: of one shape, the last ones filled up with zeros."""
+    mesh, spec = sharding_of(t) or (None, ())
+    assert mesh is not None
+    tiles, devices = tiles_of(mesh.sharding(spec))
+    count = math.prod(tiles[t.ndim :])
+    whole, local = t.detach().cpu(), {part.device for part in parts_of(t)}
+    sizes = [-(-size // n) for size, n in zip(t.shape, tiles, strict=False)]
+    found = []
+    for at, place in enumerate(itertools.product(*map(range, tiles[: t.ndim]))):
+        firsts = [k * size for k, size in zip(place, sizes, strict=True)]
+        ends = zip(firsts, sizes, t.shape, strict=True)
+        indices = [slice(min(a, n), min(a + size, n), 1) for a, size, n in ends]
+        own = whole[tuple(indices)]
+        data = own.new_zeros(sizes)
+        data[tuple(map(slice, own.shape))] = own
+        found += [
+            XLAShard(data, indices, f"{t.device.type.upper()}:{device}", copy)
+            for copy, device in enumerate(devices[at * count : (at + 1) * count])
+            if device in local
+        ]
+    return sorted(found, key=lambda shard: int(shard.shard_device.rpartition(":")[2]))
+
+
 def _shards(t: torch.Tensor) -> list[XLAShard]:
+    if _is_uneven(t):
+        return _filled_up(t)
     name, copies = t.device.type.upper(), _copies(t)
     found = []
     for part in local_shards(t):
@@ -120,6 +160,15 @@ def _load_local_shards(t: LazyTensor, shards: Sequence[XLAShard]) -> None:
 
     Source: `torch_xla.distributed.spmd.XLAShardedTensor.load_local_shards_`.
     """
+    if _is_uneven(t) and _of_one_shape(t, shards):
+        whole = t.detach().cpu()
+        for shard in shards:
+            whole[shard.indices if shard.indices is ... else tuple(shard.indices)] = (
+                shard.unpadded_data
+            )
+        with torch.no_grad():
+            t.copy_(whole)
+        return
     there = local_shards(t)
     name, given = t.device.type.upper(), {shard.shard_device: shard.data for shard in shards}
     shapes = [tuple(part.data.shape) for part in there]
@@ -137,6 +186,12 @@ def _load_local_shards(t: LazyTensor, shards: Sequence[XLAShard]) -> None:
         if part.offsets not in sent and data is not None:
             sent.add(part.offsets)
             new.put(part.offsets, data.detach().to(t.dtype, copy=True).contiguous())
+
+
+def _of_one_shape(t: torch.Tensor, shards: Sequence[XLAShard]) -> bool:
+    """Whether shards have the devices and the shapes that `_filled_up` returns."""
+    there = {shard.shard_device: shard.data.shape for shard in _filled_up(t)}
+    return there == {shard.shard_device: shard.data.shape for shard in shards}
 
 
 def _mesh_shape(t: torch.Tensor) -> tuple[int, ...] | None:
