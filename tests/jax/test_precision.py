@@ -64,3 +64,21 @@ def test_a_convolution_on_a_tpu_has_as_many_products() -> None:
         found = np.asarray(convolution(x, weight))
         errors.append(float(np.abs(found - exact).max() / np.abs(exact).max()))
     assert errors[0] < 1e-6 < errors[1] < 1e-4, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_added_up_in_narrow_dtypes_is_rounded_once(dtype: torch.dtype) -> None:
+    """The bits are those of eager, whose kernels add up in float32."""
+    torch.manual_seed(0)
+    x = (torch.rand(7, 3, 40) + 0.5).to(dtype)
+    y = torch.randn(7, 3, 40).to(dtype)
+    device = ltc.lazy_device()
+    for call in (
+        lambda x, y: x.cumsum(2),
+        lambda x, y: x.cumprod(2),
+        lambda x, y: y.logcumsumexp(2),
+        lambda x, y: torch.linalg.cross(x, y, dim=1),
+        lambda x, y: torch.linalg.cross(x[:1], y, dim=1),
+    ):
+        found = call(x.to(device), y.to(device)).cpu()
+        assert torch.equal(found, call(x, y))

@@ -40,6 +40,15 @@ def addbmm(c: Call, bias: Array, x: Array, y: Array, *, beta: Any = 1, alpha: An
     return _added(bias, jnp.sum(_wide_product(c, x, y), 0), beta, alpha)
 
 
+@lowers("linalg_cross")
+def cross(c: Call, x: Array, y: Array, *, dim: int = -1) -> Array:
+    """The products of float16 and bfloat16 are not rounded, as in eager."""
+    if c.dtype.itemsize == 2 and jnp.issubdtype(c.dtype, jnp.floating):
+        x, y = x.astype(np.float32), y.astype(np.float32)
+    x, y = jnp.broadcast_arrays(x, y)
+    return jnp.cross(x, y, axis=dim)
+
+
 def _wide_product(c: Call, x: Array, y: Array) -> Array:
     """The product, of float16 and bfloat16 in float32: it is rounded when the bias has been added."""
     if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
