@@ -3,6 +3,9 @@
 `MultiProcessTestCase` starts the processes and gathers what failed in them.
 """
 
+import contextlib
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +24,13 @@ class TestCollectives(MultiProcessTestCase):
     def setUp(self) -> None:
         super().setUp()
         self._spawn_processes()
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        with contextlib.suppress(
+            OSError
+        ):  # the store removes its file, unless a process ends before it does
+            os.remove(self.file_name)
 
     def test_collectives_have_the_values_of_eager(self) -> None:
         device = ltd.lazy_device()

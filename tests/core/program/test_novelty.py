@@ -52,7 +52,7 @@ def test_a_graph_that_comes_again_ends_it() -> None:
     device = ltc.lazy_device()
     x = torch.ones(3, device=device)
     found = []
-    for _ in range(3):
+    for _ in range(8):
         for _ in range(100):
             novelty.note_new()
         y = (x * 17.5).cumsum(0) / 3
