@@ -86,7 +86,7 @@ class XLAShardedTensor(metaclass=_Marked):
 def _is_uneven(t: torch.Tensor) -> bool:
     """Whether a mark divides a dimension of a tensor into parts that are not of one size. Its memory is not divided."""
     found = sharding_of(t)
-    if found is None:
+    if found is None or is_manual(t):  # a manual tensor has the shape of one part
         return False
     sharding = found[0].sharding(found[1])
     return any(size % sharding.parts(dim) for dim, size in enumerate(t.shape))
