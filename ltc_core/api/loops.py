@@ -2,8 +2,8 @@
 
 Each loop calls its function once an iteration, and the calls are recorded one after the other: a step's graph has the
 ops of all iterations. So gradients are eager's, random numbers differ from iteration to iteration, and any executor
-runs the loop. A `scan` of a function that is said to be pure is a loop of the program where the executor has loops
-(`pure_scan`).
+runs the loop. Where the executor has loops, a function that can be traced becomes a loop of the program (`pure_scan`,
+`pure_while`, `pure_accumulation`); a `scan` only if its function is said to be pure, or may be traced at each call.
 """
 
 from __future__ import annotations
@@ -253,19 +253,26 @@ def while_loop(
     Source: `torch._higher_order_ops.while_loop`.
     """
     values, rest = tuple(carried_inputs), tuple(additional_inputs or ())
+    body = _returning_tuple(body_fn)
     if _has_loops((values, rest)):
         from ltc_core.api.pure_while import pure_while  # imports PyTorch's compiler: seconds
 
-        found: tuple[Any, ...] | None = _unless_unrolled(pure_while, cond_fn, body_fn, values, rest)
+        found: tuple[Any, ...] | None = _unless_unrolled(pure_while, cond_fn, body, values, rest)
         if found is not None:
             return found
     while bool(cond_fn(*values, *rest)):
-        values = _as_tuple(body_fn(*values, *rest))
+        values = body(*values, *rest)
     return values
 
 
-def _as_tuple(found: Any) -> tuple[Any, ...]:
-    return tuple(found) if isinstance(found, tuple | list) else (found,)
+def _returning_tuple(fn: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """A function that returns a tuple, also where `fn` returns a list or one value."""
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        found = fn(*args)
+        return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+    return call
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], *input_value: Any) -> Any:
@@ -288,6 +295,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], *input_value
     Source: `torch_xla.experimental.fori_loop`.
     """
     difference = upper - lower
+    body = _returning_tuple(body_fun)
     is_upwards = isinstance(difference, torch.Tensor) or difference >= 0
     if is_upwards and _has_loops((difference, input_value)):
         from ltc_core.api.pure_while import pure_fori
@@ -295,7 +303,9 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], *input_value
         leaves = pytree.tree_leaves((difference, input_value))
         device = next(t.device for t in leaves if isinstance(t, LazyTensor))
         left = torch.as_tensor(difference, device=device)
-        found: tuple[Any, ...] | None = _unless_unrolled(pure_fori, left, body_fun, input_value)
+        found: tuple[Any, ...] | None = _unless_unrolled(
+            pure_fori, left, body, input_value, body_fun
+        )
         if found is not None:
             return found
     count = int(difference)
@@ -303,7 +313,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], *input_value
         raise ValueError(f"upper must not be below lower: {int(upper)}, {int(lower)}")
     values = input_value
     for _ in range(count):
-        values = _as_tuple(body_fun(*values))
+        values = body(*values)
     return (difference - count, *values)
 
 

@@ -37,7 +37,7 @@ def pure_while(
 
     Args:
         cond_fn: returns a tensor of one element.
-        body_fn: returns the next values, as a tuple or a list, or the only one.
+        body_fn: returns the next values, a tuple.
         carried: structures of tensors.
         rest: more arguments of both functions, the same in each iteration.
 
@@ -61,7 +61,7 @@ def pure_while(
         return Structure(fn(*state.filled(own[:count]), *others.filled(own[count:])))
 
     def body(*own: Tensor) -> Structure:
-        found = calls(lambda *args: _as_tuple(body_fn(*args)), own)
+        found = calls(body_fn, own)
         for before, after in zip(state.tensors, found.tensors, strict=True):
             if (before.shape, before.dtype) != (after.shape, after.dtype):
                 raise NoLoop("it returns values of other sizes or dtypes")
@@ -93,9 +93,13 @@ def pure_while(
 
 
 def pure_fori(
-    left: Tensor, body_fn: Callable[..., Any], values: tuple[Any, ...]
+    left: Tensor, body_fn: Callable[..., Any], values: tuple[Any, ...], known_by: Any
 ) -> tuple[Any, ...]:
     """Call `values = body_fn(*values)` as often as `left` says; return what is left of it, then the last values.
+
+    Args:
+        body_fn: as in `pure_while`.
+        known_by: as in `pure_scan`.
 
     Raises:
         NoLoop: as `pure_while` does, but for gradients.
@@ -104,7 +108,7 @@ def pure_fori(
     """
 
     def count_down(left: Tensor, *values: Any) -> tuple[Any, ...]:
-        return (left - 1, *_as_tuple(body_fn(*values)))
+        return (left - 1, *body_fn(*values))
 
     try:
         return pure_while(lambda left, *values: left > 0, count_down, (left, *values), ())
@@ -112,11 +116,5 @@ def pure_fori(
         count = int(left)
     if count < 1:
         return (left, *values)
-    last, _ = pure_scan(
-        lambda own, _: (_as_tuple(body_fn(*own)), None), values, (), count, None, body_fn
-    )
+    last, _ = pure_scan(lambda own, _: (body_fn(*own), None), values, (), count, None, known_by)
     return (left - count, *last)
-
-
-def _as_tuple(found: Any) -> tuple[Any, ...]:
-    return tuple(found) if isinstance(found, tuple | list) else (found,)

@@ -70,7 +70,7 @@ def _stand_in(t: Tensor, stand_ins: dict[int, Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def _replaced(module: torch.nn.Module, stand_ins: dict[int, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Give a module stand-ins for its lazy parameters and buffers; yields all of both, by name."""
+    """Replace lazy parameters and buffers of a module by stand-ins. Yields name -> original parameter or buffer."""
     held: dict[str, Tensor] = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -94,7 +94,7 @@ def _replaced(module: torch.nn.Module, stand_ins: dict[int, Tensor]) -> Iterator
 
 
 def _put_on(program: Any, held: Mapping[str, Tensor], device: torch.device) -> None:
-    """Give a program that was traced on the CPU the tensors of the device, those of `held` by name."""
+    """Move the weights and constants of a program to the device; those named in `held` become its tensors."""
     for table in (program.state_dict, program.constants):
         for name, value in list(table.items()):
             if name in held:

@@ -79,7 +79,7 @@ _ALONE = {"Eager": "eager", "Streaming": "part"}
 
 _DYNAMIC = "it serves inputs of other sizes, too"
 
-# A script whose graphs do not come again is told of the first ones why, then of one in so many.
+# Where graphs do not come again, the cause of one graph in so many is looked for.
 _TOLD = 16
 _OTHERS = "new each time"
 

@@ -82,6 +82,9 @@ class DeviceContext:
         self._marked_ns = 0  # the last cut or wait
         self._uploads = progress.Series(f"uploading to {self.device}", at_least=_LONG_UPLOAD_BYTES)
         self._num_steps = 0  # that have ended
+        self._is_past_limit = (
+            False  # the last cut was the watch's: what is recorded now goes on with a step
+        )
         self._memory_curve, self._programs_curve = (
             f"{self.device} memory",
             f"{self.device} programs",
@@ -171,7 +174,7 @@ class DeviceContext:
             self._num_steps += 1
         if reason != "Streaming":
             self.reads.end_step()
-            self.watch.is_in_parts = reason == "GraphLimit"
+            self._is_past_limit = reason == "GraphLimit"
         self._uploads.end()
         metrics.count("ExecuteComputation")
         metrics.count(f"Sync.{reason}")
@@ -428,7 +431,7 @@ class DeviceContext:
     @property
     def _is_in_parts(self) -> bool:
         """Whether what is recorded goes on with a step of which a part was cut, and a read of this thread ends it."""
-        is_in_parts = self.watch.is_in_parts or self.streaming.is_in_parts
+        is_in_parts = self._is_past_limit or self.streaming.is_in_parts
         return is_in_parts and self.reads.may_be_of_reader
 
     def _after_read(self) -> None:

@@ -64,11 +64,7 @@ def _known_end(step: Step, most: int) -> int:
 
 
 class LoopWatch:
-    """Watches one trace; `cut` cuts it.
-
-    Attributes:
-        is_in_parts: whether the last cut was one of these, so that what is recorded now goes on with a step.
-    """
+    """Watches one trace; `cut` cuts it."""
 
     def __init__(self, trace: Trace, cut: Callable[[], Any]) -> None:
         self._trace = trace
@@ -79,7 +75,6 @@ class LoopWatch:
         self._last_line = ""
         self._lines: list[str] = []
         self._look_again = 0  # at this count of values: the loop whose head was found may be over
-        self.is_in_parts = False
         trace.first_limit = trace.limit = settings.trim_graph_size
 
     def on_limit(self) -> None:

@@ -67,8 +67,10 @@ def test_a_convolution_on_a_tpu_has_as_many_products() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_added_up_in_narrow_dtypes_is_rounded_once(dtype: torch.dtype) -> None:
-    """The bits are those of eager, whose kernels add up in float32."""
+def test_scans_and_cross_products_of_narrow_dtypes_have_the_bits_of_eager(
+    dtype: torch.dtype,
+) -> None:
+    """A scan adds up in float32 and rounds each result once; a cross product rounds its products."""
     torch.manual_seed(0)
     x = (torch.rand(7, 3, 40) + 0.5).to(dtype)
     y = torch.randn(7, 3, 40).to(dtype)

@@ -222,9 +222,8 @@ class TieredProgram(Program, Reported):
     def _is_wanted(self, run: int) -> bool:
         if self._is_due(run):
             return True
-        if (
-            self._has_looked or self._is_short or run == 1
-        ):  # most graphs of a script's start run once
+        is_first = run == 1  # most graphs of a script's start run once
+        if self._has_looked or self._is_short or is_first:
             return False
         may_be_short = len(self.graph.nodes) <= _MOST_SHORT and not self._is_set_by_user
         if may_be_short and run <= _RUNS_TO_TELL:

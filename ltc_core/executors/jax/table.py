@@ -14,7 +14,16 @@ import numpy as np
 import torch
 from jax import numpy as jnp
 
-__all__ = ["NOT_ON_HOST", "RULES", "Array", "Call", "dtype_of", "lowers", "to_dtype"]
+__all__ = [
+    "NOT_ON_HOST",
+    "RULES",
+    "Array",
+    "Call",
+    "dtype_of",
+    "is_narrow_float",
+    "lowers",
+    "to_dtype",
+]
 
 Array = Any  # jax.Array: where the package is missing, mypy has no such type
 Op = torch._ops.OpOverload
@@ -86,6 +95,11 @@ def dtype_of(dtype: torch.dtype) -> Any:
     if found is None:
         raise NotImplementedError(f"JAX has no {dtype}")
     return found
+
+
+def is_narrow_float(dtype: Any) -> bool:
+    """Whether a dtype is float16 or bfloat16, for which ATen's kernels compute in float32."""
+    return np.dtype(dtype).itemsize == 2 and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def to_dtype(x: Any, dtype: Any) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from ltc_core.executors.jax.precision import precision
-from ltc_core.executors.jax.table import Array, Call, lowers, to_dtype
+from ltc_core.executors.jax.table import Array, Call, is_narrow_float, lowers, to_dtype
 
 __all__: list[str] = []
 
@@ -42,16 +42,14 @@ def addbmm(c: Call, bias: Array, x: Array, y: Array, *, beta: Any = 1, alpha: An
 
 @lowers("linalg_cross")
 def cross(c: Call, x: Array, y: Array, *, dim: int = -1) -> Array:
-    """The products of float16 and bfloat16 are not rounded, as in eager."""
-    if c.dtype.itemsize == 2 and jnp.issubdtype(c.dtype, jnp.floating):
-        x, y = x.astype(np.float32), y.astype(np.float32)
+    """Each product is rounded, as in eager; PyTorch's decomposition has other bits in float16 and bfloat16."""
     x, y = jnp.broadcast_arrays(x, y)
     return jnp.cross(x, y, axis=dim)
 
 
 def _wide_product(c: Call, x: Array, y: Array) -> Array:
     """The product, of float16 and bfloat16 in float32: it is rounded when the bias has been added."""
-    if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
+    if is_narrow_float(x.dtype):
         return jnp.matmul(x, y, precision=precision(), preferred_element_type=np.float32)
     return matmul(c, x, y)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ltc_core.executors.jax.table import Array, Call, lowers, to_dtype
+from ltc_core.executors.jax.table import Array, Call, is_narrow_float, lowers, to_dtype
 
 __all__: list[str] = []
 
@@ -126,16 +126,13 @@ def _scan(call: Callable[..., Array]) -> Callable[..., Array]:
         x = to_dtype(x, c.dtype)
         if x.ndim == 0:
             return x
-        is_narrow = x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating)
-        return call(x.astype(np.float32) if is_narrow else x, dim % x.ndim)
+        return call(x.astype(np.float32) if is_narrow_float(x.dtype) else x, dim % x.ndim)
 
     return rule
 
 
 lowers("cumsum")(_scan(lax.cumsum))
 lowers("cumprod")(_scan(lax.cumprod))
-
-
 lowers("logcumsumexp")(_scan(lax.cumlogsumexp))
 
 
