@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
+    "NOT_OF_ELEMENTS",
     "Lens",
     "Pending",
     "ViewStep",
@@ -96,6 +97,15 @@ _INVERSE: dict[torch._ops.OpOverload, Callable[[torch.Tensor], torch.Tensor]] = 
     aten._conj.default: torch.conj_physical,
     aten._neg_view.default: torch.neg,
 }
+
+# View ops whose part is not made of elements of the memory that they see, at the strides that their meta says.
+NOT_OF_ELEMENTS = (
+    aten.view.dtype,
+    aten.as_strided.default,
+    aten.view_as_complex.default,
+    aten._conj.default,
+    aten._neg_view.default,
+)
 
 
 def real_view(op: torch._ops.OpOverload) -> Callable[..., Any]:

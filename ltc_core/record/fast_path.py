@@ -19,6 +19,7 @@ import torch
 
 from ltc_core import source, uninterrupted
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta
+from ltc_core.graph.lens import NOT_OF_ELEMENTS
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
 from ltc_core.record import modules, random_state
@@ -165,15 +166,21 @@ def known_cut(
 
 
 def known_reads(
-    memory: MemoryCounter, failures: deque[Any], facts: Iterable[tuple[dict[str, Any], str]]
+    memory: MemoryCounter,
+    failures: deque[Any],
+    checks: deque[Any],
+    facts: Iterable[tuple[dict[str, Any], str]],
+    probe: type,
 ) -> Any | None:
     """Reads of numbers that C++ may make, for `Trace.reads`; None without the C++ part.
 
     Args:
         memory: counts the bytes of the device's buffers.
         failures: errors that a read may have to raise; while there is one, Python reads.
+        checks: bools that are to be true; Python reads once one is computed and is not.
         facts: dict and key of each variable that has to stay as it is.
+        probe: the class of what `Step.probes` holds.
     """
     if _native is None or native_objects.native is None:
         return None
-    return _native.known_reads(memory, failures, tuple(facts))
+    return _native.known_reads(memory, failures, checks, tuple(facts), NOT_OF_ELEMENTS, probe)

@@ -109,6 +109,7 @@ class DeviceContext:
             self.reads,
             self.streaming,
             self.early,
+            self._later_checks,
             self._on_known_reads,
         )
 
@@ -440,15 +441,10 @@ class DeviceContext:
             self.streaming.after_read(seen)
             self.early.after_read(seen)
         self._later_checks.look()
-        if not self._later_checks:
-            self.known_reads.resume()
+        self.known_reads.resume()
 
     def check_later(self, cell: Cell, error: Callable[[], errors.LtcError]) -> None:
-        """Raise the error at the first read or `mark_step` after a run has computed that the bool is false.
-
-        Cost: the next read is Python's.
-        """
-        self.known_reads.pause()
+        """Raise the error at the first read or `mark_step` after a run has computed that the bool is false."""
         self._later_checks.add(cell, error)
 
     @in_own_state

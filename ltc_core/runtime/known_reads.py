@@ -22,7 +22,9 @@ from ltc_core.record import fast_path
 from ltc_core.record.trace import Trace
 from ltc_core.runtime import execution_gate, fork_gate
 from ltc_core.runtime.early_run import EarlyRuns
+from ltc_core.runtime.later_checks import LaterChecks
 from ltc_core.runtime.launcher import Launcher
+from ltc_core.runtime.probe import Probe
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.reads import Reads
 from ltc_core.runtime.streaming import Streaming
@@ -32,7 +34,8 @@ from ltc_core.timeline import slices
 __all__ = ["KnownReads"]
 
 _LEARNT = 8  # runs of a program, after which it is known what follows it
-_RUNS = 100  # of a program, before Python looks at it again
+# Of a program, before Python looks at it again: as many as there were so far, within these.
+_FEWEST_RUNS, _MOST_RUNS = 100, 3000
 
 # Variables that say how a cut is made or who sees it: C++ reads nothing once one of them has changed.
 _SETTINGS = (
@@ -53,7 +56,7 @@ class KnownReads:
     """The reads of one device.
 
     Args:
-        trace, executor, launcher, reads, streaming, early: those of the device.
+        trace, executor, launcher, reads, streaming, early, checks: those of the device.
         on_cuts: called with the last program that C++ has run, the number of cuts, and when the last one ended.
     """
 
@@ -65,6 +68,7 @@ class KnownReads:
         reads: Reads,
         streaming: Streaming,
         early: EarlyRuns,
+        checks: LaterChecks,
         on_cuts: Callable[[CompiledGraph, int, int], None],
     ) -> None:
         self._trace = trace
@@ -72,6 +76,7 @@ class KnownReads:
         self._reads = reads
         self._streaming = streaming
         self._early = early
+        self._checks = checks
         self._on_cuts = on_cuts
         self._is_possible = executor.keeps_host_tensors
         self._native: Any = None
@@ -87,7 +92,8 @@ class KnownReads:
         if native is None or compiled.runs < _LEARNT:  # without: compiled code has come meanwhile
             return
         if not any(map(self._early.may_gain, compiled.habit.followers())):
-            self._native.let_run(compiled.known_cut, native, _RUNS)
+            count = min(max(compiled.runs, _FEWEST_RUNS), _MOST_RUNS)
+            self._native.let_run(compiled.known_cut, native, count)
 
     def resume(self) -> None:
         """Python has read a value: let C++ read the next ones, if a cut does nothing but run in this thread.
@@ -103,7 +109,7 @@ class KnownReads:
             if not fast_path.install():
                 return
             self._native = fast_path.known_reads(
-                self._trace.memory, self._launcher.failures, _FACTS
+                self._trace.memory, self._launcher.failures, self._checks.waiting, _FACTS, Probe
             )
             self._trace.reads = self._native
         if self._native is not None:

@@ -36,7 +36,7 @@ from ltc_core.thread_state import in_own_state, num_dispatch_modes
 from ltc_core.timeline import slices
 from ltc_core.uninterrupted import uninterrupted
 
-__all__ = ["Probes"]
+__all__ = ["Probe", "Probes"]
 
 _MOST_OPS = 64
 _MOST_BYTES = 1 << 20  # of the values, inputs included
@@ -50,31 +50,31 @@ _SLOW = 3  # runs of more than that: the first ones load kernels
 _number = operator.itemgetter(0)  # of a row of `Trace.inputs`
 
 
-class _Probe:
+class Probe:
     """The program of one value at one step of the trie.
 
     Attributes:
         run: computes the value.
         inputs: numbers of the inputs.
-        num_ops: its ops.
+        least_recorded: values that must be recorded for a read to be worth it where the script waits for its steps.
         is_made: whether floats that nothing but constants decide enter, and nothing that the script gave.
         is_chosen: whether the value was probed before: then it always is, so that steps keep to one graph.
         num_slow: runs that took long.
     """
 
-    __slots__ = ("inputs", "is_chosen", "is_made", "num_ops", "num_slow", "run")
+    __slots__ = ("inputs", "is_chosen", "is_made", "least_recorded", "num_slow", "run")
 
     def __init__(self, program: Program, graph: Graph) -> None:
         self.run = in_own_state(program.run)
         self.inputs = tuple(graph.inputs)
-        self.num_ops = len(graph.nodes)
+        self.least_recorded = max(_LEAST_RECORDED, _SHARE * len(graph.nodes))
         made = (meta for node in graph.nodes if not references(node) for meta in node.outs)
         self.is_made = not graph.inputs and not all(map(_is_exact, made))
         self.is_chosen = False
         self.num_slow = 0
 
     def is_worth_it(self, num_recorded: int, goes_on: bool) -> bool:
-        is_small = max(_LEAST_RECORDED, _SHARE * self.num_ops) <= num_recorded
+        is_small = self.least_recorded <= num_recorded
         return self.is_chosen or is_small or (goes_on and not self.is_made)
 
 
@@ -142,7 +142,7 @@ class Probes:
         self._num_reads += 1
         return self._num_reads <= _MOST_READS
 
-    def _inputs(self, probe: _Probe) -> list[Any] | None:
+    def _inputs(self, probe: Probe) -> list[Any] | None:
         """The data of a probe's inputs; None if a program made one."""
         rows = self._trace.inputs
         found = []
@@ -153,7 +153,7 @@ class Probes:
             found.append(buffer.data)
         return found
 
-    def _note(self, probe: _Probe, step: Step, number: int, took_ns: int) -> None:
+    def _note(self, probe: Probe, step: Step, number: int, took_ns: int) -> None:
         if took_ns < _MOST_NS:
             probe.num_slow = 0
             return
@@ -161,7 +161,7 @@ class Probes:
         if probe.num_slow == _SLOW and step.probes is not None:
             step.probes[number] = None
 
-    def _probe(self, step: Step, number: int) -> _Probe | None:
+    def _probe(self, step: Step, number: int) -> Probe | None:
         """The probe of a value at the step that was recorded last; None if it may have none."""
         if step.probes is None:
             step.probes = {}
@@ -169,7 +169,7 @@ class Probes:
             step.probes[number] = self._build(step, number)
         return step.probes[number]  # type: ignore[no-any-return]
 
-    def _build(self, step: Step, number: int) -> _Probe | None:
+    def _build(self, step: Step, number: int) -> Probe | None:
         if not _may_have_probe(step, number):
             return None
         graph = graph_of(self._trace.path(step), (number,))
@@ -184,7 +184,7 @@ class Probes:
         if sum(meta.nbytes for meta in graph.metas().values()) > _MOST_BYTES:
             return None
         assert isinstance(self._executor, ReferenceExecutor)
-        return _Probe(in_own_state(self._executor.interpret)(graph), graph)
+        return Probe(in_own_state(self._executor.interpret)(graph), graph)
 
 
 def _may_have_probe(step: Step | None, number: int) -> bool:

@@ -26,8 +26,11 @@ struct KnownReads {
     PyObject *dict, *name, *value;
   };
   std::vector<Fact>* facts;
+  PyObject* copying; // view ops whose parts are not elements of the memory that they see: a tuple
+  PyObject* probe_type; // of runtime/probe.py, with the places of two of its attributes
+  Slot probe_is_chosen, probe_least;
   Py_ssize_t facts_number; // another one after each change that `resume` has found
-  PyObject *trace_memory, *failures; // of the device
+  PyObject *trace_memory, *failures, *checks; // of the device
   PyObject* cut; // programs whose runs nobody has counted: a list
   PyObject* last; // the program of the last read that cut
   PyObject* unfinished; // (program, what `CutInCpp::make` returned, reason): an op failed, or has to run in Python
@@ -40,7 +43,7 @@ struct KnownReads {
 };
 inline PyTypeObject known_reads_type = {
     PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.KnownReads", sizeof(KnownReads)};
-inline PyObject* name_known_cut;
+inline PyObject *name_known_cut, *name_popleft;
 
 inline void free_known_reads(PyObject* self) {
   auto* reads = reinterpret_cast<KnownReads*>(self);
@@ -51,7 +54,7 @@ inline void free_known_reads(PyObject* self) {
       Py_XDECREF(fact.value);
     }
   delete reads->facts;
-  for (PyObject* each : {reads->trace_memory, reads->failures, reads->cut, reads->last, reads->unfinished})
+  for (PyObject* each : {reads->copying, reads->probe_type, reads->trace_memory, reads->failures, reads->checks, reads->cut, reads->last, reads->unfinished})
     Py_XDECREF(each);
   Py_TYPE(self)->tp_free(self);
 }
@@ -63,12 +66,16 @@ inline long long now_ns() { // the clock of `time.perf_counter_ns`
 // One call of `item()` or `cpu()` on a lazy tensor.
 class KnownRead {
  public:
-  KnownRead(KnownReads& reads, PyObject* trace, PyObject* cell) : reads(reads), trace(trace), cell(cell) {}
+  KnownRead(KnownReads& reads, PyObject* trace, PyObject* handle)
+      : reads(reads),
+        trace(trace),
+        view(is_type(handle, view_type) ? handle : nullptr),
+        cell(view ? view_of.base.of(view) : handle) {}
 
   // The number; none if the read is Python's, and then an error may be set.
   std::optional<c10::Scalar> number() {
-    PyObject* buffer = computed(false);
-    const auto found = buffer ? number_in(buffer) : std::nullopt;
+    const at::Tensor* data = computed(false);
+    const auto found = data ? number_in(*data) : std::nullopt;
     if (!found)
       return std::nullopt;
     ++reads.num_numbers;
@@ -79,20 +86,17 @@ class KnownRead {
   // A copy on the CPU of a tensor of some sizes and strides; undefined if the read is Python's, and then an error may be
   // set. The GIL is held while memory is copied: larger tensors are Python's.
   at::Tensor copy(const at::Tensor& of) {
-    if (!of.is_contiguous() || of.requires_grad() || of.numel() * of.element_size() > kMostBytes)
+    const bool is_packed = of.is_contiguous() && (!view || meta_of.contiguous.of(view_of.meta.of(view)) == Py_True);
+    if (!is_packed || of.requires_grad() || of.numel() * of.element_size() > kMostBytes)
       return {};
-    PyObject* buffer = computed(true);
-    PyObject* data = buffer ? buffer_data.of(buffer) : nullptr;
-    if (!data || !THPVariable_Check(data))
+    const at::Tensor* data = computed(true);
+    if (!data || !data->is_contiguous() || data->scalar_type() != of.scalar_type() ||
+        (!view && data->sizes() != of.sizes()))
       return {};
-    const at::Tensor& tensor = THPVariable_Unpack(data);
-    const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
-    if (!is_plain || !tensor.is_contiguous() || tensor.scalar_type() != of.scalar_type() || tensor.sizes() != of.sizes())
-      return {};
-    at::Tensor made = at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type(), false, std::nullopt);
-    std::memcpy(made.mutable_data_ptr(), tensor.const_data_ptr(), tensor.nbytes());
+    at::Tensor made = at::detail::empty_cpu(of.sizes(), of.scalar_type(), false, std::nullopt);
+    std::memcpy(made.mutable_data_ptr(), first_of(*data), made.nbytes());
     ++reads.num_tensors;
-    note(static_cast<Py_ssize_t>(tensor.nbytes()));
+    note(static_cast<Py_ssize_t>(made.nbytes()));
     return made;
   }
 
@@ -101,7 +105,9 @@ class KnownRead {
   static constexpr int64_t kMostBytes = 1 << 16;
 
   KnownReads& reads;
-  PyObject *const trace, *const cell;
+  PyObject* const trace;
+  PyObject* const view; // null for the whole of the cell
+  PyObject* const cell;
 
   bool may_read() const {
     if (reads.thread != PyThread_get_thread_ident() || PyObject_Size(reads.failures) != 0)
@@ -114,14 +120,72 @@ class KnownRead {
     return true;
   }
 
-  // The buffer of the value, which is cut if it is pending; null if the read is Python's.
-  PyObject* computed(bool is_copy) {
-    if (!may_read())
+  // The memory of the cell, whose value is cut if it is pending; null if the read is Python's.
+  const at::Tensor* computed(bool is_copy) {
+    if (!may_read() || (view && !is_of_elements()))
       return nullptr;
     PyObject* value = cell_of.value.of(cell);
-    if (value_of.buffer.is_none(value) && !cut(value, is_copy))
+    if ((value_of.buffer.is_none(value) && !cut(value, is_copy)) || !look_at_checks())
       return nullptr;
-    return value_of.buffer.of(value);
+    PyObject* data = buffer_data.of(value_of.buffer.of(value));
+    if (!data || !THPVariable_Check(data))
+      return nullptr;
+    const at::Tensor& tensor = THPVariable_Unpack(data);
+    const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
+    if (!is_plain || (view && !is_packed_memory(tensor)))
+      return nullptr;
+    return &tensor;
+  }
+
+  // As `LaterChecks.look`; false if Python has to look, because a check fails.
+  bool look_at_checks() const {
+    while (PyObject_Size(reads.checks) > 0) {
+      const Object check(PySequence_GetItem(reads.checks, 0)); // (cell, what makes the error)
+      if (!check)
+        return false;
+      PyObject* value = cell_of.value.of(PyTuple_GET_ITEM(check.get(), 0));
+      if (value_of.buffer.is_none(value) || buffer_data.is_none(value_of.buffer.of(value)))
+        return true; // not computed yet: nor are those after it
+      PyObject* data = buffer_data.of(value_of.buffer.of(value));
+      if (!THPVariable_Check(data) || !is_true(THPVariable_Unpack(data)))
+        return false;
+      const Object seen(PyObject_CallMethodNoArgs(reads.checks, name_popleft));
+      if (!seen)
+        return false;
+    }
+    return true;
+  }
+
+  static bool is_true(const at::Tensor& data) {
+    const bool is_bool = data.is_cpu() && data.layout() == at::kStrided && data.numel() == 1 && data.scalar_type() == at::kBool;
+    return is_bool && *static_cast<const bool*>(data.const_data_ptr());
+  }
+
+  // Whether the elements of the view lie in packed memory of the cell at the offset that its meta says.
+  bool is_of_elements() const {
+    if (meta_of.contiguous.of(cell_of.meta.of(cell)) != Py_True)
+      return false;
+    PyObject* lens = view_of.lens.of(view);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i)
+      for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(reads.copying); ++k)
+        if (PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, i), 0) == PyTuple_GET_ITEM(reads.copying, k))
+          return false;
+    return true;
+  }
+
+  // Whether the memory of the cell is as the view's meta supposes.
+  bool is_packed_memory(const at::Tensor& data) const {
+    PyObject* dtype = meta_of.dtype.of(view_of.meta.of(view));
+    return data.is_contiguous() && data.numel() == meta_of.numel.number(cell_of.meta.of(cell)) &&
+        data.scalar_type() == reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+  }
+
+  // The address of the first element that is read.
+  const void* first_of(const at::Tensor& data) const {
+    const auto* memory = static_cast<const char*>(data.const_data_ptr());
+    if (!view)
+      return memory;
+    return memory + meta_of.offset.number(view_of.meta.of(view)) * static_cast<Py_ssize_t>(data.itemsize());
   }
 
   void note(Py_ssize_t num_bytes) {
@@ -167,23 +231,25 @@ class KnownRead {
     return true;
   }
 
-  // Whether it is not known that the value needs a cut: it may need little of what is recorded (`runtime/probe.py`).
-  static bool needs_probe(PyObject* step, PyObject* value) {
+  // Whether it is not known that the value needs a cut: it may need little of what is recorded (`runtime/probe.py`). The
+  // script waits for its steps, else reads are Python's.
+  bool needs_probe(PyObject* step, PyObject* value) const {
     PyObject* probes = step_of.probes.of(step);
     if (!probes || !PyDict_Check(probes))
       return true;
     const Object index(PyLong_FromSsize_t(value_of.index.number(value)));
-    return !index || PyDict_GetItem(probes, index.get()) != Py_None;
+    PyObject* probe = index ? PyDict_GetItem(probes, index.get()) : nullptr;
+    if (!probe || probe == Py_None || !is_type(probe, reads.probe_type))
+      return probe != Py_None;
+    return reads.probe_is_chosen.of(probe) == Py_True ||
+        reads.probe_least.number(probe) <= trace_of.count.number(trace);
   }
 
-  static std::optional<Number> number_in(PyObject* buffer) {
-    PyObject* data = buffer_data.of(buffer);
-    if (!data || !THPVariable_Check(data))
+  std::optional<Number> number_in(const at::Tensor& tensor) const {
+    const bool is_one = view ? meta_of.numel.number(view_of.meta.of(view)) == 1 : tensor.numel() == 1;
+    if (!is_one)
       return std::nullopt;
-    const at::Tensor& tensor = THPVariable_Unpack(data);
-    if (!tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.numel() != 1 || tensor.is_conj() || tensor.is_neg())
-      return std::nullopt;
-    const void* memory = tensor.const_data_ptr();
+    const void* memory = first_of(tensor);
     switch (tensor.scalar_type()) {
       case at::kFloat:
         return Number(static_cast<double>(*static_cast<const float*>(memory)), sizeof(float));
@@ -199,10 +265,11 @@ class KnownRead {
   }
 };
 
-// known_reads(memory, failures, ((dict, name), ...))
+// known_reads(memory, failures, checks, ((dict, name), ...), (view op, ...), Probe)
 inline PyObject* known_reads(PyObject*, PyObject* given) {
-  PyObject *memory, *failures, *facts;
-  if (!PyArg_ParseTuple(given, "OOO!", &memory, &failures, &PyTuple_Type, &facts))
+  PyObject *memory, *failures, *checks, *facts, *copying, *probe;
+  if (!PyArg_ParseTuple(
+          given, "OOOO!O!O", &memory, &failures, &checks, &PyTuple_Type, &facts, &PyTuple_Type, &copying, &probe))
     return nullptr;
   Object made(PyType_GenericAlloc(&known_reads_type, 0));
   if (!made)
@@ -211,6 +278,11 @@ inline PyObject* known_reads(PyObject*, PyObject* given) {
   reads->facts = new std::vector<KnownReads::Fact>();
   reads->trace_memory = Py_NewRef(memory);
   reads->failures = Py_NewRef(failures);
+  reads->checks = Py_NewRef(checks);
+  reads->copying = Py_NewRef(copying);
+  reads->probe_type = Py_NewRef(probe);
+  if (!reads->probe_is_chosen.find(probe, "is_chosen") || !reads->probe_least.find(probe, "least_recorded"))
+    return nullptr;
   reads->cut = PyList_New(0);
   if (!reads->cut)
     return nullptr;

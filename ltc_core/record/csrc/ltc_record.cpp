@@ -61,9 +61,9 @@ void give_more(PyObject* trace) {
 template <typename Read>
 void read_known(const at::Tensor& tensor, Read&& read) {
   const Object handle(handle_of(tensor));
-  if (!handle || !is_type(handle.get(), cell_type))
+  if (!handle || !(is_type(handle.get(), cell_type) || is_type(handle.get(), view_type)))
     return;
-  const Object trace(Py_NewRef(cell_of.trace.of(handle.get())));
+  const Object trace(Py_NewRef(trace_of_handle(handle.get())));
   if (trace_of.reads.is_none(trace.get()))
     return;
   const Object reads(Py_NewRef(trace_of.reads.of(trace.get())));
@@ -443,7 +443,8 @@ PyObject* setup(PyObject*, PyObject* given) {
                   {&view_of.trace, "trace"}, {&view_of.value, "value"}, {&view_of.version, "version"}}) &&
       find(value, {{&value_of.buffer, "buffer"}, {&value_of.epoch, "epoch"}, {&value_of.index, "index"}}) &&
       find(meta, {{&meta_of.size, "size"}, {&meta_of.stride, "stride"}, {&meta_of.offset, "offset"},
-                  {&meta_of.dtype, "dtype"}, {&meta_of.maker, "_maker"}}) &&
+                  {&meta_of.dtype, "dtype"}, {&meta_of.maker, "_maker"}, {&meta_of.contiguous, "contiguous"},
+                  {&meta_of.numel, "numel"}}) &&
       find(buffer, {{&buffer_error, "error"}, {&buffer_data, "data"}});
   if (!found)
     return nullptr;
@@ -569,6 +570,7 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_rewind = PyUnicode_InternFromString("rewind");
   name_run = PyUnicode_InternFromString("run");
   name_known_cut = PyUnicode_InternFromString("known_cut");
+  name_popleft = PyUnicode_InternFromString("popleft");
   maker_type.tp_dealloc = free_maker;
   expected_type.tp_dealloc = free_expected;
   known_cut_type.tp_dealloc = free_known_cut;

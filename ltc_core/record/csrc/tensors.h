@@ -6,6 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
@@ -79,9 +80,12 @@ inline PyObject* traces; // index of a device -> its trace
 
 // The trace of the device that a factory is given, borrowed; null, without an error, if Python has to find it.
 inline PyObject* trace_of_device(const c10::IValue& device) {
-  if (!device.isDevice() || !device.toDevice().has_index())
+  if (!device.isDevice() || !c10::impl::hasDeviceGuardImpl(c10::kPrivateUse1))
     return nullptr;
-  const Object index(PyLong_FromLong(device.toDevice().index()));
+  const c10::Device given = device.toDevice();
+  const c10::DeviceIndex number =
+      given.has_index() ? given.index() : c10::impl::getDeviceGuardImpl(c10::kPrivateUse1)->getDevice().index();
+  const Object index(PyLong_FromLong(number));
   PyObject* found = index ? PyDict_GetItemWithError(traces, index.get()) : nullptr;
   if (!found)
     PyErr_Clear();

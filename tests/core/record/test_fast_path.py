@@ -524,9 +524,10 @@ def test_it_holds_nothing_that_the_user_let_go() -> None:
 # ---- factories -----------------------------------------------------------------------------------
 
 
-def test_factories_are_followed() -> None:
+@pytest.mark.parametrize("is_numbered", [True, False])
+def test_factories_are_followed(is_numbered: bool) -> None:
     def program(device: torch.device) -> Any:
-        place = torch.device(device.type, 0)
+        place = torch.device(device.type, 0) if is_numbered else torch.device(device.type)
         x = torch.ones(3, 4, device=place, requires_grad=True)
         mask = torch.arange(4, device=place) < torch.full((3, 1), 2, device=place)
         bias = torch.zeros(3, 4, device=place).masked_fill(mask, -1.5)
@@ -583,6 +584,12 @@ def test_a_factory_makes_its_tensor_on_the_device_it_is_given() -> None:
             assert [t.device.index for t in (first, second, named)] == [0, 1, 0]
             assert second.add(1).tolist() == [1, 1] and first.add(2).tolist() == [2, 2]
             assert torch.empty_strided((2,), (1,), device=second.device).device == second.device
+            with second.device:
+                assert torch.ones(2).add(1).tolist() == [2, 2]
+            torch.accelerator.set_device_index(1)
+            named = torch.zeros(2, device=name), torch.empty_strided((2,), (1,), device=name)
+            assert [t.device.index for t in named] == [1, 1]
+            torch.accelerator.set_device_index(0)
         """,
         LTC_NUM_DEVICES="2",
     )

@@ -58,7 +58,7 @@ def test_a_loop_that_reads_needs_no_python(in_python: list[str]) -> None:
 def test_each_program_is_pythons_again_after_some_runs(
     in_python: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_reads, "_RUNS", 5)
+    monkeypatch.setattr(known_reads, "_MOST_RUNS", 5)
     x = torch.ones(5, device="ltc")
     repeated(lambda: (x * 3.5).sum().item(), 60)
     assert 15 <= len(in_python) < 40
@@ -68,7 +68,7 @@ def test_compiled_code_may_come_at_any_time(monkeypatch: pytest.MonkeyPatch) -> 
     plain, asked = ReferenceProgram.native, itertools.count()
     now_and_then = property(lambda self: None if next(asked) % 3 == 0 else plain.fget(self))  # type: ignore[attr-defined]
     monkeypatch.setattr(ReferenceProgram, "native", now_and_then)
-    monkeypatch.setattr(known_reads, "_RUNS", 2)
+    monkeypatch.setattr(known_reads, "_MOST_RUNS", 2)
     x = torch.ones(6, device="ltc")
     assert repeated(lambda: (x * 4.5).sum().item(), 60) == [27.0] * 60
 
@@ -188,6 +188,80 @@ def test_tensors_are_read_without_python(in_python: list[str]) -> None:
     assert len(in_python) < 20
     assert repeated(lambda: (x * 3).tolist(), 60) == [[0.0, 3.0, 6.0, 9.0]] * 60
     assert len(in_python) < 30
+
+
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "an element": lambda x: x[1, 2],
+    "a row": lambda x: x[1],
+    "a column": lambda x: x[:, 1],
+    "transposed": lambda x: x.t(),
+    "of the transposed": lambda x: x.t()[1],
+    "of other sizes": lambda x: x.view(3, 2)[2],
+    "every second": lambda x: x.flatten()[::2],
+    "the diagonal": lambda x: x[:, :2].diagonal(),
+    "expanded": lambda x: x[0].expand(4, 3),
+    "windows": lambda x: x.unfold(1, 2, 1)[1],
+    "at an offset": lambda x: x.as_strided((2,), (3,), 2),
+    "negated": lambda x: torch._neg_view(x)[1],
+    "other bits": lambda x: x.view(torch.int32)[1],
+    "halves": lambda x: x.view(torch.int16)[0, 2:5],
+    "of another layout": lambda x: x.t().contiguous().t()[1],
+    "without elements": lambda x: x[:, :0],
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("is_new", [True, False], ids=["of a new value", "of memory"])
+def test_parts_are_those_of_eager(kind: str, is_new: bool) -> None:
+    def read(x: torch.Tensor) -> Any:
+        part = PARTS[kind](x + 1 if is_new else x)
+        number = part.max().item() if part.numel() > 1 else part.sum().item()
+        elements = [e.item() for e in part.flatten().unbind()] if part.numel() else []
+        return part.cpu().tolist(), part.tolist(), number, elements
+
+    x = torch.arange(6.0).view(2, 3)
+    expected, on_device = read(x), x.to("ltc")
+    assert repeated(lambda: read(on_device), 24) == [expected] * 24
+
+
+def test_elements_are_read_without_python(in_python: list[str]) -> None:
+    x = torch.arange(6.0, device="ltc").view(2, 3)
+    found = [(x.sum(1)[1].item(), x[1, 2].item(), x[0].tolist()) for _ in range(60)]
+    assert found == [(12.0, 5.0, [0.0, 1.0, 2.0])] * 60
+    assert len(in_python) < 40
+
+
+def test_a_part_that_was_written_is_read(in_python: list[str]) -> None:
+    x = torch.zeros(4, device="ltc")
+    part = x[2:]
+    for k in range(30):
+        part += 1
+        x[3] = -k
+        assert (part[0].item(), part[1].item(), x[1].item()) == (k + 1.0, -k, 0.0)
+    assert len(in_python) < 45
+
+
+def test_a_value_of_constants_is_read_without_python(in_python: list[str]) -> None:
+    """A probe could compute it, but the script waits anyway."""
+    assert repeated(lambda: torch.zeros(4, device="ltc").sum().item(), 60) == [0.0] * 60
+    assert len(in_python) < 20
+
+
+def test_distributions_are_read_without_python_and_checked(in_python: list[str]) -> None:
+    rate = torch.tensor(2.0, device="ltc")
+
+    def read(at: float) -> float:
+        waiting = torch.distributions.Exponential(rate)  # type: ignore[no-untyped-call]
+        return waiting.log_prob(torch.full((), at, device="ltc")).exp().item()  # type: ignore[no-any-return, no-untyped-call]
+
+    for _ in range(3):
+        assert repeated(lambda: read(0.0), 40) == [2.0] * 40
+        del in_python[:]
+        repeated(lambda: read(0.0), 10)
+        assert not in_python
+        with pytest.raises(ValueError, match="Expected value argument to be within the support"):
+            read(-1.0)
+    assert (rate + 1.0).item() == 3.0
 
 
 def test_a_copy_is_the_callers_own() -> None:
