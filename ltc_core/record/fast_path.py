@@ -98,6 +98,8 @@ def install() -> bool:
             for names, op in _ops.items():
                 native.add(*names, *op)
             native.add_kernels()
+            if settings.device != "cuda":
+                native.add_attention()
             native.enable(_is_on is not False)  # not `_is_wanted`: the first op reads LTC_EAGER
             _native = native
     return True
@@ -149,6 +151,7 @@ def known_cut(
     slots: tuple[int, ...],
     outputs: tuple[tuple[int, int], ...],
     peak_bytes: int,
+    takes_any_size: bool,
 ) -> Any | None:
     """A cut that C++ can make again, by `make(step, trace, memory, program)`; None without the C++ part.
 
@@ -158,11 +161,12 @@ def known_cut(
         slots: positions of the inputs that the program reads.
         outputs: bytes of each, and the position among the program's inputs of the memory that it takes (-1: none).
         peak_bytes: of the program, beside the buffers.
+        takes_any_size: whether its values may have other sizes than in the graph; `note_sizes` says which ones.
     """
     if _native is None or native_objects.native is None:
         return None
     nbytes, taken = zip(*outputs, strict=True) if outputs else ((), ())
-    return _native.known_cut(alive, donated, slots, nbytes, taken, peak_bytes)
+    return _native.known_cut(alive, donated, slots, nbytes, taken, peak_bytes, takes_any_size)
 
 
 def known_reads(

@@ -203,8 +203,10 @@ class Launcher:
     def _finish_made(
         self, compiled: CompiledGraph, made: Any, started_ns: int, started_cpu_ns: int
     ) -> None:
-        found, data, scalars, outputs = made
-        self.finish_in_cpp(compiled, found, data, scalars, outputs, {}, started_ns, started_cpu_ns)
+        found, data, scalars, outputs, sized = made
+        self.finish_in_cpp(
+            compiled, found, data, scalars, outputs, sized, started_ns, started_cpu_ns
+        )
 
     def finish_in_cpp(
         self,

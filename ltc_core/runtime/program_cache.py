@@ -118,6 +118,8 @@ class CompiledGraph:
             self._largest = num_bytes
             peak_bytes = plan(self.graph.sized(sized)).peak_bytes
             self._peak_bytes = max(self._peak_bytes, peak_bytes)
+            if self.known_cut is not None:
+                self.known_cut.note_sizes(self._largest, self._peak_bytes)
         return self._peak_bytes
 
     def described(self) -> str:
@@ -197,11 +199,18 @@ class ProgramCache:
         metrics.observe("InputOutputAliasCount", len(program.reuses))
         results = self._outputs(graph, program)
         known_cut = None
-        if not graph.dynamic:
+        if not graph.dynamic or self._stores_as_recorded(graph):
             is_donated = tuple(value is None for _, value, _ in cut.inputs)
-            known_cut = fast_path.known_cut(outputs, is_donated, slots, results, program.peak_bytes)
+            known_cut = fast_path.known_cut(
+                outputs, is_donated, slots, results, program.peak_bytes, graph.dynamic
+            )
         recorded = count_ops([step.node for step in path if step.node is not None])
         return CompiledGraph(graph, program, slots, results, recorded, known_cut)
+
+    def _stores_as_recorded(self, graph: Graph) -> bool:
+        """Whether the device stores the outputs in as many bytes as their metas say."""
+        metas = graph.metas()
+        return all(self.executor.nbytes(metas[i]) == metas[i].nbytes for i in graph.outputs)
 
     def _outputs(self, graph: Graph, program: Program) -> tuple[tuple[int, int], ...]:
         metas = graph.metas()

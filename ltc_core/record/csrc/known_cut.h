@@ -21,6 +21,9 @@ struct KnownCut {
   };
   std::vector<Output>* outputs;
   Py_ssize_t peak_bytes; // of the program, beside the buffers
+  // Of a program that takes any sizes: the bytes of all values whose sizes vary, for which `peak_bytes` is enough.
+  bool takes_any_size;
+  Py_ssize_t largest;
   // For known_read.h: the program that a read may run, how often before Python looks again, as long as the facts are those
   // of this number; and what nobody has counted.
   PyObject* program;
@@ -45,13 +48,14 @@ inline bool numbers_of(PyObject* tuple, std::vector<Py_ssize_t>& found) {
   return !PyErr_Occurred();
 }
 
-// known_cut(alive, donated, slots, nbytes, taken, peak_bytes)
+// known_cut(alive, donated, slots, nbytes, taken, peak_bytes, takes_any_size)
 inline PyObject* known_cut(PyObject*, PyObject* given) {
   PyObject *alive, *donated, *slots, *nbytes, *taken;
   Py_ssize_t peak_bytes;
+  int takes_any_size;
   if (!PyArg_ParseTuple(
-          given, "O!O!O!O!O!n", &PyTuple_Type, &alive, &PyTuple_Type, &donated, &PyTuple_Type, &slots, &PyTuple_Type,
-          &nbytes, &PyTuple_Type, &taken, &peak_bytes))
+          given, "O!O!O!O!O!np", &PyTuple_Type, &alive, &PyTuple_Type, &donated, &PyTuple_Type, &slots, &PyTuple_Type,
+          &nbytes, &PyTuple_Type, &taken, &peak_bytes, &takes_any_size))
     return nullptr;
   Object made(PyType_GenericAlloc(&known_cut_type, 0));
   if (!made)
@@ -62,6 +66,7 @@ inline PyObject* known_cut(PyObject*, PyObject* given) {
   known->slots = new std::vector<Py_ssize_t>();
   known->outputs = new std::vector<KnownCut::Output>();
   known->peak_bytes = peak_bytes;
+  known->takes_any_size = takes_any_size;
   std::vector<Py_ssize_t> sizes, places;
   if (!numbers_of(alive, *known->alive) || !numbers_of(slots, *known->slots) || !numbers_of(nbytes, sizes) ||
       !numbers_of(taken, places))
@@ -84,8 +89,7 @@ class CutInCpp {
   // Whether the trace holds what it held then.
   bool is_known() const {
     PyObject *values = trace_of.values.of(trace), *inputs = trace_of.inputs.of(trace);
-    if (PyDict_GET_SIZE(trace_of.sized.of(trace)) != 0 ||
-        PyList_GET_SIZE(inputs) != static_cast<Py_ssize_t>(known.donated->size()))
+    if (PyList_GET_SIZE(inputs) != static_cast<Py_ssize_t>(known.donated->size()) || !has_known_sizes())
       return false;
     size_t at = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); ++i) {
@@ -108,8 +112,10 @@ class CutInCpp {
   // Whether the program has made all outputs.
   bool is_whole = false;
 
-  // (what the program returned, its inputs, its scalars, the output buffers): see `DeviceContext._cut_known`.
+  // (what the program returned, its inputs, its scalars, the output buffers, the metas of values of other sizes than the
+  // graph has): see `DeviceContext._cut_known`.
   PyObject* make(PyObject* program) {
+    sized = Object(Py_NewRef(trace_of.sized.of(trace)));
     if (!take_inputs() || !make_buffers() || !restart())
       return nullptr;
     native_functions.count_bytes(memory, 0, known.peak_bytes);
@@ -128,16 +134,44 @@ class CutInCpp {
     if (is_whole)
       for (Py_ssize_t i = 0; i < count; ++i)
         native_functions.fill_buffer(PyList_GET_ITEM(buffers.get(), i), PyList_GET_ITEM(found.get(), i));
-    return PyTuple_Pack(4, found.get(), data.get(), scalars.get(), buffers.get());
+    return PyTuple_Pack(5, found.get(), data.get(), scalars.get(), buffers.get(), sized.get());
   }
 
  private:
   const KnownCut& known;
   PyObject *const trace, *const memory;
-  Object data, scalars, buffers;
+  Object data, scalars, buffers, sized;
 
   PyObject* buffer_of(Py_ssize_t input) const {
     return PyTuple_GET_ITEM(PyList_GET_ITEM(trace_of.inputs.of(trace), input), 2);
+  }
+
+  // Whether no value has another size than in the graph; or the graph takes any, and they need no more memory than before.
+  bool has_known_sizes() const {
+    PyObject *sized = trace_of.sized.of(trace), *inputs = trace_of.inputs.of(trace);
+    if (!known.takes_any_size)
+      return PyDict_GET_SIZE(sized) == 0;
+    Py_ssize_t num_bytes = 0, at = 0;
+    PyObject *number, *meta;
+    while (PyDict_Next(sized, &at, &number, &meta))
+      num_bytes += meta_of.nbytes.number(meta);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i)
+      num_bytes += meta_of.nbytes.number(PyTuple_GET_ITEM(PyList_GET_ITEM(inputs, i), 3));
+    return num_bytes <= known.largest;
+  }
+
+  // Bytes of an output in this run; -1 with an error set.
+  Py_ssize_t bytes_of(size_t output) const {
+    if (PyDict_GET_SIZE(sized.get()) > 0) {
+      const Object number(PyLong_FromSsize_t((*known.alive)[output]));
+      if (!number)
+        return -1;
+      if (PyObject* meta = PyDict_GetItemWithError(sized.get(), number.get()))
+        return meta_of.nbytes.number(meta);
+      if (PyErr_Occurred())
+        return -1;
+    }
+    return (*known.outputs)[output].nbytes;
   }
 
   bool take_inputs() {
@@ -155,17 +189,17 @@ class CutInCpp {
     buffers = Object(PyList_New(static_cast<Py_ssize_t>(known.outputs->size())));
     if (!buffers)
       return false;
-    Py_ssize_t at = 0;
-    for (const auto& output : *known.outputs) {
-      PyObject* buffer = native_functions.pending_buffer(memory, output.nbytes);
-      if (!buffer)
-        return false;
-      PyList_SET_ITEM(buffers.get(), at++, buffer);
-    }
     Py_ssize_t more_bytes = 0;
     for (size_t i = 0; i < known.outputs->size(); ++i) {
+      const Py_ssize_t num_bytes = bytes_of(i);
+      PyObject* buffer = num_bytes < 0 ? nullptr : native_functions.pending_buffer(memory, num_bytes);
+      if (!buffer)
+        return false;
+      PyList_SET_ITEM(buffers.get(), static_cast<Py_ssize_t>(i), buffer);
+      more_bytes += num_bytes;
+    }
+    for (size_t i = 0; i < known.outputs->size(); ++i) {
       const auto& output = (*known.outputs)[i];
-      more_bytes += output.nbytes;
       if (output.taken >= 0)
         more_bytes -= native_functions.donate_buffer(buffer_of((*known.slots)[output.taken]));
       PyObject* value = PyList_GET_ITEM(trace_of.values.of(trace), (*known.alive)[i]);
@@ -175,12 +209,18 @@ class CutInCpp {
     return true;
   }
 
-  // As `Trace._restart`; `sized` is empty. What only the trace held dies, less the data that the program takes.
+  // As `Trace._restart`. What only the trace held dies, less the data that the program takes.
   bool restart() const {
     const Object epoch(PyIter_Next(epochs));
     const Object values(PyList_New(0)), inputs(PyList_New(0)), numbers(PyList_New(0));
     if (!epoch || !values || !inputs || !numbers)
       return false;
+    if (PyDict_GET_SIZE(sized.get()) > 0) {
+      const Object none(PyDict_New());
+      if (!none)
+        return false;
+      trace_of.sized.set(trace, none.get());
+    }
     trace_of.epoch.set(trace, epoch.get());
     trace_of.cursor.set(trace, trace_of.root.of(trace));
     trace_of.limit.set(trace, trace_of.first_limit.of(trace));
@@ -207,6 +247,14 @@ inline PyObject* make_known_cut(PyObject* self, PyObject* const* given, Py_ssize
   return cut.make(given[3]);
 }
 
+// known.note_sizes(largest, peak_bytes): the peak is that of runs whose values of varying sizes have so many bytes.
+inline PyObject* note_sizes(PyObject* self, PyObject* given) {
+  auto* known = reinterpret_cast<KnownCut*>(self);
+  if (!PyArg_ParseTuple(given, "nn", &known->largest, &known->peak_bytes))
+    return nullptr;
+  Py_RETURN_NONE;
+}
+
 // known.take_runs(): (runs that reads have made since the last call, those of tensors, their duration in nanoseconds).
 inline PyObject* take_runs(PyObject* self, PyObject*) {
   auto* known = reinterpret_cast<KnownCut*>(self);
@@ -220,6 +268,7 @@ inline PyMemberDef known_cut_members[] = {
     {nullptr, 0, 0, 0, nullptr}};
 inline PyMethodDef known_cut_methods[] = {
     {"take_runs", take_runs, METH_NOARGS, nullptr},
+    {"note_sizes", note_sizes, METH_VARARGS, nullptr},
     {"make", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_known_cut)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -6,6 +6,7 @@
 // step what to expect of a repetition (`Expected`, expected.h). A call that meets it moves the cursor, and its results
 // are made in C++ (`NextStep`, next_step.h). So are those of a call that was recorded at another place: its step is a copy
 // (`CopiedStep`, copied_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
+#include "attention.h"
 #include "copied_step.h"
 #include "dropout.h"
 #include "known_read.h"
@@ -365,14 +366,14 @@ PyObject* add(PyObject*, PyObject* given) {
 }
 
 template <typename Kernel>
-bool add_kernel(const char* name, c10::DispatchKey key) {
+bool add_kernel(const char* name, c10::DispatchKey key, const char* overload = "") {
   static auto* registered = new std::vector<c10::RegistrationHandleRAII>(); // leaked, as those of `add`
   try {
     auto& dispatcher = c10::Dispatcher::singleton();
-    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(dispatcher.findSchemaOrThrow(name, ""), key));
+    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(dispatcher.findSchemaOrThrow(name, overload), key));
     Silence silence;
     const c10::WarningUtils::WarningHandlerGuard silent(&silence);
-    registered->push_back(dispatcher.registerImpl({name, ""}, key, std::move(kernel), std::nullopt, nullptr, "ltc"));
+    registered->push_back(dispatcher.registerImpl({name, overload}, key, std::move(kernel), std::nullopt, nullptr, "ltc"));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return false;
@@ -387,9 +388,18 @@ PyObject* add_kernels(PyObject*, PyObject*) {
       add_kernel<Unwritten>("aten::new_empty", c10::DispatchKey::Python) &&
       add_kernel<Unwritten>("aten::new_empty_strided", c10::DispatchKey::Python) &&
       add_kernel<Unwritten>("aten::empty_strided", c10::DispatchKey::PrivateUse1) &&
+      add_kernel<Unwritten>("aten::empty", c10::DispatchKey::PrivateUse1, "memory_format") &&
       add_kernel<Dropout>("aten::native_dropout", c10::DispatchKey::Python) &&
       add_kernel<WholeLinear>("aten::linear", c10::DispatchKey::AutogradPrivateUse1);
   return added ? Py_NewRef(Py_None) : nullptr;
+}
+
+// add_attention(): register the kernels of attention for a device that is a CPU.
+PyObject* add_attention(PyObject*, PyObject*) {
+  for (const auto key : {c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1})
+    if (!add_kernel<Attention>("aten::scaled_dot_product_attention", key))
+      return nullptr;
+  Py_RETURN_NONE;
 }
 
 PyObject* torch_function; // of `LazyTensor`; set by `setup`, never released
@@ -444,7 +454,7 @@ PyObject* setup(PyObject*, PyObject* given) {
       find(value, {{&value_of.buffer, "buffer"}, {&value_of.epoch, "epoch"}, {&value_of.index, "index"}}) &&
       find(meta, {{&meta_of.size, "size"}, {&meta_of.stride, "stride"}, {&meta_of.offset, "offset"},
                   {&meta_of.dtype, "dtype"}, {&meta_of.maker, "_maker"}, {&meta_of.contiguous, "contiguous"},
-                  {&meta_of.numel, "numel"}}) &&
+                  {&meta_of.numel, "numel"}, {&meta_of.nbytes, "nbytes"}}) &&
       find(buffer, {{&buffer_error, "error"}, {&buffer_data, "data"}});
   if (!found)
     return nullptr;
@@ -551,6 +561,7 @@ PyMethodDef methods[] = {
     {"wrap", wrap_handle, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},
     {"rename_view", rename_view, METH_VARARGS, nullptr},
+    {"add_attention", add_attention, METH_NOARGS, nullptr},
     {"known_cut", known_cut, METH_VARARGS, nullptr},
     {"known_reads", known_reads, METH_VARARGS, nullptr},
     {"add_kernels", add_kernels, METH_NOARGS, nullptr},

@@ -115,7 +115,7 @@ inline struct {
   Slot buffer, epoch, index;
 } value_of;
 inline struct {
-  Slot size, stride, offset, dtype, maker, contiguous, numel;
+  Slot size, stride, offset, dtype, maker, contiguous, numel, nbytes;
 } meta_of;
 inline Slot buffer_error, buffer_data;
 

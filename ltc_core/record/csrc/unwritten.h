@@ -1,5 +1,5 @@
 // Memory that nobody has written, without Python: the kernels of `empty_like` and its kin at the dispatcher's key for
-// Python, and of `empty_strided` at that of the device.
+// Python, and of `empty` and `empty_strided` at that of the device.
 #pragma once
 #include "operands.h"
 
@@ -14,7 +14,7 @@ inline bool is_ours(const IValue& x) {
   return may_handle() && !c10::InferenceMode::is_enabled() && is_lazy(x.toTensor()) && !x.toTensor().is_inference();
 }
 
-// `_uninitialised` of ops/special.py and `_empty_strided` of ops/factories.py, for calls whose meta Python has found.
+// `_uninitialised` of ops/special.py, `_empty` and `_empty_strided` of ops/factories.py, for calls whose meta Python has found.
 class Unwritten final : public c10::OperatorKernel {
  public:
   Unwritten(const c10::OperatorHandle& op, c10::DispatchKey key) : python(op.getComputedKernelForDispatchKey(key)) {

@@ -1,5 +1,6 @@
 """Attention is one op where eager on the CPU calls flash attention, and gives its numbers to the bit."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 
 import ltc_core as ltc
 from ltc_core import metrics
+from ltc_core.ops import attention
 from ltc_core.ops.attention import _takes_groups
+from ltc_core.record import fast_path
 from tests.core.beside_eager import attempt, run_beside_eager
 
 Tensor = torch.Tensor
@@ -60,6 +63,59 @@ def test_it_is_flash_attention_with_eagers_numbers(
     assert metrics.counter_value(f"{FLASH}_backward") == 1
     for a, b in zip(got, attend("cpu", dtype, mask, **options), strict=True):
         assert torch.equal(a, b)
+
+
+def refused(device: str) -> list[str]:
+    """Calls that are not one op of these operands: their errors, or sizes."""
+    q, k, v = (t.to(device) for t in tensors())
+    mask = torch.ones(16, 16, device=device)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: F.scaled_dot_product_attention(q, k.double(), v),
+        lambda: F.scaled_dot_product_attention(q, k[..., :4], v),
+        lambda: F.scaled_dot_product_attention(q, k[:, :3], v),
+        lambda: F.scaled_dot_product_attention(q, k, v[..., :4]),
+        lambda: F.scaled_dot_product_attention(q[0], k[0], v[0]),
+        lambda: F.scaled_dot_product_attention(q, k, v, mask.int()),
+        lambda: F.scaled_dot_product_attention(q, k, v, mask[:3]),
+        lambda: F.scaled_dot_product_attention(q, k, v, mask[:, :1], scale=0.1),
+        lambda: F.scaled_dot_product_attention(q, k, v, mask.requires_grad_()),
+        lambda: F.scaled_dot_product_attention(q[:0], k[:0], v[:0]),
+        lambda: F.scaled_dot_product_attention(q.half(), k.half(), v.half()),
+        lambda: F.scaled_dot_product_attention(q.to(torch.complex64), k, v),
+    ]
+    found = []
+    for call in calls:
+        try:
+            found.append(f"{tuple(call().shape)} {call().float().sum():.3f}")
+        except (RuntimeError, ValueError) as error:
+            found.append(type(error).__name__ + str(error).partition("(")[0][:40])
+    return found
+
+
+def test_operands_that_are_not_plain_are_eagers_calls() -> None:
+    on_cpu = [e if e[0] == "(" else "error" for e in refused("cpu")]
+    for _ in range(3):
+        assert [e if e[0] == "(" else "error" for e in refused("ltc")] == on_cpu
+
+
+@pytest.mark.skipif(fast_path.extension.load() is None, reason="no C++ compiler")
+def test_plain_attention_needs_no_python() -> None:
+    called = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is attention._attention.__code__:
+            called.append(frame)
+
+    q, k, v = (t.to("ltc") for t in tensors())
+    sys.setprofile(note)
+    try:
+        for mask in (None, bool_mask().to("ltc")):
+            F.scaled_dot_product_attention(q, k, v, mask)
+        assert not called
+        F.scaled_dot_product_attention(q[0], k[0], v[0])
+        assert len(called) == 1
+    finally:
+        sys.setprofile(None)
 
 
 @pytest.mark.skipif(not _takes_groups(), reason="flash attention of this PyTorch takes no groups")

@@ -52,6 +52,42 @@ def test_where_it_repeats(known: list[bool]) -> None:
     assert known[-4:] == [True] * 4
 
 
+def test_where_sizes_vary(known: list[bool]) -> None:
+    """One program takes any size; a cut of larger values than all before is planned by Python."""
+    x = torch.arange(64.0, device="ltc")
+    used, sizes = [], [3, 5, 9, 7, 31, 8, 6, 20, 4, 12, 40, 10, 11]
+    for n in sizes:
+        y = x[:n] * 2 + torch.ones(n, device="ltc")
+        total = y.sum()
+        assert total.item() == n * (n - 1) + n
+        del total
+        gc.collect()
+        used.append(context(0).memory.used_bytes)
+        assert y.tolist() == [2.0 * k + 1 for k in range(n)]
+        del y
+    assert [b - a for a, b in zip(used, used[1:], strict=False)] == [
+        4 * (b - a) for a, b in zip(sizes, sizes[1:], strict=False)
+    ]
+    is_new_largest = [n == max(sizes[: k + 1]) for k, n in enumerate(sizes)]
+    assert known[-2:] == [True] * 2 and sum(known) >= 4
+    assert not any(k and new for k, new in zip(known, is_new_largest, strict=False))
+
+
+def test_an_op_of_varying_sizes_that_fails(known: list[bool]) -> None:
+    """What does not depend on it is computed, with the sizes of this run."""
+    table = torch.arange(64.0, device="ltc")
+    for round_ in range(3):
+        for n in (3, 5, 9, 7, 8, 6, 4):
+            at = torch.arange(n, device="ltc")
+            kept, found = at + 1, table.index_select(0, at)
+            assert found.sum().item() == n * (n - 1) / 2 and kept.tolist()[-1] == n
+        at = torch.arange(6, device="ltc") + 100 * round_ + 60
+        kept, found = at + 1, table.index_select(0, at)
+        with pytest.raises(IndexError, match="out of range"):
+            found.sum().item()
+        assert kept.tolist() == [100 * round_ + 61 + k for k in range(6)]
+
+
 def test_not_while_the_worker_is_busy(known: list[bool]) -> None:
     """It may read what the program would overwrite."""
     x = torch.ones(4, device="ltc")
