@@ -19,13 +19,14 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <unordered_map>
 
 namespace ltc {
 namespace {
 
 // ---- kernels at the dispatcher's key for Python --------------------------------------------------------------------
 
-constexpr Py_ssize_t kMostWays = 16;
+constexpr size_t kMostHints = 1000;
 
 bool copies = true; // read and changed under the GIL
 
@@ -127,6 +128,8 @@ class Follower final : public c10::OperatorKernel {
   Originals& originals = *new Originals(); // read and changed under the GIL; leaked: kernels outlive the interpreter
   const bool writes_list, takes_masks, copies_in, copies_out;
   const c10::SafeKernelFunction python;
+  // A step -> which of the ways after it is compared first: a hint, also where the step is another one by now.
+  std::unordered_map<PyObject*, size_t>& first_ways = *new std::unordered_map<PyObject*, size_t>(); // leaked, too
 
   static void count_writes(c10::ArrayRef<IValue> tensors) {
     for (const IValue& item : tensors) {
@@ -189,7 +192,7 @@ class Follower final : public c10::OperatorKernel {
   bool is_step(PyObject* trace, c10::ArrayRef<IValue> args, std::optional<NextStep>& call) {
     bool is_next = call.emplace(op, trace, args).is_next() || (!PyErr_Occurred() && is_other(trace, args, call));
     if (!is_next && !PyErr_Occurred() && NextStep(op, trace, args).make_operands() && !PyErr_Occurred())
-      is_next = call.emplace(op, trace, args).is_next();
+      is_next = call.emplace(op, trace, args).is_next() || (!PyErr_Occurred() && is_other(trace, args, call));
     if (!is_next && !PyErr_Occurred() && copies && !op.is_factory && CopiedStep(op, trace, args).put(originals))
       is_next = call.emplace(op, trace, args).is_next();
     return is_next;
@@ -242,7 +245,8 @@ class Follower final : public c10::OperatorKernel {
 
   // Whether the call is that of another known step, where the script has gone on in several ways: those after a cut, or
   // the branches of an `if`. The trie stays as it is: to change it runs Python, and so signal handlers, which may record
-  // ops. Calls of any size (`dynamic`) are left to Python.
+  // ops. Calls of any size (`dynamic`) are left to Python. A loop takes its ways in the order in which it made them: the one
+  // after that of the last time is compared first.
   bool is_other(PyObject* trace, c10::ArrayRef<IValue> args, std::optional<NextStep>& call) const {
     const Object cursor(Py_NewRef(trace_of.cursor.of(trace)));
     PyObject* children = step_of.children.of(cursor.get());
@@ -256,11 +260,18 @@ class Follower final : public c10::OperatorKernel {
       if (step_of.dynamic.is_none(step) && !step_of.expected.is_none(step) &&
           reinterpret_cast<Expected*>(step_of.expected.of(step))->op == &op)
         ways.emplace_back(Py_NewRef(step));
-    for (const auto& way : ways) {
+    const auto hint = first_ways.find(cursor.get());
+    const size_t first = hint == first_ways.end() ? 0 : hint->second;
+    for (size_t i = 0; i < ways.size() && i < kMostCompared; ++i) {
       if (trace_of.cursor.of(trace) != cursor.get())
         return false;
-      if (call.emplace(op, trace, args).is_at(way.get()))
+      const size_t at = (first + i) % ways.size();
+      if (call.emplace(op, trace, args).is_at(ways[at].get())) {
+        if (first_ways.size() >= kMostHints)
+          first_ways.clear();
+        first_ways[cursor.get()] = at + 1;
         return true;
+      }
       if (PyErr_Occurred())
         return false;
     }

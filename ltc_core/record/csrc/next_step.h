@@ -4,6 +4,9 @@
 
 namespace ltc {
 
+inline constexpr Py_ssize_t kMostWays = 1024; // known steps after one, among which a call is looked for;
+inline constexpr size_t kMostCompared = 64; // it is compared with so many of its op
+
 // `is_next` changes nothing, and leaves an interrupt set. If `make` fails, it rewinds the trace.
 class NextStep : Operands {
  public:
@@ -278,7 +281,7 @@ class NextStep : Operands {
     PyObject* outs() const { return entry ? entry_of.outs.of(entry.get()) : node_of.outs.of(step_of.node.of(step.get())); }
   };
 
-  // Records the view steps of a part whose memory was written since, if all of them are the next steps.
+  // Records the view steps of a part whose memory was written since, if all of them are known steps.
   bool renew_view(PyObject* view) {
     PyObject *base = view_of.base.of(view), *whole = cell_of.value.of(base), *lens = view_of.lens.of(view);
     if (is_fresh(view) || !PyTuple_CheckExact(lens))
@@ -325,11 +328,35 @@ class NextStep : Operands {
     return true;
   }
 
-  // Which result of the step after `cursor` the step of a lens leads to; -1: it is not that step.
+  // Which result of a step after `cursor` the step of a lens leads to; -1: it is none of them.
   // `number`: of the operand, or -1 if it is an input that is first read there. `meta`: the operand's.
   Py_ssize_t is_next_view(PyObject* cursor, PyObject* view, PyObject* meta, Py_ssize_t number, Renewed& found) const {
-    PyObject *next = step_of.next.of(cursor), *key = step_of.next_key.of(cursor);
-    if (!key || !PyTuple_CheckExact(key) || !PyTuple_Check(view) || PyTuple_GET_SIZE(view) != 3)
+    if (!PyTuple_Check(view) || PyTuple_GET_SIZE(view) != 3)
+      return -1;
+    const Py_ssize_t which =
+        is_view(cursor, step_of.next.of(cursor), step_of.next_key.of(cursor), view, meta, number, found);
+    PyObject* children = step_of.children.of(cursor);
+    if (which >= 0 || !children || children == Py_None || PyDict_GET_SIZE(children) > kMostWays)
+      return which;
+    std::vector<std::pair<Object, Object>> ways; // a comparison may run Python, which changes the dict
+    PyObject *key, *step;
+    for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &step);)
+      if (node_of.op.of(step_of.node.of(step)) == PyTuple_GET_ITEM(view, 0))
+        ways.emplace_back(Object(Py_NewRef(step)), Object(Py_NewRef(key)));
+    for (size_t i = 0; i < ways.size() && i < kMostCompared; ++i) {
+      const Py_ssize_t found_there =
+          is_view(cursor, ways[i].first.get(), ways[i].second.get(), view, meta, number, found);
+      if (found_there >= 0)
+        return found_there;
+    }
+    return -1;
+  }
+
+  // The same for the step `next` with a key.
+  Py_ssize_t is_view(
+      PyObject* cursor, PyObject* next, PyObject* key, PyObject* view, PyObject* meta, Py_ssize_t number,
+      Renewed& found) const {
+    if (!key || !PyTuple_CheckExact(key))
       return -1;
     const bool is_open = !step_of.dynamic.is_none(next);
     if (is_open && step_of.dynamic.is_none(cursor))
@@ -340,6 +367,7 @@ class NextStep : Operands {
         PyTuple_GET_SIZE(key) != PyTuple_GET_SIZE(given) + 2)
       return -1;
     found.step = Object(Py_NewRef(next)); // a comparison may run Python
+    found.sizes.clear();
     PyObject* operand = PyTuple_GET_ITEM(key, 1);
     if (number < 0 ? operand != meta && !is_of_form(meta, operand)
                    : !PyLong_CheckExact(operand) || PyLong_AsSsize_t(operand) != number)

@@ -154,6 +154,27 @@ def test_a_number_that_changes_is_followed() -> None:
     assert found[2:] == [1] * 4
 
 
+ROWS: dict[str, Callable[[torch.Tensor], list[float]]] = {
+    "a loop over rows": lambda x: [row.sum().item() for row in x],
+    "an index": lambda x: [x[k].sum().item() for k in range(len(x))],
+    "in another order": lambda x: [x[k * 7 % len(x)].sum().item() for k in range(len(x))],
+    "parts that were made before": lambda x: [p.mul(2).sum().item() for p in x.chunk(10)],
+    "parts of parts": lambda x: [p.t()[1].sum().item() for p in x.split(4)],
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_many_ways_after_a_cut_are_followed(kind: str) -> None:
+    """Each read cuts, and the next op is another one: that of another part."""
+    on_cpu = torch.arange(120.0).view(30, 4)
+    x = on_cpu.to("ltc:0")
+    for _ in range(12):
+        assert ROWS[kind](x) == ROWS[kind](on_cpu)
+    with calls_of_python() as names:
+        ROWS[kind](x)
+    assert len(names) < 4  # an index that comes often may get a step of its own
+
+
 def test_ways_that_are_taken_in_turn_are_followed() -> None:
     """After a cut, and within a graph."""
 
