@@ -79,6 +79,18 @@ def test_results_are_eagers(name: str, tmp_path: Path) -> None:
     )
 
 
+class Dropped(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        everything = torch.native_dropout(x, 1.0, None)  # None: as in training
+        nothing = torch.native_dropout(x, 0.0, True)
+        return [*everything, *nothing, *torch.native_dropout(x, 0.5, False)]
+
+
+def test_dropout_without_draws() -> None:
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(export.stablehlo(Dropped(), (x,))(x), Dropped()(x))
+
+
 def test_a_model_on_the_device(tmp_path: Path) -> None:
     device = ltc.lazy_device()
     torch.manual_seed(0)

@@ -127,7 +127,14 @@ def _decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     }
     whole = WHOLE_RULES["native_batch_norm"]  # its last results are new running statistics
     norm = {aten.native_batch_norm.default: lambda *args: tuple(whole(*args)[:3])}
-    return {**LOWERING.nodes.decompositions, **fused, **norm}
+    dropout = {aten.native_dropout.default: _dropout}
+    return {**LOWERING.nodes.decompositions, **fused, **norm, **dropout}
+
+
+def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """PyTorch's decomposition, which takes None for False; its kernels take it for True."""
+    rule = LOWERING.nodes.decompositions[torch.ops.aten.native_dropout.default]
+    return rule(x, p, train is not False)  # type: ignore[no-any-return]
 
 
 def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
