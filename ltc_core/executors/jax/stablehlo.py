@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from ltc_core.executors.jax.arrays import as_array, as_tensor
 from ltc_core.executors.jax.composites import call_functions, outline
-from ltc_core.executors.jax.free_sizes import Sizes
+from ltc_core.executors.jax.free_sizes import FixedSizeError, Sizes, of_each
 from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
 from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
@@ -42,10 +42,6 @@ from ltc_core.program.subgraph import Subgraph
 __all__ = ["Compiled", "FixedSizeError", "Program", "portable", "programs", "text_of"]
 
 Tensor = torch.Tensor
-
-
-class FixedSizeError(ValueError):
-    """The trace needed the value of a size that was to be free."""
 
 
 def portable(
@@ -156,9 +152,20 @@ class _OnDevice(Backend):
 
 
 class Program:
-    """One program of a recorded graph. Its inputs are tensors; the numbers that ops were given are constants."""
+    """One program of a recorded graph. Its inputs are tensors; the numbers that ops were given are constants.
 
-    def __init__(self, subgraph: Subgraph, scalars: Sequence[Any]) -> None:
+    Args:
+        subgraph: its nodes.
+        scalars: the numbers that the ops of the graph were given.
+        free: number of a value of the graph -> the dims whose sizes are free.
+
+    Raises:
+        FixedSizeError: an op needs a free size.
+    """
+
+    def __init__(
+        self, subgraph: Subgraph, scalars: Sequence[Any], free: Mapping[int, Collection[int]]
+    ) -> None:
         run = function_of(subgraph, ())
         types = subgraph.scalar_types
         own = [(scalars[i], of) for i, of in zip(subgraph.scalars, types, strict=True)]
@@ -170,15 +177,24 @@ class Program:
         def graph(*inputs: Any) -> list[Any]:
             return run(*inputs, *vectors)
 
+        metas = list(subgraph.graph.inputs.values())
+        own_free = {k: free[i] for k, i in enumerate(subgraph.inputs) if i in free}
+        shapes = of_each([tuple(meta.size) for meta in metas], own_free)
+        self.has_free_sizes = bool(own_free)
         with wide_types(), kept_marks():
             self._given = [
-                jax.ShapeDtypeStruct(tuple(meta.size), dtype_of(meta.dtype))
-                for meta in subgraph.graph.inputs.values()
+                jax.ShapeDtypeStruct(shape, dtype_of(meta.dtype))
+                for shape, meta in zip(shapes, metas, strict=True)
             ]
             self._function = jax.jit(graph, keep_unused=True)
-            self._lowered = self._function.lower(*self._given)
+            if self.has_free_sizes:  # such programs are only exported
+                self._exported = _exported(self._function, self._given)
+            else:
+                self._lowered = self._function.lower(*self._given)
 
     def text(self) -> str:
+        if self.has_free_sizes:
+            return text_of(self.bytecode())
         text = str(self._lowered.as_text())
         if TARGET not in text:
             return text
@@ -192,6 +208,8 @@ class Program:
 
     def bytecode(self) -> bytes:
         """Portable bytecode."""
+        if self.has_free_sizes:
+            return _bytecode(self._exported)
         return _bytecode(_exported(self._function, self._given))
 
 
@@ -214,17 +232,23 @@ def _hlo_text(text: str) -> str:
     return re.sub(r"\bArg_(\d+)\.", r"p\1.", found)
 
 
-def programs(graph: Graph, scalars: Sequence[Any]) -> list[Program]:
+def programs(
+    graph: Graph, scalars: Sequence[Any], free: Mapping[int, Collection[int]]
+) -> list[Program]:
     """The programs of a graph, in the order in which they would run. Nothing is compiled.
 
     Args:
         scalars: the numbers that its ops were given.
+        free: number of an input of the graph -> the dims whose sizes are free.
+
+    Raises:
+        FixedSizeError: an op needs a free size.
     """
     backend = _OnDevice()
     while True:
         _, subgraphs = divide(graph, backend, scalars, frozenset())
         try:
-            return [Program(each, scalars) for each in subgraphs if each.compiled]
+            return [Program(each, scalars, free) for each in subgraphs if each.compiled]
         except Refused:  # its ops are known now, and run on the host
             continue
         except Misused as found:
