@@ -47,6 +47,13 @@ def test_hlo_has_the_types_of_operands() -> None:
     assert "-> (f32[])" in text and " parameter(0)" in text and "metadata" not in text
 
 
+def test_a_product_of_int8_adds_up_in_int32() -> None:
+    x = torch.arange(-60, 60, dtype=torch.int8).view(6, 20)
+    found = torch._int_mm(x.to(DEVICE), x.to(DEVICE).t())
+    assert " s32[6,6]{1,0} dot(s8[6,20]{1,0} %" in export.pending([found]).hlo()
+    assert torch.equal(found.cpu(), x.int() @ x.int().t())
+
+
 def test_a_training_step() -> None:
     x, w = ready(5, 3), ready(3, 2).requires_grad_()
     loss = F.cross_entropy(x @ w, torch.tensor([0, 1, 0, 1, 1]).to(DEVICE))
