@@ -27,6 +27,7 @@ from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
 from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
 from ltc_core.executors.jax.rules.composite import TARGET, kept_marks
+from ltc_core.executors.jax.splats import fold
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph
@@ -101,15 +102,15 @@ def _exported(function: Any, given: Sequence[Any]) -> export.Exported:
 
 
 def _bytecode(found: export.Exported) -> bytes:
-    """Portable bytecode, with composites in place of their marks."""
+    """Portable bytecode, with composites in place of their marks, and constants of whole shapes."""
     written = bytes(found.mlir_module_serialized)
-    if TARGET.encode() not in written:
-        return written
     context = ir.Context()
     stablehlo.register_dialect(context)
     with context:
         module = stablehlo.deserialize_portable_artifact(context, written)
-        outline(module)
+        if TARGET.encode() in written:
+            outline(module)
+        fold(module)
         version = stablehlo.get_current_version()
         return bytes(stablehlo.serialize_portable_artifact(module, version))
 
