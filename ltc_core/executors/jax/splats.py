@@ -1,7 +1,7 @@
 """Constants of one value: the broadcast of a scalar constant becomes a constant of the whole shape.
 
-In: a module of StableHLO, as JAX writes it. Out: the same module, changed; its text says of each operand that is a number
-what shape it has, as that of torch_xla. Used by `stablehlo`.
+In: a module of StableHLO, as JAX writes it. Out: the same module, changed; its text says what shape each operand
+that is a number has, as that of torch_xla. Used by `stablehlo`.
 """
 
 from __future__ import annotations

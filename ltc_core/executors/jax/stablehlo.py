@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from ltc_core.executors.jax.arrays import as_array, as_tensor
-from ltc_core.executors.jax.composites import call_functions, outline
+from ltc_core.executors.jax.composites import call_functions, locate, outline, text_with_names
 from ltc_core.executors.jax.free_sizes import FixedSizeError, Sizes, of_each
 from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
@@ -102,12 +102,13 @@ def _exported(function: Any, given: Sequence[Any]) -> export.Exported:
 
 
 def _bytecode(found: export.Exported) -> bytes:
-    """Portable bytecode, with composites in place of their marks, and constants of whole shapes."""
+    """Portable bytecode, with composites in place of their marks, names of ops, and constants of whole shapes."""
     written = bytes(found.mlir_module_serialized)
     context = ir.Context()
     stablehlo.register_dialect(context)
     with context:
         module = stablehlo.deserialize_portable_artifact(context, written)
+        locate(module)
         if TARGET.encode() in written:
             outline(module)
         fold(module)
@@ -200,8 +201,9 @@ class Program:
         if TARGET not in text:
             return text
         module = self._lowered.compiler_ir("stablehlo").operation.clone()
+        locate(module)
         outline(module)
-        return str(module)
+        return text_with_names(module)
 
     def hlo(self) -> str:
         """HLO, most often with the types of operands, instructions named after their opcodes, parameters p0, p1."""
@@ -261,7 +263,7 @@ def text_of(bytecode: bytes) -> str:
     context = ir.Context()
     stablehlo.register_dialect(context)
     with context:
-        return str(stablehlo.deserialize_portable_artifact(context, bytecode))
+        return text_with_names(stablehlo.deserialize_portable_artifact(context, bytecode))
 
 
 class Compiled:
