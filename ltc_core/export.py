@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from ltc_core.api import verbs
 from ltc_core.api.verbs import to_cpu
 from ltc_core.errors import DataFormatError, ExportError, UnsupportedOpError, first_line, listed
 from ltc_core.executors.jax import library as jax_library
+from ltc_core.tensor.handles import Cell
+from ltc_core.tensor.lazy_tensor import LazyTensor
 
 __all__ = ["PendingPrograms", "StableHLOProgram", "is_possible", "load", "pending", "stablehlo"]
 
@@ -290,7 +292,17 @@ class PendingPrograms:
         return "\n".join(program.text() for program in self._programs)
 
     def hlo(self) -> str:
-        """HLO as text, before XLA optimises it."""
+        """HLO as text, before XLA optimises it.
+
+        Raises:
+            ExportError: sizes are free.
+        """
+        if any(program.has_free_sizes for program in self._programs):
+            raise ExportError(
+                "HLO is written of programs whose sizes are known",
+                got="a program with free sizes",
+                next="ask for StableHLO, with text()",
+            )
         return "\n".join(program.hlo() for program in self._programs)
 
     def bytecode(self) -> bytes:
@@ -309,7 +321,9 @@ class PendingPrograms:
 
 
 def pending(
-    tensors: Sequence[Tensor] | None = None, device: verbs.DeviceLike = None
+    tensors: Sequence[Tensor] | None = None,
+    device: verbs.DeviceLike = None,
+    free_sizes: Mapping[Tensor, Collection[int]] | None = None,
 ) -> PendingPrograms:
     """The programs of what is recorded and has not run. Nothing is compiled or run.
 
@@ -318,13 +332,42 @@ def pending(
     Args:
         tensors: whose computation is shown. None: all that is recorded on the device and still held.
         device: by default the current one.
+        free_sizes: a tensor that has its value -> the dims whose sizes are free, each for itself. Elementwise ops
+            broadcast them as the program runs.
 
     Raises:
         DeviceError: JAX is not installed.
+        ExportError: an op that is not elementwise has an operand with a free size, known sizes do not fit, or a tensor
+            of `free_sizes` has no value of its own.
     Source: `torch_xla.core.xla_model.get_stablehlo`.
     """
     backend = _jax()
-    return PendingPrograms(backend.programs(*verbs.pending(tensors, device)))
+    graph, scalars = verbs.pending(tensors, device)
+    free = _free_dims(free_sizes or {})
+    try:
+        return PendingPrograms(backend.programs(graph, scalars, free))
+    except backend.FixedSizeError as error:
+        raise ExportError(
+            "the recorded ops need sizes that are to be free",
+            got=str(error),
+            next="leave these out of free_sizes; or export the model with ltc_core.export.stablehlo",
+        ) from error
+
+
+def _free_dims(free_sizes: Mapping[Tensor, Collection[int]]) -> dict[int, set[int]]:
+    """Number of a value of the pending graph -> its free dims. Tensors that it does not read are left out."""
+    found = {}
+    for t, dims in free_sizes.items():
+        handle = t._h if isinstance(t, LazyTensor) else None
+        if type(handle) is not Cell or handle.value.buffer is None:
+            raise ExportError(
+                "sizes are free of tensors that have their values",
+                got="a tensor that is pending, a view, or on another device",
+                next="choose the tensors that it is computed from; or call mark_step() first, or clone the view",
+            )
+        if handle.value.epoch == handle.trace.epoch:
+            found[handle.value.index] = {dim % t.dim() for dim in dims}
+    return found
 
 
 def load(directory: str | os.PathLike[str]) -> StableHLOProgram:

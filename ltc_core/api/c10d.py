@@ -362,12 +362,20 @@ def _serve_cpu(group: Any) -> None:
         return
     if device not in group._device_types:
         raise errors.CollectiveError(
-            f"the process group {group.group_name} has no backend for tensors of {device.type}",
-            got=f"backends for {errors.listed(sorted(d.type for d in group._device_types))}",
+            f"the process group {_name_of(group)}has no backend for tensors of {device.type}",
+            got=f"backends for {errors.listed(sorted(d.type for d in group._device_types)) or 'no device'}",
             where=source.user_line(),
             next=f"init_process_group('cpu:gloo,{device.type}:gloo'), or without a backend",
         )
     group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, group._get_backend(device))
+
+
+def _name_of(group: Any) -> str:
+    """The name and a space; '' for a group that `new_group` and `init_process_group` have not made."""
+    try:
+        return f"{group.group_name} "
+    except RuntimeError:  # it has none
+        return ""
 
 
 def _bring_back(there: Any, here: Any) -> None:

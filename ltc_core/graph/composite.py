@@ -1,8 +1,8 @@
-"""The op that marks where a composite of StableHLO begins and ends.
+"""The ops that mark where a composite of StableHLO begins and ends, and that name the op which made a tensor.
 
-The op `MARK` computes nothing: its result is a copy of its operand. Where a program is shown or exported,
-`executors.jax.composites` makes one `stablehlo.composite` of what lies between the marks of an id. On any executor that
-runs it, it is the identity.
+They compute nothing: the result is a copy of the operand. Where a program is shown or exported,
+`executors.jax.composites` makes one `stablehlo.composite` of what lies between the marks of an id, and gives the op
+before a `NAME` the name as its location. On any executor that runs them, they are the identity.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MARK", "Boundary"]
+__all__ = ["MARK", "NAME", "Boundary"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,12 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 _library: Any = torch.library.Library("ltc_composite", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("mark(Tensor value, str boundary) -> Tensor")
-_library.impl("mark", lambda value, boundary: torch.empty_like(value), "Meta")
-for _key in ("CPU", "CUDA"):
-    _library.impl("mark", lambda value, boundary: value.clone(), _key)
-torch.library.register_autograd("ltc_composite::mark", _backward, lib=_library)
+for _name, _text in (("mark", "boundary"), ("op_name", "name")):
+    _library.define(f"{_name}(Tensor value, str {_text}) -> Tensor")
+    _library.impl(_name, lambda value, text: torch.empty_like(value), "Meta")
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, lambda value, text: value.clone(), _key)
+    torch.library.register_autograd(f"ltc_composite::{_name}", _backward, lib=_library)
 
 MARK: torch._ops.OpOverload = torch.ops.ltc_composite.mark.default
+NAME: torch._ops.OpOverload = torch.ops.ltc_composite.op_name.default

@@ -90,3 +90,17 @@ for wrong in ([4, 5, 6], [1, 5], [4, 7, 10], [1, 5, 10], [0, 1, 2, 3, 4], [7, 8,
         mesh(wrong, spmd=True)
 """
     run(tmp_path, code)
+
+
+def test_a_group_that_nobody_has_joined(tmp_path: Path) -> None:
+    code = """
+from datetime import timedelta
+import pytest, torch, torch_xla
+from torch_xla.distributed.xla_backend import ProcessGroupXla
+
+group = ProcessGroupXla(None, 3, 8, timedelta(minutes=1))
+t = torch.ones(2, device=torch_xla.device())
+with pytest.raises(RuntimeError, match="(?s)process group has no backend.*got: backends for no device.*Next: init_"):
+    group.allreduce([t])
+"""
+    run(tmp_path, code)

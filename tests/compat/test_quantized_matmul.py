@@ -32,8 +32,17 @@ for weight, s, z, how, wanted, tolerance in cases:
     ours = layer.to(device)(x.to(device))
     assert ours.device == device and layer.weight.dtype is torch.int8
     torch.testing.assert_close(ours.cpu(), on_cpu)
-assert torch.ops.quantized_decomposed.quantize_per_channel
 matmul = torch.ops.xla.quantized_matmul
+whole = matmul(x, w, scale, zero, quantize_activation=True)
+for shape in ((3, 1, 6), (1, 3, 6)):
+    given = x.reshape(shape)
+    for t in (given, given.to(device)):
+        there = (o.to(t.device) for o in (w, scale, zero))
+        found = matmul(t, *there, quantize_activation=True)
+        torch.testing.assert_close(found.cpu(), whole.reshape(*shape[:-1], 4))
+row = matmul(x[0], w, scale, zero, quantize_activation=True)
+torch.testing.assert_close(row, whole[0])
+assert torch.ops.quantized_decomposed.quantize_per_channel
 for call, text in (
     (lambda: matmul(x, w.float(), scale), "dtype is expected to be torch.int8"),
     (lambda: matmul(x, w[:, :5], scale), r"Weight shape is expected to be \\[4, 6\\], got \\[4, 5\\]"),

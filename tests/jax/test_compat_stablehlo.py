@@ -42,6 +42,39 @@ for count in (1, 3):
     images = torch.randn(count, 3, 8, 8)
     torch.testing.assert_close(program(images), image(images), rtol=1e-5, atol=1e-5)
 
+import torch_xla.core.xla_model as xm
+from torch_xla import _XLAC
+left, right = torch.randn(10, 5, device=xm.xla_device()), torch.randn(1, 5, device=xm.xla_device())
+xm.mark_step()
+_XLAC._xla_mark_dynamic(left, 0)
+_XLAC._xla_mark_dynamic(left, 1)
+_XLAC._xla_mark_dynamic(right, 1)
+product = left * right
+text = xm.get_stablehlo([product])
+assert "dims = [0, 1] : (tensor<1x?xf32>, tensor<2xi32>) -> tensor<?x?xf32>" in text, text
+assert xm.get_stablehlo_bytecode([product]).startswith(b"ML")
+with pytest.raises(ValueError, match=r"(?s)the size cannot be dynamic.*got: dim 0 of LazyTensor"):
+    _XLAC._xla_mark_dynamic(product, 0)
+right.fill_(1)  # a mark ends with the value
+assert "tensor<1x?xf32>" not in xm.get_stablehlo([left * right])
+assert product.shape == (10, 5)
+
+import torch_xla.experimental.xla_mlir_debuginfo
+
+class Named(torch.nn.Module):
+    def forward(self, x, y):
+        x = torch.ops.xla.write_mlir_debuginfo(x + y, "MY_ADD")
+        return torch.ops.xla.write_mlir_debuginfo(torch.ops.xla.write_mlir_debuginfo(y, "INPUT") - x, "MY_SUB")
+
+given = torch.randn(4), torch.randn(4)
+named = exported_program_to_stablehlo(torch.export.export(Named(), given))
+there = [t.to(xm.xla_device()) for t in given]
+result = Named()(*there)
+for text in (named.get_stablehlo_text(), xm.get_stablehlo([result])):
+    assert ' : tensor<4xf32> loc("MY_ADD")' in text and text.count("MY_SUB") == 1 and "custom_call" not in text
+assert torch.equal(named(*given), Named()(*given)) and torch.equal(result.cpu(), Named()(*given))
+assert b"lowering.py" not in named.get_stablehlo_bytecode() and "loc(" not in program.get_stablehlo_text()
+
 options = StableHLOExportOptions(export_weights=False, inline_all_constant=False)
 light = exported_program_to_stablehlo(exported, options)
 assert light._bundle.state_dict == {} and len(program._bundle.state_dict) == 4

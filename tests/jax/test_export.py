@@ -79,6 +79,32 @@ def test_results_are_eagers(name: str, tmp_path: Path) -> None:
     )
 
 
+class Dropped(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        everything = torch.native_dropout(x, 1.0, None)  # None: as in training
+        nothing = torch.native_dropout(x, 0.0, True)
+        return [*everything, *nothing, *torch.native_dropout(x, 0.5, False)]
+
+
+def test_dropout_without_draws() -> None:
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(export.stablehlo(Dropped(), (x,))(x), Dropped()(x))
+
+
+class Shifted(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (1.5 - x).bfloat16() * 3, (x > 0) & torch.ones((), dtype=torch.bool)
+
+
+def test_numbers_are_constants_of_the_shape_of_the_other_operand() -> None:
+    x = torch.randn(2, 3)
+    program = export.stablehlo(Shifted(), (x,))
+    assert "constant dense<1.500000e+00> : tensor<2x3xf32>" in program.text()
+    assert "constant dense<3.000000e+00> : tensor<2x3xbf16>" in program.text()
+    assert "broadcast_in_dim" not in program.text()
+    torch.testing.assert_close(program(x), Shifted()(x))
+
+
 def test_a_model_on_the_device(tmp_path: Path) -> None:
     device = ltc.lazy_device()
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ltc_core as ltc
 from ltc_core import export, metrics
-from ltc_core.errors import UnsupportedOpError
+from ltc_core.errors import ExportError, UnsupportedOpError
 from ltc_core.executors.jax.stablehlo import Compiled
 
 DEVICE = ltc.lazy_device()
@@ -45,6 +45,13 @@ def test_hlo_has_the_types_of_operands() -> None:
         dot in text and "%exponential.1 = f32[4,2]{1,0} exponential(f32[4,2]{1,0} %convert" in text
     )
     assert "-> (f32[])" in text and " parameter(0)" in text and "metadata" not in text
+
+
+def test_a_product_of_int8_adds_up_in_int32() -> None:
+    x = torch.arange(-60, 60, dtype=torch.int8).view(6, 20)
+    found = torch._int_mm(x.to(DEVICE), x.to(DEVICE).t())
+    assert " s32[6,6]{1,0} dot(s8[6,20]{1,0} %" in export.pending([found]).hlo()
+    assert torch.equal(found.cpu(), x.int() @ x.int().t())
 
 
 def test_a_training_step() -> None:
@@ -97,3 +104,42 @@ def test_a_dynamic_graph_is_shown_as_it_was_recorded() -> None:
         programs = export.pending([y])
         assert f"tensor<{n}x2xf32>" in programs.text()
         torch.testing.assert_close(computed(programs, [x])[0], y.cpu())
+
+
+def test_free_sizes_are_broadcast_as_the_program_runs() -> None:
+    x, y, z, other = ready(5, 4), ready(5, 1), ready(4), ready(3)
+    result = (x * y + 2 * z).relu().to(torch.float64)
+    free = {x: [0, 1], y: [0], z: [-1], other: [0]}
+    programs = export.pending([result], free_sizes=free)
+    head = programs.text().partition("->")[0]
+    assert "tensor<?x?xf32>" in head and "tensor<?x1xf32>" in head and "tensor<?xf32>" in head
+    compiled = Compiled(programs.bytecode(), [], True)
+    for shapes in ([(5, 4), (5, 1), (4,)], [(3, 6), (1, 1), (6,)], [(1, 1), (7, 1), (2,)]):
+        given = [torch.randn(shape) for shape in shapes]
+        wanted = (given[0] * given[1] + 2 * given[2]).relu().double()
+        torch.testing.assert_close(compiled(given), [wanted])
+    with pytest.raises(ExportError, match=r"HLO is written of programs whose sizes are known"):
+        programs.hlo()
+    torch.testing.assert_close(result.cpu(), (x.cpu() * y.cpu() + 2 * z.cpu()).relu().double())
+
+
+def test_a_free_size_that_is_broadcast_to_a_known_one() -> None:
+    x, y = ready(3), ready(3)
+    text = export.pending([x - y], free_sizes={x: [0]}).text()
+    assert "(tensor<?xf32>, tensor<1xi32>) -> tensor<3xf32>" in text
+
+
+def test_sizes_that_cannot_be_free() -> None:
+    x, w = ready(4, 3), ready(3, 2)
+    with pytest.raises(
+        ExportError, match=r"need sizes that are to be free\n +got: aten\.\w+.* is not elementwise"
+    ):
+        export.pending([x @ w], free_sizes={x: [0]})
+    assert (
+        "dot_general" in export.pending([x @ w]).text()
+    )  # and it is not noted as an op of the host
+    view = ready(2, 2)[0]
+    pending = x * 2
+    for wrong in (pending, view, torch.ones(2)):
+        with pytest.raises(ExportError, match="sizes are free of tensors that have their values"):
+            export.pending([pending], free_sizes={wrong: [0]})

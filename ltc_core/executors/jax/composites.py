@@ -1,22 +1,24 @@
 """Composites of StableHLO: what lies between marks becomes a function, which one `stablehlo.composite` calls.
 
+The op before a name has it as its location; other ops have none, since their own would be lines of these packages.
+
 In: a module with a custom call for each mark, which tracing within `kept_marks` leaves. Out: the same module, changed.
 Used by `stablehlo`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
 from ltc_core.errors import ExportError
-from ltc_core.executors.jax.rules.composite import BOUNDARY
+from ltc_core.executors.jax.rules.composite import BOUNDARY, OP_NAME
 from ltc_core.graph.composite import Boundary
 
-__all__ = ["call_functions", "outline"]
+__all__ = ["call_functions", "locate", "outline", "text_with_names"]
 
 
 def outline(module: Any) -> None:
@@ -36,6 +38,34 @@ def outline(module: Any) -> None:
                     made = _outline(table, module, marks)
                     if made is not None:
                         left.append(made)
+
+
+def locate(module: Any) -> None:
+    """Make each name the location of the op that made its operand, and remove all other locations."""
+    with module.context, ir.Location.unknown() as nowhere:
+        ops = list(_nested(module.operation))
+        for op in ops:
+            op.location = nowhere
+        for op in ops:
+            if op.name == "stablehlo.custom_call" and OP_NAME in op.attributes:
+                made_by = op.operands[0].owner
+                if not isinstance(made_by, ir.Block):
+                    made_by.location = ir.Location.name(ir.StringAttr(op.attributes[OP_NAME]).value)
+                _drop(op)
+
+
+def text_with_names(module: Any) -> str:
+    """The module as text, with locations if it has names."""
+    has_names = any(isinstance(op.location, ir.NameLoc) for op in _nested(module.operation))
+    return str(module.operation.get_asm(enable_debug_info=has_names, use_local_scope=has_names))
+
+
+def _nested(op: Any) -> Iterator[Any]:
+    yield op
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in _operations(block):
+                yield from _nested(inner)
 
 
 def call_functions(module: Any) -> None:

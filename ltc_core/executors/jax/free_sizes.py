@@ -1,12 +1,13 @@
 """Sizes that a program leaves free: PyTorch's symbols of a trace, and JAX's of the program that is exported.
 
-`Sizes` makes the symbols of both and translates PyTorch's into JAX's. Used by `stablehlo` and `lowering`.
+`Sizes` makes the symbols of both and translates PyTorch's into JAX's; `of_each` makes JAX's alone. Used by `stablehlo`
+and `lowering`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -19,9 +20,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-__all__ = ["Result", "Sizes"]
+__all__ = ["FixedSizeError", "Result", "Sizes", "of_each"]
 
 Size = int | str
+
+
+class FixedSizeError(ValueError):
+    """The program needs the value of a size that was to be free."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +99,18 @@ class Sizes:
                 names = {symbol: sympy.Symbol(name) for symbol, name in self._names.items()}
                 found.append(str(guard.expr.xreplace(names)))
         return list(dict.fromkeys(found))
+
+
+def of_each(
+    shapes: Sequence[Sequence[int]], free: Mapping[int, Collection[int]]
+) -> list[tuple[Any, ...]]:
+    """Shapes in JAX's sizes; of each position in `free`, the sizes of these dims are free, each for itself."""
+    scope = export.SymbolicScope()
+
+    def size(k: int, dim: int) -> Any:
+        return export.symbolic_shape(f"size{dim}_of_input{k}", scope=scope)[0]
+
+    return [
+        tuple(size(k, dim) if dim in free.get(k, ()) else n for dim, n in enumerate(shape))
+        for k, shape in enumerate(shapes)
+    ]

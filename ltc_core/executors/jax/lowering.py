@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from jax import lax
@@ -22,7 +23,8 @@ import ltc_core.executors.jax.rules  # noqa: F401 - fills RULES
 from ltc_core.executors.inductor import tier_report
 from ltc_core.executors.jax import collectives, manual
 from ltc_core.executors.jax.collectives import Collectives
-from ltc_core.executors.jax.free_sizes import Result, Sizes
+from ltc_core.executors.jax.free_operands import broadcast, has_free_size, is_elementwise
+from ltc_core.executors.jax.free_sizes import FixedSizeError, Result, Sizes
 from ltc_core.executors.jax.table import NOT_ON_HOST, RULES, Array, Call, dtype_of, to_dtype
 from ltc_core.executors.noted_calls import NotedCalls
 from ltc_core.graph import collective
@@ -90,6 +92,7 @@ def function_of(
     Raises:
         Refused: by the function; nodes without a rule. `LOWERING` has noted all of them.
         Misused: a manual tensor cannot be used so; by the function, if an op on it has no rule.
+        FixedSizeError: by the function; inputs have free sizes, and an op needs the value of one.
     """
     graph = subgraph.graph
     own = manual_values(graph, manual_inputs)
@@ -100,6 +103,7 @@ def function_of(
         count = len(graph.inputs)
         values: dict[int, Any] = dict(zip(graph.inputs, inputs[:count], strict=True))
         numbers = _unpack(subgraph.scalar_types, inputs[count:])
+        has_free_sizes = any(map(has_free_size, inputs))
         refused: list[Refused] = []
         flags = []
         for at, node in enumerate(graph.nodes):
@@ -114,10 +118,14 @@ def function_of(
                     results = [manual.call(node, values[of], is_whole=of not in own)]
                 else:
                     results = _call(subgraph, node, metas, values, numbers, own)
+            except FixedSizeError:
+                raise
             except Exception as error:  # whatever a rule or a trace raises: the op runs on the host
                 if node.op in NOT_ON_HOST:
                     raise RuntimeError(f"{node.op} has no rule for this call") from error
                 why = _in_words(error)
+                if has_free_sizes:
+                    raise FixedSizeError(f"{node.op}: {why}") from error
                 if node.first in own:
                     raise manual.no_rule(node, why) from error
                 LOWERING.refuse(node, metas, why)
@@ -301,6 +309,8 @@ def _result(
     wanted = node.meta["val"]
     if sizes is not None:
         wanted = pytree.tree_map_only(torch.Tensor, sizes.result, wanted)
+    elif any(map(has_free_size, pytree.tree_leaves((args, kwargs)))):
+        args, kwargs, wanted = _in_shape_of_result(op, args, kwargs, wanted)
     call = Call(op, wanted, node.args)
     found = rule(call, *args, **kwargs)
     if isinstance(wanted, torch.Tensor | Result):
@@ -309,6 +319,26 @@ def _result(
         None if w is None or f is None else _checked(f, w)
         for f, w in zip(found, wanted, strict=True)
     ]
+
+
+def _in_shape_of_result(
+    op: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any], wanted: Any
+) -> tuple[list[Any], dict[str, Any], Any]:
+    """The arguments of an op of a recorded graph, which has one shape, where operands have free sizes; and its result.
+
+    Raises:
+        FixedSizeError: the op is not elementwise.
+    """
+    if not (is_elementwise(op) and isinstance(wanted, torch.Tensor)):
+        raise FixedSizeError(f"{op} is not elementwise")
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    own = [leaves[k] for k in at]
+    whole = broadcast(own) if len(own) > 1 else own
+    for k, x in zip(at, whole, strict=True):
+        leaves[k] = x
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs, Result(tuple(whole[0].shape), wanted.dtype)
 
 
 def _checked(found: Any, wanted: torch.Tensor | Result) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from ltc_core.executors.jax.arrays import as_array, as_tensor
-from ltc_core.executors.jax.composites import call_functions, outline
-from ltc_core.executors.jax.free_sizes import Sizes
+from ltc_core.executors.jax.composites import call_functions, locate, outline, text_with_names
+from ltc_core.executors.jax.free_sizes import FixedSizeError, Sizes, of_each
 from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
 from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
 from ltc_core.executors.jax.rules.composite import TARGET, kept_marks
+from ltc_core.executors.jax.splats import fold
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph import collective
 from ltc_core.graph.ir import Graph
@@ -42,10 +43,6 @@ from ltc_core.program.subgraph import Subgraph
 __all__ = ["Compiled", "FixedSizeError", "Program", "portable", "programs", "text_of"]
 
 Tensor = torch.Tensor
-
-
-class FixedSizeError(ValueError):
-    """The trace needed the value of a size that was to be free."""
 
 
 def portable(
@@ -105,15 +102,16 @@ def _exported(function: Any, given: Sequence[Any]) -> export.Exported:
 
 
 def _bytecode(found: export.Exported) -> bytes:
-    """Portable bytecode, with composites in place of their marks."""
+    """Portable bytecode, with composites in place of their marks, names of ops, and constants of whole shapes."""
     written = bytes(found.mlir_module_serialized)
-    if TARGET.encode() not in written:
-        return written
     context = ir.Context()
     stablehlo.register_dialect(context)
     with context:
         module = stablehlo.deserialize_portable_artifact(context, written)
-        outline(module)
+        locate(module)
+        if TARGET.encode() in written:
+            outline(module)
+        fold(module)
         version = stablehlo.get_current_version()
         return bytes(stablehlo.serialize_portable_artifact(module, version))
 
@@ -127,7 +125,14 @@ def _decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     }
     whole = WHOLE_RULES["native_batch_norm"]  # its last results are new running statistics
     norm = {aten.native_batch_norm.default: lambda *args: tuple(whole(*args)[:3])}
-    return {**LOWERING.nodes.decompositions, **fused, **norm}
+    dropout = {aten.native_dropout.default: _dropout}
+    return {**LOWERING.nodes.decompositions, **fused, **norm, **dropout}
+
+
+def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """PyTorch's decomposition, which takes None for False; its kernels take it for True."""
+    rule = LOWERING.nodes.decompositions[torch.ops.aten.native_dropout.default]
+    return rule(x, p, train is not False)  # type: ignore[no-any-return]
 
 
 def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,9 +154,20 @@ class _OnDevice(Backend):
 
 
 class Program:
-    """One program of a recorded graph. Its inputs are tensors; the numbers that ops were given are constants."""
+    """One program of a recorded graph. Its inputs are tensors; the numbers that ops were given are constants.
 
-    def __init__(self, subgraph: Subgraph, scalars: Sequence[Any]) -> None:
+    Args:
+        subgraph: its nodes.
+        scalars: the numbers that the ops of the graph were given.
+        free: number of a value of the graph -> the dims whose sizes are free.
+
+    Raises:
+        FixedSizeError: an op needs a free size.
+    """
+
+    def __init__(
+        self, subgraph: Subgraph, scalars: Sequence[Any], free: Mapping[int, Collection[int]]
+    ) -> None:
         run = function_of(subgraph, ())
         types = subgraph.scalar_types
         own = [(scalars[i], of) for i, of in zip(subgraph.scalars, types, strict=True)]
@@ -163,21 +179,31 @@ class Program:
         def graph(*inputs: Any) -> list[Any]:
             return run(*inputs, *vectors)
 
+        metas = list(subgraph.graph.inputs.values())
+        own_free = {k: free[i] for k, i in enumerate(subgraph.inputs) if i in free}
+        shapes = of_each([tuple(meta.size) for meta in metas], own_free)
+        self.has_free_sizes = bool(own_free)
         with wide_types(), kept_marks():
             self._given = [
-                jax.ShapeDtypeStruct(tuple(meta.size), dtype_of(meta.dtype))
-                for meta in subgraph.graph.inputs.values()
+                jax.ShapeDtypeStruct(shape, dtype_of(meta.dtype))
+                for shape, meta in zip(shapes, metas, strict=True)
             ]
             self._function = jax.jit(graph, keep_unused=True)
-            self._lowered = self._function.lower(*self._given)
+            if self.has_free_sizes:  # such programs are only exported
+                self._exported = _exported(self._function, self._given)
+            else:
+                self._lowered = self._function.lower(*self._given)
 
     def text(self) -> str:
+        if self.has_free_sizes:
+            return text_of(self.bytecode())
         text = str(self._lowered.as_text())
         if TARGET not in text:
             return text
         module = self._lowered.compiler_ir("stablehlo").operation.clone()
+        locate(module)
         outline(module)
-        return str(module)
+        return text_with_names(module)
 
     def hlo(self) -> str:
         """HLO, most often with the types of operands, instructions named after their opcodes, parameters p0, p1."""
@@ -185,6 +211,8 @@ class Program:
 
     def bytecode(self) -> bytes:
         """Portable bytecode."""
+        if self.has_free_sizes:
+            return _bytecode(self._exported)
         return _bytecode(_exported(self._function, self._given))
 
 
@@ -207,17 +235,23 @@ def _hlo_text(text: str) -> str:
     return re.sub(r"\bArg_(\d+)\.", r"p\1.", found)
 
 
-def programs(graph: Graph, scalars: Sequence[Any]) -> list[Program]:
+def programs(
+    graph: Graph, scalars: Sequence[Any], free: Mapping[int, Collection[int]]
+) -> list[Program]:
     """The programs of a graph, in the order in which they would run. Nothing is compiled.
 
     Args:
         scalars: the numbers that its ops were given.
+        free: number of an input of the graph -> the dims whose sizes are free.
+
+    Raises:
+        FixedSizeError: an op needs a free size.
     """
     backend = _OnDevice()
     while True:
         _, subgraphs = divide(graph, backend, scalars, frozenset())
         try:
-            return [Program(each, scalars) for each in subgraphs if each.compiled]
+            return [Program(each, scalars, free) for each in subgraphs if each.compiled]
         except Refused:  # its ops are known now, and run on the host
             continue
         except Misused as found:
@@ -229,7 +263,7 @@ def text_of(bytecode: bytes) -> str:
     context = ir.Context()
     stablehlo.register_dialect(context)
     with context:
-        return str(stablehlo.deserialize_portable_artifact(context, bytecode))
+        return text_with_names(stablehlo.deserialize_portable_artifact(context, bytecode))
 
 
 class Compiled:

@@ -21,7 +21,7 @@ from ltc_core.runtime.devices import context_of, contexts
 from ltc_core.tensor.handles import Cell, Handle, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.checkpoint.stopping import Stopping
-from ltc_dist.compat import buffer_donors
+from ltc_dist.compat import buffer_donors, dynamic_sizes
 from ltc_dist.compat.op_shardings import (
     OpSharding,
     global_tensor_from_cpu_shards,
@@ -92,6 +92,7 @@ __all__ = [
     "_xla_get_tensor_dimension_size",
     "_xla_get_tensor_id",
     "_xla_increment_counter",
+    "_xla_mark_dynamic",
     "_xla_memory_info",
     "_xla_metric_data",
     "_xla_metric_names",
@@ -125,6 +126,7 @@ _xla_metric_data = metrics.metric_data
 _xla_metric_names = metrics.metric_names
 _xla_memory_info = ltc.get_memory_info
 _xla_wait_device_ops = ltc.wait_device_ops
+_xla_mark_dynamic = dynamic_sizes.mark
 _get_xla_sharding_spec = sharding_text
 _global_tensor_from_cpu_shards = global_tensor_from_cpu_shards
 _spmd_full_to_shard_shape = to_shard_shape

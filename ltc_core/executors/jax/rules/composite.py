@@ -1,9 +1,9 @@
-"""Marks of composites: custom calls in programs that are shown or exported, elsewhere nothing."""
+"""Marks of composites, and names of ops: custom calls in programs that are shown or exported, elsewhere nothing."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,13 +12,14 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 from ltc_core.executors.jax.table import RULES, Array, Call
-from ltc_core.graph.composite import MARK
+from ltc_core.graph.composite import MARK, NAME
 
-__all__ = ["BOUNDARY", "TARGET", "kept_marks"]
+__all__ = ["BOUNDARY", "OP_NAME", "TARGET", "kept_marks"]
 
-# Target of the custom calls, and their attribute with the text of a `Boundary`.
+# Target of the custom calls, and their attribute: the text of a `Boundary`, or a name.
 TARGET = "ltc.mark"
 BOUNDARY = "ltc.boundary"
+OP_NAME = "ltc.name"
 
 _are_kept: ContextVar[bool] = ContextVar("are_kept", default=False)
 _mark_p = Primitive("ltc_mark")
@@ -34,18 +35,22 @@ def kept_marks() -> Iterator[None]:
         _are_kept.reset(token)
 
 
-def mark(c: Call, x: Array, boundary: str) -> Array:
-    return _mark_p.bind(x, boundary=boundary) if _are_kept.get() else x
+def _rule(attribute: str) -> Callable[..., Array]:
+    def mark(c: Call, x: Array, text: str) -> Array:
+        return _mark_p.bind(x, attribute=attribute, text=text) if _are_kept.get() else x
+
+    return mark
 
 
-RULES[MARK] = mark
-_mark_p.def_abstract_eval(lambda x, boundary: x)
+RULES[MARK] = _rule(BOUNDARY)
+RULES[NAME] = _rule(OP_NAME)
+_mark_p.def_abstract_eval(lambda x, attribute, text: x)
 
 
-def _lower(ctx: Any, x: Any, *, boundary: str) -> Any:
+def _lower(ctx: Any, x: Any, *, attribute: str, text: str) -> Any:
     attributes = {
         "call_target_name": ir.StringAttr.get(TARGET),
-        BOUNDARY: ir.StringAttr.get(boundary),
+        attribute: ir.StringAttr.get(text),
     }
     return ir.Operation.create("stablehlo.custom_call", [x.type], [x], attributes).results
 

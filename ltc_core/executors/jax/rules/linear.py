@@ -40,6 +40,12 @@ def addbmm(c: Call, bias: Array, x: Array, y: Array, *, beta: Any = 1, alpha: An
     return _added(bias, jnp.sum(_wide_product(c, x, y), 0), beta, alpha)
 
 
+@lowers("_int_mm")
+def int_mm(c: Call, x: Array, y: Array) -> Array:
+    """Of int8, with sums in int32."""
+    return jnp.matmul(x, y, preferred_element_type=np.int32)
+
+
 @lowers("linalg_cross")
 def cross(c: Call, x: Array, y: Array, *, dim: int = -1) -> Array:
     """Each product is rounded, as in eager; PyTorch's decomposition has other bits in float16 and bfloat16."""

@@ -53,7 +53,7 @@ from ltc_dist.collectives.ops import (
     REDUCE_SUM,
 )
 from ltc_dist.collectives.process_group import Groups
-from ltc_dist.compat import buffer_donors, scopes
+from ltc_dist.compat import buffer_donors, dynamic_sizes, scopes
 from ltc_dist.compat.absent import Absent
 from ltc_dist.compat.torch_xla.runtime import is_spmd, xla_device
 from ltc_dist.compat.torch_xla.utils.utils import for_each_instance, for_each_instance_rewrite
@@ -145,13 +145,16 @@ def mark_step(wait: bool = False, reset_scope: bool = True, *, device: DeviceLik
 
 
 def get_stablehlo(tensors: Sequence[torch.Tensor] | None = None) -> str:
-    """StableHLO of the pending tensors, of all of the device if none are given; see `ltc_core.export.pending`."""
-    return export.pending(tensors).text()
+    """StableHLO of the pending tensors, of all of the device if none are given; see `ltc_core.export.pending`.
+
+    Sizes that `torch_xla._XLAC._xla_mark_dynamic` has marked are free.
+    """
+    return export.pending(tensors, free_sizes=dynamic_sizes.marked()).text()
 
 
 def get_stablehlo_bytecode(tensors: Sequence[torch.Tensor] | None = None) -> bytes:
     """StableHLO of the pending tensors as portable bytecode; see `get_stablehlo`."""
-    return export.pending(tensors).bytecode()
+    return export.pending(tensors, free_sizes=dynamic_sizes.marked()).bytecode()
 
 
 # -- devices -------------------------------------------------------------------------------------

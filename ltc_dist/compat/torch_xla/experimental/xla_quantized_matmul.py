@@ -61,8 +61,9 @@ def quantized_matmul(
         out = F.linear(x, w.to(x.dtype)) * scaler
         return out if zero_point is None else out - x.sum(-1, keepdim=True) * zero_point
     scale = x.abs().amax(-1, keepdim=True) / _INT8_MAX
-    rounded = (x / scale).round().to(torch.int8).to(torch.int32)
-    out = F.linear(rounded, w.to(torch.int32)) * scaler
+    rounded = (x / scale).round().to(torch.int8)
+    out = torch._int_mm(rounded.reshape(-1, x.shape[-1]), w.t())
+    out = out.reshape(*x.shape[:-1], num_out) * scaler
     if zero_point is not None:
         out = out - rounded.sum(-1, keepdim=True) * zero_point
     return out * scale
