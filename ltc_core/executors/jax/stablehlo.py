@@ -149,9 +149,14 @@ class _OnDevice(Backend):
 
 
 class Program:
-    """One program of a recorded graph. Its inputs are tensors; the numbers that ops were given are constants."""
+    """One program of a recorded graph. Its inputs are tensors; the numbers that ops were given are constants.
+
+    Attributes:
+        inputs: the values of the graph that are its inputs, in order.
+    """
 
     def __init__(self, subgraph: Subgraph, scalars: Sequence[Any]) -> None:
+        self.inputs = subgraph.inputs
         run = function_of(subgraph, ())
         types = subgraph.scalar_types
         own = [(scalars[i], of) for i, of in zip(subgraph.scalars, types, strict=True)]
@@ -187,6 +192,13 @@ class Program:
         """Portable bytecode."""
         return _bytecode(_exported(self._function, self._given))
 
+    def hlo_bytes(self, name: str) -> bytes:
+        """HLO of this name, as the bytes of its protocol buffer; its results are one tuple."""
+        module = self._lowered.compiler_ir("stablehlo").operation.clone()
+        with module.context:
+            module.attributes["sym_name"] = ir.StringAttr.get(name)
+        return bytes(_computation(str(module)).as_serialized_hlo_module_proto())
+
 
 def _hlo_text(text: str) -> str:
     """HLO of a module of StableHLO without locations, which would name the instructions; its results are one tuple.
@@ -197,14 +209,18 @@ def _hlo_text(text: str) -> str:
         from jaxlib import _hlo
     except ImportError:
         return ""
-    made = xla_client._xla.mlir.mlir_module_to_xla_computation(
-        text, use_tuple_args=False, return_tuple=True
-    )
     options = _hlo.HloPrintOptions()
     options.print_metadata = False
     options.print_operand_shape = options.print_percent = options.print_program_shape = True
-    found = str(made.get_hlo_module().to_string(options))
+    found = str(_computation(text).get_hlo_module().to_string(options))
     return re.sub(r"\bArg_(\d+)\.", r"p\1.", found)
+
+
+def _computation(text: str) -> Any:
+    """A module of StableHLO as XLA's computation, whose results are one tuple."""
+    return xla_client._xla.mlir.mlir_module_to_xla_computation(
+        text, use_tuple_args=False, return_tuple=True
+    )
 
 
 def programs(graph: Graph, scalars: Sequence[Any]) -> list[Program]:

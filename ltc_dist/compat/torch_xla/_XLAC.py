@@ -21,7 +21,7 @@ from ltc_core.runtime.devices import context_of, contexts
 from ltc_core.tensor.handles import Cell, Handle, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.checkpoint.stopping import Stopping
-from ltc_dist.compat import buffer_donors
+from ltc_dist.compat import buffer_donors, lowering
 from ltc_dist.compat.op_shardings import (
     OpSharding,
     global_tensor_from_cpu_shards,
@@ -112,6 +112,7 @@ __all__ = [
     "_xla_tensors_report",
     "_xla_user_computation",
     "_xla_wait_device_ops",
+    "lowering",
 ]
 
 _clear_xla_counters = metrics.clear_counters
