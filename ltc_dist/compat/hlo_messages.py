@@ -1,8 +1,8 @@
 """HLO as the bytes of its protocol buffer, written as text or as JSON.
 
-In: the bytes of an `HloModuleProto`. Out: what protobuf's `DebugString` and `MessageToJson` write of it. Only the
-fields of `_MESSAGES` have names; as in protobuf, text shows another field by its number, and JSON leaves it out. Used
-by `lowering`. Source: xla/service/hlo.proto and xla/xla_data.proto; the encoding is protobuf's wire format.
+In: the bytes of HLO's message. Out: the text and the JSON that protobuf's library writes of it. Only the fields of
+`_MESSAGES` have names; as in protobuf, text shows another field by its number, and JSON leaves it out. Used by
+`lowering`. Source: xla/service/hlo.proto and xla/xla_data.proto; the encoding is protobuf's wire format.
 """
 
 from __future__ import annotations

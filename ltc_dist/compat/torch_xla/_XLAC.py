@@ -21,7 +21,7 @@ from ltc_core.runtime.devices import context_of, contexts
 from ltc_core.tensor.handles import Cell, Handle, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.checkpoint.stopping import Stopping
-from ltc_dist.compat import buffer_donors, lowering
+from ltc_dist.compat import auto_sharding, buffer_donors, lowering
 from ltc_dist.compat.op_shardings import (
     OpSharding,
     global_tensor_from_cpu_shards,
@@ -79,6 +79,7 @@ __all__ = [
     "_xla_device_kind",
     "_xla_dot_general",
     "_xla_get_all_devices",
+    "_xla_get_auto_sharding",
     "_xla_get_cpu_tensors",
     "_xla_get_default_device",
     "_xla_get_default_device_ordinal",
@@ -141,6 +142,7 @@ _xla_set_rng_seed = xla_model.set_rng_state
 _set_buffer_donation = buffer_donors.set_donor
 _get_buffer_donation = buffer_donors.is_donor
 _is_placecholder = buffer_donors.is_placeholder
+_xla_get_auto_sharding = auto_sharding.is_on
 _get_tensors_handle = buffer_donors.handles_of
 _sync_multi_donates = False
 
@@ -317,10 +319,14 @@ def _xla_sync_multi(
 
 
 def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> str:
-    """Hash of the pending graph; nothing is run. Where syncs donate marked buffers, which ones they are counts."""
+    """Hash of the pending graph; nothing is run.
+
+    Where syncs donate marked buffers, which ones they are counts; with `use_spmd(auto=True)` the mesh does.
+    """
     found = get_graph_hash(tensors)
     donated = buffer_donors.positions(tensors) if _sync_multi_donates else []
-    return hashlib.sha256(f"{found}{donated}".encode()).hexdigest() if donated else found
+    also = [*donated, *((auto_sharding.mesh_shape(),) if auto_sharding.is_on() else ())]
+    return hashlib.sha256(f"{found}{also}".encode()).hexdigest() if also else found
 
 
 def _xla_set_enable_alias_with_buffer_donor_config(should_alias: bool) -> None:
