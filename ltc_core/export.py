@@ -301,6 +301,14 @@ class PendingPrograms:
         """
         return self._single().bytecode()  # type: ignore[no-any-return]
 
+    def optimized_hlo(self, inputs: Mapping[int, Any]) -> str:
+        """HLO as text, after XLA has optimised it. Cost: compiles the programs.
+
+        Args:
+            inputs: value of the recorded graph -> its data, which may be divided over a mesh.
+        """
+        return "\n".join(program.optimized_hlo(inputs) for program in self._programs)
+
     def hlo_bytes(self, name: str) -> bytes:
         """HLO of this name as the bytes of its protocol buffer, before XLA optimises it.
 

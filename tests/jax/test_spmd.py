@@ -911,3 +911,36 @@ print(json.dumps(True))
 
 def test_what_nobody_marks_is_divided_by_itself(tmp_path: Path) -> None:
     assert run_old_script(AUTO_SCRIPT, tmp_path)
+
+
+TEXTS_SCRIPT = """
+import json
+import os
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+xr.use_spmd()
+X = torch_xla._XLAC
+a, b = torch.randn(4, 64).to("xla"), torch.randn(64, 4).to("xla")
+xs.mark_sharding(a, xs.get_1d_mesh("data"), (None, "data"))
+product = a @ b
+assert "all-reduce" not in X._get_xla_tensors_hlo([product])
+os.environ["XLA_DUMP_POST_OPTIMIZATIONS"] = "1"
+text = X._get_xla_tensors_hlo([product, b * 2])
+assert "all-reduce" in text and "num_partitions=8" in text, text
+assert "num_partitions" not in X._get_xla_tensors_hlo([b * 2])
+
+# What a program computes and does not divide has a sharding, too; what was uploaded has none.
+c = b @ b.t()
+assert not X._get_xla_sharding_spec(c)
+torch_xla.sync(wait=True)
+assert X._get_xla_sharding_spec(c) == "{replicated}" and not X._get_xla_sharding_spec(b)
+assert "OpSharding: {replicated}" in X._get_xla_tensor_debug_info(c)
+print(json.dumps(True))
+"""
+
+
+def test_optimized_programs_and_replicated_results_of_old_scripts(tmp_path: Path) -> None:
+    assert run_old_script(TEXTS_SCRIPT, tmp_path)

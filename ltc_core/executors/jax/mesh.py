@@ -41,6 +41,7 @@ __all__ = [
     "is_divided",
     "named",
     "offsets_of",
+    "whole_on_mesh",
     "with_names",
 ]
 
@@ -101,6 +102,12 @@ def with_names(data: Any) -> Any:
     return jax.make_array_from_single_device_arrays(data.shape, _as_named(at, data.shape), parts)
 
 
+def whole_on_mesh() -> NamedSharding:
+    """How data lie of which each device has all."""
+    count = len(devices_of_mesh())
+    return named(Sharding(tuple(range(count)), (count,), ()))
+
+
 def axes_of(sharding: Sharding, axis: int) -> list[str]:
     """JAX's names for an axis of a mesh, one for each prime factor of its size."""
     return [f"axis{axis}_{k}" for k in range(len(_prime_factors(sharding.mesh[axis])))]
@@ -159,8 +166,7 @@ class DeviceMesh:
         self._under_way: Sequence[Any] = ()
         self._run = Run(0, "", "")
         self._history = 0  # checksum of all runs
-        count = len(self.devices)
-        self.whole = named(Sharding(tuple(range(count)), (count,), ()))
+        self.whole = whole_on_mesh()
         self._shape_of_uploads: Callable[[], Sequence[int]] | None = None
 
     def divide_uploads(self, mesh_shape: Callable[[], Sequence[int]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from ltc_core.executors.jax.free_sizes import Sizes
 from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
 from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
+from ltc_core.executors.jax.mesh import is_divided, whole_on_mesh
 from ltc_core.executors.jax.rules.composite import TARGET, kept_marks
 from ltc_core.executors.jax.table import dtype_of
 from ltc_core.graph import collective
@@ -191,6 +192,24 @@ class Program:
     def bytecode(self) -> bytes:
         """Portable bytecode."""
         return _bytecode(_exported(self._function, self._given))
+
+    def optimized_hlo(self, inputs: Mapping[int, Any]) -> str:
+        """HLO after XLA has optimised it, for inputs that lie as these data do. Cost: compiles the program.
+
+        Args:
+            inputs: value of the graph -> its data; one that is not there lies as a program makes it.
+        """
+        divided = [
+            data.sharding if isinstance(data, jax.Array) and is_divided(data) else None
+            for data in map(inputs.get, self.inputs)
+        ]
+        whole = whole_on_mesh() if any(divided) else None
+        given = [
+            jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at or whole)
+            for one, at in zip(self._given, divided, strict=True)
+        ]
+        with wide_types(), kept_marks():
+            return str(self._function.lower(*given).compile().as_text())
 
     def hlo_bytes(self, name: str) -> bytes:
         """HLO of this name, as the bytes of its protocol buffer; its results are one tuple."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import os
 from collections.abc import Sequence
 
 import torch
@@ -385,14 +386,30 @@ def _xla_user_computation(
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
     """HLO of the pending tensors where JAX is installed; else what `_get_xla_tensors_text` returns.
 
-    Tensors that all have their values are parameters, with how they are divided.
+    Tensors that all have their values are parameters, with how they are divided. XLA_DUMP_POST_OPTIMIZATIONS=1 shows
+    what XLA makes of it: with the collectives between devices.
     """
     if not tensors or not export.is_possible():
         return _get_xla_tensors_text(tensors)
-    found = export.pending(tensors).hlo()
+    pending = export.pending(tensors)
+    if os.environ.get("XLA_DUMP_POST_OPTIMIZATIONS", "").lower() in ("1", "true"):
+        found = pending.optimized_hlo(_data_of_inputs(tensors))
+    else:
+        found = pending.hlo()
     if not found and not pending_graph(tensors).nodes:
         return values_text(tensors)
     return found or _get_xla_tensors_text(tensors)
+
+
+def _data_of_inputs(tensors: Sequence[torch.Tensor]) -> dict[int, object]:
+    """Value of the pending graph -> the data that it has. Cost: waits for them."""
+    lazy = [t for t in tensors if isinstance(t, LazyTensor)]
+    found = {}
+    for index, value, _, _ in context_of(lazy[0]._h).trace.inputs if lazy else ():
+        assert value.buffer is not None
+        value.buffer.wait_done()
+        found[index] = value.buffer.take()
+    return found
 
 
 def _xla_get_replication_devices_count() -> int:
