@@ -311,13 +311,40 @@ class PendingPrograms:
         Raises:
             UnsupportedOpError: there is not one program: nothing is recorded, or an op runs on the host.
         """
+        return self._single().bytecode()  # type: ignore[no-any-return]
+
+    def optimized_hlo(self, inputs: Mapping[int, Any]) -> str:
+        """HLO as text, after XLA has optimised it. Cost: compiles the programs.
+
+        Args:
+            inputs: value of the recorded graph -> its data, which may be divided over a mesh.
+        """
+        return "\n".join(program.optimized_hlo(inputs) for program in self._programs)
+
+    def hlo_bytes(self, name: str) -> bytes:
+        """HLO of this name as the bytes of its protocol buffer, before XLA optimises it.
+
+        Raises:
+            UnsupportedOpError: as `bytecode`.
+        """
+        return self._single().hlo_bytes(name)  # type: ignore[no-any-return]
+
+    def inputs(self) -> tuple[int, ...]:
+        """The values of the recorded graph that are the program's inputs, in order.
+
+        Raises:
+            UnsupportedOpError: as `bytecode`.
+        """
+        return self._single().inputs  # type: ignore[no-any-return]
+
+    def _single(self) -> Any:
         if len(self._programs) != 1:
             raise UnsupportedOpError(
                 "the tensors are not computed by one program",
                 got=f"{len(self._programs)} programs",
-                next="ask for the bytecode before the tensors are read, and without collectives and ops of the host",
+                next="ask for the program before the tensors are read, and without collectives and ops of the host",
             )
-        return self._programs[0].bytecode()  # type: ignore[no-any-return]
+        return self._programs[0]
 
 
 def pending(

@@ -11,6 +11,7 @@ import abc
 import functools
 import html
 import os
+import socket
 import sys
 import threading
 import time
@@ -52,11 +53,14 @@ _running: torch.profiler.profile | None = None
 # -- traces --------------------------------------------------------------------------------------
 
 
-def start_trace(log_dir: str | os.PathLike[str]) -> None:
+def start_trace(
+    log_dir: str | os.PathLike[str], convert: Callable[[Path], object] | None = None
+) -> None:
     """Start to trace all threads of this process.
 
     Args:
         log_dir: the directory the file is written to; made if it does not exist.
+        convert: called with the file when it is written.
 
     Raises:
         ProfilerError: a profile is running already, or `log_dir` is not on this machine.
@@ -87,10 +91,22 @@ def start_trace(log_dir: str | os.PathLike[str]) -> None:
         profile = torch.profiler.profile(
             activities=activities,
             experimental_config=every_thread,
-            on_trace_ready=torch.profiler.tensorboard_trace_handler(directory),
+            on_trace_ready=functools.partial(_write, Path(directory), convert),
         )
         profile.start()
         _running = profile
+
+
+def _write(
+    directory: Path,
+    convert: Callable[[Path], object] | None,
+    profile: torch.profiler.profile,
+) -> None:
+    """Write a profile under the name that TensorBoard's handler of PyTorch gives it."""
+    name = f"{socket.gethostname()}_{os.getpid()}.{time.time_ns()}.pt.trace.json"
+    profile.export_chrome_trace(str(directory / name))
+    if convert is not None:
+        convert(directory / name)
 
 
 def stop_trace() -> None:
@@ -110,19 +126,25 @@ def stop_trace() -> None:
         profile.stop()
 
 
-def trace(log_dir: str | os.PathLike[str], duration_ms: float = 1000, delay_ms: float = 0) -> None:
+def trace(
+    log_dir: str | os.PathLike[str],
+    duration_ms: float = 1000,
+    delay_ms: float = 0,
+    convert: Callable[[Path], object] | None = None,
+) -> None:
     """Trace the other threads while this one sleeps.
 
     Args:
         log_dir: as for `start_trace`.
         duration_ms: length of the trace.
         delay_ms: time before the trace starts.
+        convert: as for `start_trace`.
 
     Raises:
         ProfilerError: as `start_trace`.
     """
     time.sleep(delay_ms / 1000)
-    start_trace(log_dir)
+    start_trace(log_dir, convert)
     time.sleep(duration_ms / 1000)
     stop_trace()
 

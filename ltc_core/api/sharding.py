@@ -7,6 +7,7 @@ the graph, by an op that carries the sharding.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "Part",
     "Sharding",
     "check_on_device",
+    "divide_uploads",
     "join",
     "join_manual",
     "num_mesh_devices",
@@ -39,6 +41,16 @@ __all__ = [
 def num_mesh_devices(device: torch.device) -> int:
     """Devices that a mesh can have: one, unless the executor can divide tensors."""
     return context(device.index or 0).executor.num_mesh_devices
+
+
+def divide_uploads(device: torch.device, mesh_shape: Callable[[], Sequence[int]]) -> None:
+    """Divide large tensors that come to a device from now on over all devices; one device has them whole.
+
+    Args:
+        mesh_shape: called at each upload; the devices along each axis of the mesh.
+    """
+    if num_mesh_devices(device) > 1:
+        context(device.index or 0).executor.divide_uploads(mesh_shape)
 
 
 def shard(tensor: torch.Tensor, sharding: Sharding) -> None:

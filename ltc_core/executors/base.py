@@ -98,6 +98,14 @@ class Executor(abc.ABC):
         """Data divided over the devices of a mesh; for executors with more than one."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")
 
+    def divide_uploads(self, mesh_shape: Callable[[], Sequence[int]]) -> None:
+        """Divide large tensors that are uploaded from now on over a mesh; for those executors, too.
+
+        Args:
+            mesh_shape: called at each upload; the devices of the mesh along each of its axes.
+        """
+        raise NotImplementedError(f"the executor {self.name} has no mesh")
+
     def use_mesh(self) -> None:
         """Prepare for programs over all devices of the mesh; for those executors, too."""
         raise NotImplementedError(f"the executor {self.name} has no mesh")

@@ -159,6 +159,10 @@ class DeviceRuntime(abc.ABC):
     def send(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Upload CPU tensors in one transfer. They must not be overwritten afterwards."""
 
+    def upload(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Upload values of the user's tensors, as `send`; they may be divided over a mesh."""
+        return self.send(tensors)
+
     @abc.abstractmethod
     def fetch(self, data: Sequence[Any]) -> list[Tensor]:
         """Data as CPU tensors of the stored dtype, in one transfer. Cost: waits for the programs that compute them."""
@@ -225,7 +229,7 @@ class DeviceExecutor(Executor):
     def upload_all(self, tensors: Sequence[Tensor]) -> list[Any]:
         # Copies, because the caller may overwrite the tensors before the transfer has read them.
         stored = self._runtime.stored
-        return self._runtime.send([t.detach().to(stored(t.dtype), copy=True) for t in tensors])
+        return self._runtime.upload([t.detach().to(stored(t.dtype), copy=True) for t in tensors])
 
     def copy(self, data: Any) -> Any:
         return self._runtime.copy(data)

@@ -14,11 +14,13 @@ from ltc_core import metrics
 from ltc_core.runtime.devices import count_pending_ops
 from ltc_core.settings import settings
 from ltc_core.tensor.lazy_tensor import LazyTensor
+from ltc_dist.compat import auto_sharding
 
 __all__ = ["register"]
 
 # Uploads are not cached here, each is a miss. A tensor is created by an upload or by an op.
 _NAMES = (
+    "CompileWithAutoSharding",
     "CreateCompileHandles",
     "CreateXlaTensor",
     "DestroyXlaTensor",
@@ -62,6 +64,7 @@ def _read(totals: Mapping[str, int]) -> dict[str, int]:
         "VirtualDeviceUsage": uploads if spmd else 0,
         "ExecuteComputation": -runs,
         "ExecuteReplicated": runs,
+        "CompileWithAutoSharding": auto_sharding.count_compiles(totals),
         "CreateCompileHandles": totals.get("UncachedCompile", 0),
         "CreateXlaTensor": created,
         "DestroyXlaTensor": max(created + totals.get("CreateXlaTensor", 0) - alive, 0),

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ltc_core import source
-from ltc_core.errors import ShardingError
+from ltc_core.errors import ShardingError, with_notes
 from ltc_core.settings import settings
 from ltc_dist.spmd import (
     Mesh,
@@ -108,12 +108,14 @@ def wrap_as_sharded_tensor(
 def _mark(t: torch.Tensor) -> tuple[Mesh, tuple[Any, ...]]:
     found = sharding_of(t)
     if found is None:
-        raise NotMarkedError(
-            "Placements not available: the tensor is not marked; results of ops are divided as XLA chooses",
-            got=f"a tensor of shape {list(t.shape)}",
+        error = NotMarkedError(
+            "Placements not available: XLAShardedTensor requires mesh_shape and partition_spec to be set. Use "
+            "mark_sharding() to properly initialize sharding information.",
+            got=f"a tensor of shape {list(t.shape)} that is not marked; results of ops are divided as XLA chooses",
             where=source.user_line(),
             next="mark_sharding(t, mesh, partition_spec), or wrap_as_sharded_tensor",
         )
+        raise with_notes(error)
     return found
 
 

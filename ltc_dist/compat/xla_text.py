@@ -16,6 +16,7 @@ from ltc_core.api.verbs import pending_graph
 from ltc_core.graph.arguments import leaves
 from ltc_core.graph.ir import Graph, Node, Scalar, TensorMeta, references
 from ltc_core.graph.sharding import SHARD
+from ltc_core.settings import settings
 from ltc_core.tensor.handles import Cell
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.spmd import is_manual, sharding_of
@@ -144,20 +145,29 @@ def _layout(num_dims: int) -> str:
 def sharding_text(t: torch.Tensor) -> str:
     """How a tensor is divided, such as '{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}'; '' if nobody knows.
 
-    A tensor that was not marked itself is shown as `division_of` finds it.
+    A tensor that was not marked itself is shown as `division_of` finds it; with `use_spmd` what a program has computed
+    and not divided is '{replicated}'.
     """
     if is_manual(t):
         return "{manual}"
     found = sharding_of(t)
     sharding = found[0].sharding(found[1]) if found is not None else division_of(t)
     if sharding is None:
-        return ""
+        return "{replicated}" if _is_computed_for_all(t) else ""
     shape, devices = tiles_of(sharding)
     if math.prod(shape[: t.ndim]) == 1:
         return "{replicated}"
     numbers = ",".join(map(str, devices))
     copies = " last_tile_dim_replicate" if len(shape) > t.ndim else ""
     return f"{{devices=[{','.join(map(str, shape))}]{numbers}{copies}}}"
+
+
+def _is_computed_for_all(t: torch.Tensor) -> bool:
+    """Whether a program of all devices has computed the tensor's memory."""
+    if not settings.peek("spmd") or not isinstance(t, LazyTensor) or type(t._h) is not Cell:
+        return False
+    buffer = t._h.value.buffer
+    return buffer is not None and buffer.error is None and not buffer.is_given
 
 
 def tiles_of(sharding: Sharding) -> tuple[list[int], list[int]]:

@@ -54,6 +54,11 @@ assert found.count("forward") == found.count("loss") == 4
 assert [n for n in found if n.startswith("train")] == [f"train_step#{k}" for k in range(4)]
 assert met.counter_value("Sync.MarkStep") == 8, met.metrics_report()  # the loader's cuts were of nothing
 
+(file,) = glob.glob("logs/plugins/profile/*/*.xplane.pb")  # for TensorBoard's Profile tab
+with open(file, "rb") as f:
+    planes = f.read()
+assert all(name in planes for name in (b"/host:CPU", b"forward", b"train_step#3", b"aten::"))
+
 xp.trace("localhost:9012", "now", duration_ms=1, num_tracing_attempts=1, timeout_s=1, interval_s=1)
 names("now")  # there is one file
 for use in (xp.trace, xp.trace_detached):

@@ -445,8 +445,7 @@ from torch_xla.experimental.custom_kernel import ragged_paged_attention
 import torch_xla.runtime as xr
 
 assert not xr.is_spmd()
-for use in (lambda: xs.annotate_custom_sharding(1), lambda: of_tensorflow.a.b(), lambda: ragged_paged_attention(1),
-            lambda: xr.use_spmd(auto=True)):
+for use in (lambda: xs.annotate_custom_sharding(1), lambda: of_tensorflow.a.b(), lambda: ragged_paged_attention(1)):
     with pytest.raises(NotImplementedError, match="(?s)Next: "):
         use()
 with pytest.raises(ModuleNotFoundError, match="ltc_dist.compat serves torch_xla, but not this part"):

@@ -633,8 +633,10 @@ def test_what_a_marked_tensor_has_of_a_dtensor() -> None:
         assert isinstance(XLAShardedTensor(torch.ones(8, device=device), (8,), (0,)), XLAShardedTensor)
         plain = torch.ones(8, device=device)
         assert not hasattr(plain, "placements")
-        with pytest.raises(ValueError, match="(?s)Placements not available.*Next: mark_sharding"):
-            plain._spec
+        for unmarked in (plain, XLAShardedTensor(torch.ones(8))):
+            with pytest.raises(ValueError, match="Placements not available: XLAShardedTensor requires") as told:
+                unmarked._spec
+            assert any("Next: mark_sharding" in note for note in told.value.__notes__)
         with pytest.raises(ValueError, match="(?s)needs both mesh_shape and partition_spec.*Next: pass both"):
             xs.wrap_as_sharded_tensor(plain, (8,))
         with pytest.raises(AssertionError, match="a mesh of 4 devices; there are 8"):
@@ -856,3 +858,91 @@ print(json.dumps(True))
 def test_uneven_parts_texts_and_counters_of_old_scripts(tmp_path: Path) -> None:
     """Parts of one size with zeros at the end; what a tensor's description and the counters say with `use_spmd`."""
     assert run_old_script(UNEVEN_SCRIPT, tmp_path)
+
+
+AUTO_SCRIPT = """
+import json
+import os
+import pytest
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+X = torch_xla._XLAC
+assert not X._xla_get_auto_sharding()
+x = torch.randn(16, 64)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 7))
+expected = model(x)
+expected.square().mean().backward()
+gradient = model[0].weight.grad.clone()
+model.zero_grad()
+before = X._get_graph_hash([torch.ones(2).to("xla") + 0])
+
+mesh = xs.get_1d_mesh()
+model = xs.xla_distribute_module(model, mesh, xs.auto_policy)
+assert X._xla_get_auto_sharding() and xr.is_spmd()
+first, second = model[0].weight, model[2].weight
+assert {tuple(shard.data.shape) for shard in xs.XLAShardedTensor(first).local_shards} == {(16, 64)}
+assert "ShardingSpec: {devices=[8,1]" in X._get_xla_tensor_debug_info(first)
+assert not X._get_xla_sharding_spec(second) and not X._get_xla_sharding_spec(model[0].bias)  # they are small
+met.clear_counters()
+found = model(x.to("xla"))
+found.square().mean().backward()
+torch_xla.sync()
+assert met.counter_value("CompileWithAutoSharding") == 1, met.counter_names()
+torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+torch.testing.assert_close(first.grad.cpu(), gradient, rtol=1e-4, atol=1e-5)
+
+hashes = [before, X._get_graph_hash([torch.ones(2).to("xla") + 0])]
+os.environ["XLA_AUTO_SPMD_MESH"] = "2,4"
+hashes.append(X._get_graph_hash([torch.ones(2).to("xla") + 0]))
+assert len(set(hashes)) == 3
+# The longer axis divides the longer dimension, if it does so evenly.
+for size, text in (((40, 30), "[4,2]"), ((30, 40), "[2,4]"), ((33, 40), "[1,4,2]"), ((35, 41), "")):
+    t = torch.ones(size).to("xla")
+    assert text in X._get_xla_sharding_spec(t), (size, X._get_xla_sharding_spec(t))
+    assert t.sum().item() == size[0] * size[1]
+os.environ["XLA_AUTO_SPMD_MESH"] = "2,3"
+with pytest.raises(ValueError, match="has to name a mesh of all 8 devices\\n  got: 2,3\\n  Next: XLA_AUTO_SPMD_MESH=8"):
+    torch.ones(64, 64).to("xla")
+print(json.dumps(True))
+"""
+
+
+def test_what_nobody_marks_is_divided_by_itself(tmp_path: Path) -> None:
+    assert run_old_script(AUTO_SCRIPT, tmp_path)
+
+
+TEXTS_SCRIPT = """
+import json
+import os
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+xr.use_spmd()
+X = torch_xla._XLAC
+a, b = torch.randn(4, 64).to("xla"), torch.randn(64, 4).to("xla")
+xs.mark_sharding(a, xs.get_1d_mesh("data"), (None, "data"))
+product = a @ b
+assert "all-reduce" not in X._get_xla_tensors_hlo([product])
+os.environ["XLA_DUMP_POST_OPTIMIZATIONS"] = "1"
+text = X._get_xla_tensors_hlo([product, b * 2])
+assert "all-reduce" in text and "num_partitions=8" in text, text
+assert "num_partitions" not in X._get_xla_tensors_hlo([b * 2])
+
+# What a program computes and does not divide has a sharding, too; what was uploaded has none.
+c = b @ b.t()
+assert not X._get_xla_sharding_spec(c)
+torch_xla.sync(wait=True)
+assert X._get_xla_sharding_spec(c) == "{replicated}" and not X._get_xla_sharding_spec(b)
+assert "OpSharding: {replicated}" in X._get_xla_tensor_debug_info(c)
+print(json.dumps(True))
+"""
+
+
+def test_optimized_programs_and_replicated_results_of_old_scripts(tmp_path: Path) -> None:
+    assert run_old_script(TEXTS_SCRIPT, tmp_path)

@@ -105,6 +105,15 @@ class JaxDevice(DeviceRuntime):
             # On a CPU this is the tensor's own memory. JAX copies it if a program would write there.
             return jax.device_put(arrays, self.device, may_alias=True)  # type: ignore[no-any-return]
 
+    def upload(self, tensors: Sequence[Tensor]) -> list[Any]:
+        divisions = [self.mesh.division_of_upload(t.shape) for t in tensors]
+        whole = iter(self.send([t for t, at in zip(tensors, divisions, strict=True) if at is None]))
+        with wide_types():
+            return [
+                next(whole) if at is None else self.mesh.lay(t, at)
+                for t, at in zip(tensors, divisions, strict=True)
+            ]
+
     def fetch(self, data: Sequence[Any]) -> list[Tensor]:
         there = [d for d in data if not self.is_on_host(d)]
         if self.mesh.is_of_job:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +52,9 @@ class JaxExecutor(DeviceExecutor):
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         return self._jax.shard(data, sharding)
+
+    def divide_uploads(self, mesh_shape: Callable[[], Sequence[int]]) -> None:
+        self._jax.mesh.divide_uploads(mesh_shape)
 
     def use_mesh(self) -> None:
         self._jax.mesh.is_used = True

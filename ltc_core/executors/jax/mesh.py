@@ -41,11 +41,14 @@ __all__ = [
     "is_divided",
     "named",
     "offsets_of",
+    "whole_on_mesh",
     "with_names",
 ]
 
 # So often the processes compare tensors of one kind that they divide; each time asks the store of the job.
 _NUM_COMPARED = 3
+# Elements of the smallest tensor that is divided without being asked for: a bias is no burden, and is read everywhere.
+_FEWEST_DIVIDED = 1024
 # Runs of programs between two comparisons of the processes' histories.
 _COMPARED_EVERY = 16
 
@@ -97,6 +100,12 @@ def with_names(data: Any) -> Any:
         return data
     parts = [shard.data for shard in data.addressable_shards]
     return jax.make_array_from_single_device_arrays(data.shape, _as_named(at, data.shape), parts)
+
+
+def whole_on_mesh() -> NamedSharding:
+    """How data lie of which each device has all."""
+    count = len(devices_of_mesh())
+    return named(Sharding(tuple(range(count)), (count,), ()))
 
 
 def axes_of(sharding: Sharding, axis: int) -> list[str]:
@@ -157,8 +166,33 @@ class DeviceMesh:
         self._under_way: Sequence[Any] = ()
         self._run = Run(0, "", "")
         self._history = 0  # checksum of all runs
-        count = len(self.devices)
-        self.whole = named(Sharding(tuple(range(count)), (count,), ()))
+        self.whole = whole_on_mesh()
+        self._shape_of_uploads: Callable[[], Sequence[int]] | None = None
+
+    def divide_uploads(self, mesh_shape: Callable[[], Sequence[int]]) -> None:
+        """Divide large tensors that are uploaded from now on; `mesh_shape` is called at each upload."""
+        self._shape_of_uploads = mesh_shape
+
+    def division_of_upload(self, size: Sequence[int]) -> NamedSharding | None:
+        """How an uploaded tensor is divided; None if it is not.
+
+        The longest axis of the mesh divides the longest dimension that it divides evenly, and so on: what is left on
+        each device is least, and XLA divides the results alike.
+        """
+        if self._shape_of_uploads is None or math.prod(size) < _FEWEST_DIVIDED:
+            return None
+        shape = tuple(self._shape_of_uploads())
+        spec: list[tuple[int, ...]] = [()] * len(size)
+        dims = sorted(range(len(size)), key=lambda dim: -size[dim])
+        for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
+            free = (dim for dim in dims if not spec[dim] and size[dim] % shape[axis] == 0)
+            dim = next(free, None)
+            if dim is not None:
+                spec[dim] = (axis,)
+        if not any(spec):
+            return None
+        self.is_used = True
+        return named(Sharding(tuple(range(len(self.devices))), shape, tuple(spec)))
 
     def placement(self, inputs: Sequence[Any]) -> Hashable:
         """How inputs are divided; None if none is. Cost: 1 us an input once a tensor was sharded, else nothing."""

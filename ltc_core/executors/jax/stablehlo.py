@@ -26,6 +26,7 @@ from ltc_core.executors.jax.free_sizes import FixedSizeError, Sizes, of_each
 from ltc_core.executors.jax.launch import OPTIONS
 from ltc_core.executors.jax.library import any_device, wide_types
 from ltc_core.executors.jax.lowering import LOWERING, function_of, run_graph
+from ltc_core.executors.jax.mesh import is_divided, whole_on_mesh
 from ltc_core.executors.jax.rules.composite import TARGET, kept_marks
 from ltc_core.executors.jax.splats import fold
 from ltc_core.executors.jax.table import dtype_of
@@ -161,6 +162,9 @@ class Program:
         scalars: the numbers that the ops of the graph were given.
         free: number of a value of the graph -> the dims whose sizes are free.
 
+    Attributes:
+        inputs: the values of the graph that are its inputs, in order.
+
     Raises:
         FixedSizeError: an op needs a free size.
     """
@@ -168,6 +172,7 @@ class Program:
     def __init__(
         self, subgraph: Subgraph, scalars: Sequence[Any], free: Mapping[int, Collection[int]]
     ) -> None:
+        self.inputs = subgraph.inputs
         run = function_of(subgraph, ())
         types = subgraph.scalar_types
         own = [(scalars[i], of) for i, of in zip(subgraph.scalars, types, strict=True)]
@@ -215,6 +220,31 @@ class Program:
             return _bytecode(self._exported)
         return _bytecode(_exported(self._function, self._given))
 
+    def optimized_hlo(self, inputs: Mapping[int, Any]) -> str:
+        """HLO after XLA has optimised it, for inputs that lie as these data do. Cost: compiles the program.
+
+        Args:
+            inputs: value of the graph -> its data; one that is not there lies as a program makes it.
+        """
+        divided = [
+            data.sharding if isinstance(data, jax.Array) and is_divided(data) else None
+            for data in map(inputs.get, self.inputs)
+        ]
+        whole = whole_on_mesh() if any(divided) else None
+        given = [
+            jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at or whole)
+            for one, at in zip(self._given, divided, strict=True)
+        ]
+        with wide_types(), kept_marks():
+            return str(self._function.lower(*given).compile().as_text())
+
+    def hlo_bytes(self, name: str) -> bytes:
+        """HLO of this name, as the bytes of its protocol buffer; its results are one tuple."""
+        module = self._lowered.compiler_ir("stablehlo").operation.clone()
+        with module.context:
+            module.attributes["sym_name"] = ir.StringAttr.get(name)
+        return bytes(_computation(str(module)).as_serialized_hlo_module_proto())
+
 
 def _hlo_text(text: str) -> str:
     """HLO of a module of StableHLO without locations, which would name the instructions; its results are one tuple.
@@ -225,14 +255,18 @@ def _hlo_text(text: str) -> str:
         from jaxlib import _hlo
     except ImportError:
         return ""
-    made = xla_client._xla.mlir.mlir_module_to_xla_computation(
-        text, use_tuple_args=False, return_tuple=True
-    )
     options = _hlo.HloPrintOptions()
     options.print_metadata = False
     options.print_operand_shape = options.print_percent = options.print_program_shape = True
-    found = str(made.get_hlo_module().to_string(options))
+    found = str(_computation(text).get_hlo_module().to_string(options))
     return re.sub(r"\bArg_(\d+)\.", r"p\1.", found)
+
+
+def _computation(text: str) -> Any:
+    """A module of StableHLO as XLA's computation, whose results are one tuple."""
+    return xla_client._xla.mlir.mlir_module_to_xla_computation(
+        text, use_tuple_args=False, return_tuple=True
+    )
 
 
 def programs(

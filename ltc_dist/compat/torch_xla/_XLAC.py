@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import os
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ from ltc_core.runtime.devices import context_of, contexts
 from ltc_core.tensor.handles import Cell, Handle, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.checkpoint.stopping import Stopping
-from ltc_dist.compat import buffer_donors, dynamic_sizes
+from ltc_dist.compat import auto_sharding, buffer_donors, dynamic_sizes, lowering
 from ltc_dist.compat.op_shardings import (
     OpSharding,
     global_tensor_from_cpu_shards,
@@ -79,6 +80,7 @@ __all__ = [
     "_xla_device_kind",
     "_xla_dot_general",
     "_xla_get_all_devices",
+    "_xla_get_auto_sharding",
     "_xla_get_cpu_tensors",
     "_xla_get_default_device",
     "_xla_get_default_device_ordinal",
@@ -113,6 +115,7 @@ __all__ = [
     "_xla_tensors_report",
     "_xla_user_computation",
     "_xla_wait_device_ops",
+    "lowering",
 ]
 
 _clear_xla_counters = metrics.clear_counters
@@ -142,6 +145,7 @@ _xla_set_rng_seed = xla_model.set_rng_state
 _set_buffer_donation = buffer_donors.set_donor
 _get_buffer_donation = buffer_donors.is_donor
 _is_placecholder = buffer_donors.is_placeholder
+_xla_get_auto_sharding = auto_sharding.is_on
 _get_tensors_handle = buffer_donors.handles_of
 _sync_multi_donates = False
 
@@ -318,10 +322,14 @@ def _xla_sync_multi(
 
 
 def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> str:
-    """Hash of the pending graph; nothing is run. Where syncs donate marked buffers, which ones they are counts."""
+    """Hash of the pending graph; nothing is run.
+
+    Where syncs donate marked buffers, which ones they are counts; with `use_spmd(auto=True)` the mesh does.
+    """
     found = get_graph_hash(tensors)
     donated = buffer_donors.positions(tensors) if _sync_multi_donates else []
-    return hashlib.sha256(f"{found}{donated}".encode()).hexdigest() if donated else found
+    also = [*donated, *((auto_sharding.mesh_shape(),) if auto_sharding.is_on() else ())]
+    return hashlib.sha256(f"{found}{also}".encode()).hexdigest() if also else found
 
 
 def _xla_set_enable_alias_with_buffer_donor_config(should_alias: bool) -> None:
@@ -380,14 +388,30 @@ def _xla_user_computation(
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
     """HLO of the pending tensors where JAX is installed; else what `_get_xla_tensors_text` returns.
 
-    Tensors that all have their values are parameters, with how they are divided.
+    Tensors that all have their values are parameters, with how they are divided. XLA_DUMP_POST_OPTIMIZATIONS=1 shows
+    what XLA makes of it: with the collectives between devices.
     """
     if not tensors or not export.is_possible():
         return _get_xla_tensors_text(tensors)
-    found = export.pending(tensors).hlo()
+    pending = export.pending(tensors)
+    if os.environ.get("XLA_DUMP_POST_OPTIMIZATIONS", "").lower() in ("1", "true"):
+        found = pending.optimized_hlo(_data_of_inputs(tensors))
+    else:
+        found = pending.hlo()
     if not found and not pending_graph(tensors).nodes:
         return values_text(tensors)
     return found or _get_xla_tensors_text(tensors)
+
+
+def _data_of_inputs(tensors: Sequence[torch.Tensor]) -> dict[int, object]:
+    """Value of the pending graph -> the data that it has. Cost: waits for them."""
+    lazy = [t for t in tensors if isinstance(t, LazyTensor)]
+    found = {}
+    for index, value, _, _ in context_of(lazy[0]._h).trace.inputs if lazy else ():
+        assert value.buffer is not None
+        value.buffer.wait_done()
+        found[index] = value.buffer.take()
+    return found
 
 
 def _xla_get_replication_devices_count() -> int:

@@ -12,6 +12,7 @@ import ltc_dist as ltd
 from ltc_core.api.verbs import DeviceLike
 from ltc_core.errors import DeviceError
 from ltc_dist import spmd
+from ltc_dist.compat import auto_sharding
 from ltc_dist.compat.absent import NotHereError
 from ltc_dist.job.ranks import ranks
 from ltc_dist.spmd import num_devices
@@ -204,16 +205,12 @@ def use_spmd(auto: bool = False) -> None:
     `ExecuteReplicatedTime` is `ExecuteTime`.
 
     Args:
-        auto: divide everything by itself: refused.
+        auto: divide large tensors that nobody marks, too, when they come to the device: along their longest
+            dimensions over a mesh of one axis, or of the shape in XLA_AUTO_SPMD_MESH, such as 2,4.
 
     Raises:
         NotHereError: the executor cannot divide tensors over the devices that there are.
     """
-    if auto:
-        raise NotHereError(
-            "tensors that nobody marks are divided by XLA's propagation alone",
-            next="use_spmd(), and mark the parameters",
-        )
     spmd.use_spmd()
     ltc.metrics.register_metric("ExecuteReplicatedTime", of="ExecuteTime")
     count = len(ltc.get_lazy_supported_devices())
@@ -226,3 +223,5 @@ def use_spmd(auto: bool = False) -> None:
     global _has_set_variable
     ltc.settings.spmd = _has_set_variable = True
     os.environ["XLA_USE_SPMD"] = "1"
+    if auto:
+        auto_sharding.begin()

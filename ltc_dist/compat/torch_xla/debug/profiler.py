@@ -15,8 +15,9 @@ from typing import Self
 
 import ltc_core.profiler
 import ltc_dist as ltd
-from ltc_core.profiler import Function, ProfilerError, start_trace, stop_trace
+from ltc_core.profiler import Function, ProfilerError, stop_trace
 from ltc_dist.compat import scopes
+from ltc_dist.compat.xplanes import write_planes
 
 __all__ = [
     "ProfilerServer",
@@ -85,6 +86,15 @@ def start_server(port: int, only_on_master: bool = True) -> ProfilerServer | Non
     return ProfilerServer()
 
 
+def start_trace(log_dir: str | os.PathLike[str]) -> None:
+    """Start to trace this process; `stop_trace` writes the file of PyTorch's profiler and an `.xplane.pb` like it.
+
+    Raises:
+        ProfilerError: a profile is running already, or `log_dir` is not on this machine.
+    """
+    ltc_core.profiler.start_trace(log_dir, write_planes)
+
+
 def trace(
     service_addr: str,
     logdir: str | os.PathLike[str],
@@ -108,7 +118,7 @@ def trace(
         ProfilerError: the address is another machine's, or a profile is running already.
     """
     _check_is_here(service_addr)
-    ltc_core.profiler.trace(logdir, duration_ms, delay_ms)
+    ltc_core.profiler.trace(logdir, duration_ms, delay_ms, write_planes)
 
 
 def trace_detached(
@@ -125,7 +135,9 @@ def trace_detached(
     """Trace this process for a while, in the background; see `trace`. The interpreter's exit waits for it."""
     _check_is_here(service_addr)
     threading.Thread(
-        target=ltc_core.profiler.trace, args=(logdir, duration_ms, delay_ms), name="ltc-tracing"
+        target=ltc_core.profiler.trace,
+        args=(logdir, duration_ms, delay_ms, write_planes),
+        name="ltc-tracing",
     ).start()
 
 

@@ -16,6 +16,7 @@ import torch
 
 from ltc_core import source
 from ltc_core.api.sharding import NewParts, parts_of
+from ltc_core.api.verbs import is_lazy_tensor, lazy_device
 from ltc_core.errors import ShardingError
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_dist.compat.dtensor_names import METHODS, wrap_as_sharded_tensor
@@ -69,7 +70,10 @@ class _Marked(type):
 
 
 class XLAShardedTensor(metaclass=_Marked):
-    """For `isinstance`: whether a tensor is marked. Called, it is `wrap_as_sharded_tensor`."""
+    """For `isinstance`: whether a tensor is marked. Called, it is `wrap_as_sharded_tensor`.
+
+    A tensor of the CPU is copied to the device.
+    """
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -79,7 +83,8 @@ class XLAShardedTensor(metaclass=_Marked):
         *,
         requires_grad: bool = False,
     ) -> torch.Tensor:
-        marked = wrap_as_sharded_tensor(elem, mesh_shape, partition_spec)
+        there = elem if is_lazy_tensor(elem) else elem.to(lazy_device())
+        marked = wrap_as_sharded_tensor(there, mesh_shape, partition_spec)
         return marked.requires_grad_() if requires_grad else marked
 
 

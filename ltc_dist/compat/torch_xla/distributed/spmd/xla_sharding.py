@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import ltc_core as ltc
 from ltc_dist.compat.absent import Absent
 from ltc_dist.compat.dtensor_names import wrap_as_sharded_tensor
+from ltc_dist.compat.torch_xla.runtime import use_spmd
 from ltc_dist.spmd import (
     HybridMesh,
     MarkShardingFunction,
@@ -95,10 +97,18 @@ def has_parts(t: torch.Tensor) -> bool:
 
 
 _CUSTOM = "an annotation is no op of its own; mark_sharding, which tells the compiler of a recorded tensor"
-_AUTO = "tensors that nobody marks are divided by XLA's propagation alone; mark the parameters"
-
 annotate_custom_sharding = Absent("annotate_custom_sharding", _CUSTOM)
-auto_policy = Absent("auto_policy", _AUTO)
+
+
+def auto_policy(name: str, module: nn.Module, mesh: object) -> None:
+    """Move a module to the device, where its large tensors are divided from now on; for `xla_distribute_module`.
+
+    Args:
+        name: accepted.
+        mesh: accepted; see `use_spmd` for the mesh that divides them.
+    """
+    use_spmd(auto=True)
+    module.to(ltc.lazy_device())
 
 
 def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
