@@ -174,6 +174,8 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if not schema.yields_tensors or not (schema.returns or schema.writes):
         # Its result, or its error (as for a singular matrix), depends on the values.
         return _on_real_values(schema)
+    if _is_sized_by_values(op, schema):
+        return _on_real_values(schema)
     record = _with_rescue(schema, recorder(schema))
     if schema.draws and cpu_draws.are_chosen():
         return cpu_draws.draw_at_once(schema, record)
@@ -181,6 +183,12 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
     if schema.name in _LABELS and _serves_torch_xla():
         return _with_labels_of_any_dtype(_LABELS[schema.name], record)
     return record
+
+
+def _is_sized_by_values(op: torch._ops.OpOverload, schema: OpSchema) -> bool:
+    """Whether the values of the only operand decide the size of the result: it would be inferred for nothing."""
+    num_operands = sum("Tensor" in str(a.type) for a in op._schema.arguments)
+    return torch.Tag.dynamic_output_shape in op.tags and num_operands == 1 and not schema.writes
 
 
 def _serves_torch_xla() -> bool:

@@ -212,7 +212,7 @@ class DeviceContext:
             self.reads.after_cut(compiled)
             self.streaming.after_cut(goes_on=False)
             self.early.after_cut(compiled)
-            if reason in ("Item", "ToCpu"):
+            if is_awaited and reason != "Wait":
                 self.known_reads.let_run(compiled)
         self._note_cut(reason, compiled, time.perf_counter_ns() - started_ns)
         return True
@@ -406,6 +406,9 @@ class DeviceContext:
             DeviceError: a finalizer reads a value that is not computed yet, in the thread that computes it.
             LtcError: the op that computes the value failed.
         """
+        known = self.known_reads.data(cell, reason)
+        if known is not None:
+            return known
         self.known_reads.pause()
         if self._is_in_parts:
             self.cut(reason)  # the value may be that of an earlier part
@@ -486,8 +489,21 @@ class DeviceContext:
         return self.executor.upload(torch.zeros(meta.size, dtype=meta.dtype))
 
     def upload(self, tensor: torch.Tensor, meta: TensorMeta) -> Value:
-        """Copy a CPU tensor to the device, with the dtype and the strides of `meta`."""
-        return self.upload_all([tensor], [meta])[0]
+        """Copy a CPU tensor to the device, with the dtype and the strides of `meta`. Cost: 4 us and the copy."""
+        started_ns = time.perf_counter_ns()
+        is_seen = slices.on is not None
+        may_copy = self.executor.keeps_host_tensors and not is_seen
+        copy = fast_path.copied(tensor, meta) if may_copy else None
+        if copy is None:
+            return self.upload_all([tensor], [meta])[0]
+        metrics.observe("TransferToDeviceTime", time.perf_counter_ns() - started_ns)
+        self._note_upload(1, meta.nbytes)
+        return Value.of(Buffer.ready(self.memory, copy, meta.nbytes))
+
+    def _note_upload(self, count: int, num_bytes: int) -> None:
+        metrics.observe("OutboundData", num_bytes)
+        self._uploads.note(num_bytes)
+        metrics.count("CreateDataHandles", count)
 
     @in_own_state
     def upload_all(
@@ -501,9 +517,7 @@ class DeviceContext:
                 line = source.user_line()
                 seen.note(step=self._num_steps, bytes=num_bytes, tensors=len(tensors), line=line)
             placed = self.executor.upload_all(tensors)
-        metrics.observe("OutboundData", num_bytes)
-        self._uploads.note(num_bytes)
-        metrics.count("CreateDataHandles", len(tensors))
+        self._note_upload(len(tensors), num_bytes)
         sizes = map(self.executor.nbytes, metas)
         return [
             Value.of(Buffer.ready(self.memory, data, nbytes))

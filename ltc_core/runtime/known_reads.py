@@ -29,6 +29,7 @@ from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.reads import Reads
 from ltc_core.runtime.streaming import Streaming
 from ltc_core.settings import settings
+from ltc_core.tensor.handles import Cell
 from ltc_core.timeline import slices
 
 __all__ = ["KnownReads"]
@@ -115,6 +116,10 @@ class KnownReads:
         if self._native is not None:
             self._native.resume()
 
+    def data(self, cell: Cell, reason: str) -> Any | None:
+        """The memory of a cell, if C++ may read it; None if Python has to. Cost: 0.2 us, and the cut and the run."""
+        return None if self._native is None else self._native.data(cell, reason)
+
     def pause(self) -> None:
         """Python is about to cut or to read: make up for what C++ has done, and let it read no more. Cost: 0.1 us."""
         if self._native is None:
@@ -143,11 +148,11 @@ class KnownReads:
             metrics.count("aten::_local_scalar_dense", num_numbers)
             metrics.observe_many("InboundData", num_bytes / num_reads, num_reads)
         for compiled in cut:
-            num_runs, num_copies, elapsed_ns = compiled.known_cut.take_runs()
+            num_runs, reasons, elapsed_ns = compiled.known_cut.take_runs()
             if num_runs:
                 _count_runs(compiled, num_runs, elapsed_ns / num_runs)
-                _count_cuts(compiled, num_runs - num_copies, "Item")
-                _count_cuts(compiled, num_copies, "ToCpu")
+            for reason, num_cuts in reasons.items():
+                _count_cuts(compiled, num_cuts, reason)
 
 
 def _reports_cuts() -> bool:
@@ -162,8 +167,6 @@ def _count_runs(compiled: CompiledGraph, num_runs: int, elapsed_ns: float) -> No
 
 
 def _count_cuts(compiled: CompiledGraph, num_cuts: int, reason: str) -> None:
-    if not num_cuts:
-        return
     compiled.count_runs(num_cuts)
     metrics.count("CachedCompile", num_cuts)
     metrics.count("ExecuteComputation", num_cuts)

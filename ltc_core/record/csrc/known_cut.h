@@ -27,7 +27,8 @@ struct KnownCut {
   // For known_read.h: the program that a read may run, how often before Python looks again, as long as the facts are those
   // of this number; and what nobody has counted.
   PyObject* program;
-  Py_ssize_t left, facts, num_runs, num_copies; // those of tensors among the runs
+  Py_ssize_t left, facts, num_runs;
+  PyObject* reasons; // why a read cut -> how often: a dict, or null
   long long elapsed_ns;
 };
 inline PyTypeObject known_cut_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.KnownCut", sizeof(KnownCut)};
@@ -39,6 +40,7 @@ inline void free_known_cut(PyObject* self) {
   delete known->slots;
   delete known->outputs;
   Py_XDECREF(known->program);
+  Py_XDECREF(known->reasons);
   Py_TYPE(self)->tp_free(self);
 }
 
@@ -255,12 +257,31 @@ inline PyObject* note_sizes(PyObject* self, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// known.take_runs(): (runs that reads have made since the last call, those of tensors, their duration in nanoseconds).
+// known.take_runs(): (runs that reads have made since the last call, how many for each reason, their duration in
+// nanoseconds).
 inline PyObject* take_runs(PyObject* self, PyObject*) {
   auto* known = reinterpret_cast<KnownCut*>(self);
-  PyObject* taken = Py_BuildValue("(nnL)", known->num_runs, known->num_copies, known->elapsed_ns);
-  known->num_runs = known->num_copies = known->elapsed_ns = 0;
+  PyObject* reasons = known->reasons ? std::exchange(known->reasons, nullptr) : PyDict_New();
+  if (!reasons)
+    return nullptr;
+  PyObject* taken = Py_BuildValue("(nNL)", known->num_runs, reasons, known->elapsed_ns);
+  known->num_runs = known->elapsed_ns = 0;
   return taken;
+}
+
+// Counts a run that a read has made; false after an error.
+inline bool count_run(KnownCut& known, PyObject* reason, long long elapsed_ns) {
+  if (!known.reasons && !(known.reasons = PyDict_New()))
+    return false;
+  PyObject* before = PyDict_GetItemWithError(known.reasons, reason);
+  if (!before && PyErr_Occurred())
+    return false;
+  const Object now(PyLong_FromSsize_t(before ? PyLong_AsSsize_t(before) + 1 : 1));
+  if (!now || PyDict_SetItem(known.reasons, reason, now.get()) < 0)
+    return false;
+  ++known.num_runs;
+  known.elapsed_ns += elapsed_ns;
+  return true;
 }
 
 inline PyMemberDef known_cut_members[] = {

@@ -1,5 +1,5 @@
-// A read of a number or of a small tensor, whose cut has been made before: from the call of `item()` or `cpu()` to the
-// result without a call of Python.
+// A read whose cut has been made before: of a number or of a small tensor, from the call of `item()` or `cpu()` to the
+// result without a call of Python; for Python, of the memory of a tensor.
 //
 // It does what `special._item`, `devices.fetch`, `DeviceContext.value_data` and `DeviceContext._cut_known` do. Python says when it may, and
 // what of that has to stay as it is (`runtime/known_reads.py`); what it leaves out, Python makes up for when it cuts or
@@ -43,7 +43,7 @@ struct KnownReads {
 };
 inline PyTypeObject known_reads_type = {
     PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.KnownReads", sizeof(KnownReads)};
-inline PyObject *name_known_cut, *name_popleft;
+inline PyObject *name_known_cut, *name_popleft, *name_item, *name_to_cpu;
 
 inline void free_known_reads(PyObject* self) {
   auto* reads = reinterpret_cast<KnownReads*>(self);
@@ -63,7 +63,7 @@ inline long long now_ns() { // the clock of `time.perf_counter_ns`
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// One call of `item()` or `cpu()` on a lazy tensor.
+// One read of a lazy tensor.
 class KnownRead {
  public:
   KnownRead(KnownReads& reads, PyObject* trace, PyObject* handle)
@@ -74,7 +74,7 @@ class KnownRead {
 
   // The number; none if the read is Python's, and then an error may be set.
   std::optional<c10::Scalar> number() {
-    const at::Tensor* data = computed(false);
+    const at::Tensor* data = computed(name_item);
     const auto found = data ? number_in(*data) : std::nullopt;
     if (!found)
       return std::nullopt;
@@ -89,7 +89,7 @@ class KnownRead {
     const bool is_packed = of.is_contiguous() && (!view || meta_of.contiguous.of(view_of.meta.of(view)) == Py_True);
     if (!is_packed || of.requires_grad() || of.numel() * of.element_size() > kMostBytes)
       return {};
-    const at::Tensor* data = computed(true);
+    const at::Tensor* data = computed(name_to_cpu);
     if (!data || !data->is_contiguous() || data->scalar_type() != of.scalar_type() ||
         (!view && data->sizes() != of.sizes()))
       return {};
@@ -98,6 +98,15 @@ class KnownRead {
     ++reads.num_tensors;
     note(static_cast<Py_ssize_t>(made.nbytes()));
     return made;
+  }
+
+  // The memory of the cell, for Python: not to be written. Null if the read is Python's, and then an error may be set.
+  PyObject* data(PyObject* reason) {
+    const at::Tensor* found = computed(reason);
+    if (!found)
+      return nullptr;
+    note(0);
+    return Py_NewRef(buffer_data.of(value_of.buffer.of(cell_of.value.of(cell))));
   }
 
  private:
@@ -121,11 +130,11 @@ class KnownRead {
   }
 
   // The memory of the cell, whose value is cut if it is pending; null if the read is Python's.
-  const at::Tensor* computed(bool is_copy) {
+  const at::Tensor* computed(PyObject* reason) {
     if (!may_read() || (view && !is_of_elements()))
       return nullptr;
     PyObject* value = cell_of.value.of(cell);
-    if ((value_of.buffer.is_none(value) && !cut(value, is_copy)) || !look_at_checks())
+    if ((value_of.buffer.is_none(value) && !cut(value, reason)) || !look_at_checks())
       return nullptr;
     PyObject* data = buffer_data.of(value_of.buffer.of(value));
     if (!data || !THPVariable_Check(data))
@@ -195,7 +204,7 @@ class KnownRead {
   }
 
   // Cuts what is recorded, and runs it; false if that is left to Python.
-  bool cut(PyObject* value, bool is_copy) {
+  bool cut(PyObject* value, PyObject* reason) {
     PyObject* step = trace_of.cursor.of(trace);
     if (value_of.epoch.number(value) != trace_of.epoch.number(trace) || step_of.known.is_none(step) ||
         needs_probe(step, value))
@@ -217,15 +226,14 @@ class KnownRead {
       return false;
     reads.last_ns = now_ns();
     if (!cut.is_whole) {
-      Py_XSETREF(reads.unfinished, Py_BuildValue("(OOs)", compiled.get(), made.get(), is_copy ? "ToCpu" : "Item"));
+      Py_XSETREF(reads.unfinished, Py_BuildValue("(OOO)", compiled.get(), made.get(), reason));
       return false;
     }
     if (known.num_runs == 0 && PyList_Append(reads.cut, compiled.get()) < 0)
       return false;
+    if (!count_run(known, reason, reads.last_ns - started_ns))
+      return false;
     --known.left;
-    ++known.num_runs;
-    known.num_copies += is_copy;
-    known.elapsed_ns += reads.last_ns - started_ns;
     ++reads.num_cuts;
     Py_XSETREF(reads.last, Py_NewRef(compiled.get()));
     return true;
@@ -350,7 +358,23 @@ inline PyObject* take_read_counts(PyObject* self, PyObject*) {
   return taken;
 }
 
+// reads.data(cell, reason): the memory of a cell, not to be written; None if the read is Python's.
+inline PyObject* read_data(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  auto* reads = reinterpret_cast<KnownReads*>(self);
+  if (count != 2 || !is_type(given[0], cell_type)) {
+    PyErr_SetString(PyExc_TypeError, "a cell and a reason");
+    return nullptr;
+  }
+  if (!reads->thread)
+    Py_RETURN_NONE;
+  PyObject* trace = cell_of.trace.of(given[0]);
+  const Locked locked(trace);
+  PyObject* data = locked.is_taken ? KnownRead(*reads, trace, given[0]).data(given[1]) : nullptr;
+  return data || PyErr_Occurred() ? data : Py_NewRef(Py_None);
+}
+
 inline PyMethodDef known_reads_methods[] = {
+    {"data", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_data)), METH_FASTCALL, nullptr},
     {"resume", resume_reads, METH_NOARGS, nullptr},
     {"pause", pause_reads, METH_NOARGS, nullptr},
     {"let_run", let_reads_run, METH_VARARGS, nullptr},

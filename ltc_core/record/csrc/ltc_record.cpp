@@ -7,6 +7,7 @@
 // are made in C++ (`NextStep`, next_step.h). So are those of a call that was recorded at another place: its step is a copy
 // (`CopiedStep`, copied_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
 #include "attention.h"
+#include "copied.h"
 #include "copied_step.h"
 #include "dropout.h"
 #include "known_read.h"
@@ -245,8 +246,8 @@ class Follower final : public c10::OperatorKernel {
 
   // Whether the call is that of another known step, where the script has gone on in several ways: those after a cut, or
   // the branches of an `if`. The trie stays as it is: to change it runs Python, and so signal handlers, which may record
-  // ops. Calls of any size (`dynamic`) are left to Python. A loop takes its ways in the order in which it made them: the one
-  // after that of the last time is compared first.
+  // ops. Calls of any size (`dynamic`) are left to Python. A loop takes its ways in the order in which it made them: that of
+  // the last time and the one after it are compared first.
   bool is_other(PyObject* trace, c10::ArrayRef<IValue> args, std::optional<NextStep>& call) const {
     const Object cursor(Py_NewRef(trace_of.cursor.of(trace)));
     PyObject* children = step_of.children.of(cursor.get());
@@ -269,7 +270,7 @@ class Follower final : public c10::OperatorKernel {
       if (call.emplace(op, trace, args).is_at(ways[at].get())) {
         if (first_ways.size() >= kMostHints)
           first_ways.clear();
-        first_ways[cursor.get()] = at + 1;
+        first_ways[cursor.get()] = at;
         return true;
       }
       if (PyErr_Occurred())
@@ -573,6 +574,7 @@ PyMethodDef methods[] = {
     {"count", count, METH_NOARGS, nullptr},
     {"rename_view", rename_view, METH_VARARGS, nullptr},
     {"add_attention", add_attention, METH_NOARGS, nullptr},
+    {"copied", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(copied)), METH_FASTCALL, nullptr},
     {"known_cut", known_cut, METH_VARARGS, nullptr},
     {"known_reads", known_reads, METH_VARARGS, nullptr},
     {"add_kernels", add_kernels, METH_NOARGS, nullptr},
@@ -593,6 +595,8 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_run = PyUnicode_InternFromString("run");
   name_known_cut = PyUnicode_InternFromString("known_cut");
   name_popleft = PyUnicode_InternFromString("popleft");
+  name_item = PyUnicode_InternFromString("Item");
+  name_to_cpu = PyUnicode_InternFromString("ToCpu");
   maker_type.tp_dealloc = free_maker;
   expected_type.tp_dealloc = free_expected;
   known_cut_type.tp_dealloc = free_known_cut;

@@ -5,8 +5,9 @@ What is reported of failures is in test_failures.py, threads in test_threads_and
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy
 import pytest
 import torch
 
@@ -348,3 +349,48 @@ def test_ctrl_c_while_it_waits_comes_through() -> None:
         """
     )
     assert out.splitlines() == ["interrupted torch.Size([3])"] * 2 + ["[2.0, 2.0, 2.0]"]
+
+
+HOST: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.arange(6.0).view(2, 3),
+    "without dims": lambda: torch.tensor(2.5),
+    "without elements": lambda: torch.empty(0, 3),
+    "bool": lambda: torch.arange(6) % 2 == 0,
+    "complex": lambda: torch.complex(torch.arange(3.0), torch.ones(3)),
+    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
+    "every second": lambda: torch.arange(6.0)[::2],
+    "expanded": lambda: torch.arange(3.0).expand(4, 3),
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "conjugate": lambda: torch.complex(torch.arange(3.0), torch.ones(3)).conj(),
+    "negated": lambda: torch._neg_view(torch.arange(3.0)),
+    "zeros without memory": lambda: torch._efficientzerotensor((2, 3)),
+    "needs a gradient": lambda: torch.arange(3.0, requires_grad=True),
+    "a parameter": lambda: torch.nn.Parameter(torch.arange(3.0)),
+    "large": lambda: torch.arange(100_000.0),
+    "from numpy": lambda: torch.from_numpy(numpy.arange(3)),
+}
+
+
+@pytest.mark.parametrize("kind", HOST)
+def test_uploads_are_copies(kind: str) -> None:
+    host = HOST[kind]()
+    expected, meta = host.detach().clone(), torch.empty(0, device="ltc")
+    made = [
+        host.to("ltc"),
+        meta.new_empty(host.shape, dtype=host.dtype).copy_(host),
+        torch.zeros(host.shape, dtype=torch.complex128, device="ltc").copy_(host),
+    ]
+    if host.is_contiguous() and not (host.is_conj() or host.is_neg() or host._is_zerotensor()):
+        host.detach().fill_(0)
+    for t in made:
+        assert torch.equal(t.detach().cpu(), expected.to(t.dtype))
+    assert made[0]._h.meta.stride == torch.empty_like(expected).stride()  # type: ignore[attr-defined]
+    assert made[0].requires_grad == host.requires_grad
+
+
+def test_uploads_within_vmap() -> None:
+    def upload(row: torch.Tensor) -> torch.Tensor:
+        return row.to("ltc") * 2
+
+    rows = torch.arange(6.0).view(2, 3)
+    assert torch.equal(torch.func.vmap(upload)(rows).cpu(), rows * 2)
