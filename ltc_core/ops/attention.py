@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.record import fast_path
 from ltc_core.settings import settings
 
 __all__ = ["register_attention"]
@@ -49,6 +50,7 @@ def _attention(
         if _is_efficient(query, key, value, attn_mask, dropout_p, enable_gqa):
             return _efficient(query, key, value, attn_mask, is_causal, scale)
     elif _is_flash(query, key, value, attn_mask, dropout_p, enable_gqa):
+        fast_path.add_attention()  # the next ones are recorded in C++
         return aten._scaled_dot_product_flash_attention_for_cpu.default(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, attn_mask=_added(attn_mask, query), scale=scale
         )[0]

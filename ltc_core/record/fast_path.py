@@ -34,6 +34,7 @@ from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty, wrap_in_cpp
 
 __all__ = [
     "extension",
+    "add_attention",
     "add_op",
     "enable",
     "copied",
@@ -51,6 +52,7 @@ _lock = threading.RLock()  # a signal handler may use an op while this thread ad
 # The ops that C++ records, by name and overload. Ops added before the C++ part is loaded wait here.
 _ops: dict[tuple[str, str], tuple[Any, ...]] = {}
 traces: dict[int, Trace] = {}  # index of a device -> its trace, for factories
+_takes_attention = False
 _is_on: bool | None = None  # None: LTC_EAGER decides, which cuts after each op
 
 
@@ -99,7 +101,7 @@ def install() -> bool:
             for names, op in _ops.items():
                 native.add(*names, *op)
             native.add_kernels()
-            if settings.device != "cuda":
+            if _takes_attention:
                 native.add_attention()
             native.enable(_is_on is not False)  # not `_is_wanted`: the first op reads LTC_EAGER
             _native = native
@@ -125,6 +127,15 @@ def add_op(
         _ops[names] = kind, schema.draws, schema.args, writes, schema
         if _native is not None:
             _native.add(*names, *_ops[names])
+
+
+def add_attention() -> None:
+    """Have C++ record `scaled_dot_product_attention` of plain operands as the one op that a CPU has for it."""
+    global _takes_attention
+    with _lock:
+        if not _takes_attention and _native is not None:
+            _native.add_attention()
+        _takes_attention = True
 
 
 def enable(on: bool) -> bool:

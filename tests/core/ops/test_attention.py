@@ -107,6 +107,9 @@ def test_plain_attention_needs_no_python() -> None:
             called.append(frame)
 
     q, k, v = (t.to("ltc") for t in tensors())
+    F.scaled_dot_product_attention(
+        q, k, v
+    )  # whether the device is a CPU is known at the first call
     sys.setprofile(note)
     try:
         for mask in (None, bool_mask().to("ltc")):
