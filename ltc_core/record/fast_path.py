@@ -102,7 +102,7 @@ def install() -> bool:
                 native.add(*names, *op)
             native.add_kernels()
             if _takes_attention:
-                native.add_attention()
+                native.add_attention(vars(settings), "device")
             native.enable(_is_on is not False)  # not `_is_wanted`: the first op reads LTC_EAGER
             _native = native
     return True
@@ -134,7 +134,7 @@ def add_attention() -> None:
     global _takes_attention
     with _lock:
         if not _takes_attention and _native is not None:
-            _native.add_attention()
+            _native.add_attention(vars(settings), "device")
         _takes_attention = True
 
 

@@ -16,6 +16,15 @@ namespace ltc {
 // for plain operands. All other calls are Python's.
 class Attention final : public c10::OperatorKernel {
  public:
+  // `given`: the dict of the settings, and the name of the one that says what the device is. False after an error.
+  static bool go_by(PyObject* given) {
+    PyObject *dict, *name;
+    if (!PyArg_ParseTuple(given, "O!O!", &PyDict_Type, &dict, &PyUnicode_Type, &name))
+      return false;
+    device = {Py_NewRef(dict), Py_NewRef(name), Py_XNewRef(PyDict_GetItem(dict, name))};
+    return true;
+  }
+
   Attention(const c10::OperatorHandle& op, c10::DispatchKey key) : python(op.getComputedKernelForDispatchKey(key)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -31,16 +40,27 @@ class Attention final : public c10::OperatorKernel {
   }
 
  private:
+  // The setting that Python's `_attention` goes by, as it was when C++ was told to take calls in its place.
+  struct Setting {
+    PyObject *dict, *name, *value;
+  };
+  inline static Setting device;
+
   enum { kQuery, kKey, kValue, kMask, kDropout, kIsCausal, kScale, kGroups, kArguments };
   const c10::SafeKernelFunction python;
 
   static bool is_flash(c10::ArrayRef<IValue> args) {
-    if (!may_handle() || !at::globalContext().userEnabledFlashSDP())
+    if (!may_handle() || !at::globalContext().userEnabledFlashSDP() || !is_of_that_device())
       return false;
     const at::Tensor &q = args[kQuery].toTensor(), &k = args[kKey].toTensor(), &v = args[kValue].toTensor();
     if (!is_lazy(q) || !is_lazy(k) || !is_lazy(v) || args[kDropout].toDouble() > 0 || args[kGroups].toBool())
       return false;
     return are_of_one_dtype(q, k, v) && have_sizes(q, k, v) && (args[kMask].isNone() || fits(args[kMask].toTensor(), q, k));
+  }
+
+  static bool is_of_that_device() {
+    const Gil gil;
+    return PyDict_GetItem(device.dict, device.name) == device.value;
   }
 
   static bool are_of_one_dtype(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {

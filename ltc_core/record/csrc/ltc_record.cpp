@@ -406,8 +406,10 @@ PyObject* add_kernels(PyObject*, PyObject*) {
   return added ? Py_NewRef(Py_None) : nullptr;
 }
 
-// add_attention(): register the kernels of attention for a device that is a CPU.
-PyObject* add_attention(PyObject*, PyObject*) {
+// add_attention(settings, name): register the kernels of attention, for as long as this setting is what it is.
+PyObject* add_attention(PyObject*, PyObject* given) {
+  if (!Attention::go_by(given))
+    return nullptr;
   for (const auto key : {c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1})
     if (!add_kernel<Attention>("aten::scaled_dot_product_attention", key))
       return nullptr;
@@ -573,7 +575,7 @@ PyMethodDef methods[] = {
     {"wrap", wrap_handle, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},
     {"rename_view", rename_view, METH_VARARGS, nullptr},
-    {"add_attention", add_attention, METH_NOARGS, nullptr},
+    {"add_attention", add_attention, METH_VARARGS, nullptr},
     {"copied", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(copied)), METH_FASTCALL, nullptr},
     {"known_cut", known_cut, METH_VARARGS, nullptr},
     {"known_reads", known_reads, METH_VARARGS, nullptr},
