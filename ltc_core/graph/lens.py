@@ -80,32 +80,29 @@ def _conj(t: torch.Tensor) -> torch.Tensor:
     return torch.conj_physical(t)
 
 
-# Replacements of view ops that raise for some strides, or only set a bit (conj, neg). The other ops run as they are.
-_ON_REAL: dict[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
+_Replacements = dict[torch._ops.OpOverload, Callable[..., torch.Tensor]]
+_RESHAPING: _Replacements = {
     aten.view.default: lambda t, size: t.reshape(size),
     aten._unsafe_view.default: lambda t, size: t.reshape(size),
     aten._reshape_alias.default: lambda t, size, stride: t.reshape(size),
+}
+_NOT_OF_ELEMENTS: _Replacements = {
     aten.view.dtype: _view_dtype,
     aten.as_strided.default: _as_strided,
     aten.view_as_complex.default: _view_as_complex,
     aten._conj.default: _conj,
     aten._neg_view.default: torch.neg,
 }
+# Replacements of view ops that raise for some strides, or only set a bit (conj, neg). The other ops run as they are.
+_ON_REAL = _RESHAPING | _NOT_OF_ELEMENTS
+# View ops whose part is not made of elements of the memory that they see, at the strides that their meta says.
+NOT_OF_ELEMENTS = tuple(_NOT_OF_ELEMENTS)
 
 # Steps that always copy on real tensors -> function that turns the part back into the whole.
 _INVERSE: dict[torch._ops.OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
     aten._conj.default: torch.conj_physical,
     aten._neg_view.default: torch.neg,
 }
-
-# View ops whose part is not made of elements of the memory that they see, at the strides that their meta says.
-NOT_OF_ELEMENTS = (
-    aten.view.dtype,
-    aten.as_strided.default,
-    aten.view_as_complex.default,
-    aten._conj.default,
-    aten._neg_view.default,
-)
 
 
 def real_view(op: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -53,6 +53,7 @@ _lock = threading.RLock()  # a signal handler may use an op while this thread ad
 _ops: dict[tuple[str, str], tuple[Any, ...]] = {}
 traces: dict[int, Trace] = {}  # index of a device -> its trace, for factories
 _takes_attention = False
+_DEVICE = vars(settings), "device"  # the setting that decides how attention runs
 _is_on: bool | None = None  # None: LTC_EAGER decides, which cuts after each op
 
 
@@ -102,7 +103,7 @@ def install() -> bool:
                 native.add(*names, *op)
             native.add_kernels()
             if _takes_attention:
-                native.add_attention(vars(settings), "device")
+                native.add_attention(*_DEVICE)
             native.enable(_is_on is not False)  # not `_is_wanted`: the first op reads LTC_EAGER
             _native = native
     return True
@@ -134,7 +135,7 @@ def add_attention() -> None:
     global _takes_attention
     with _lock:
         if not _takes_attention and _native is not None:
-            _native.add_attention(vars(settings), "device")
+            _native.add_attention(*_DEVICE)
         _takes_attention = True
 
 

@@ -491,8 +491,7 @@ class DeviceContext:
     def upload(self, tensor: torch.Tensor, meta: TensorMeta) -> Value:
         """Copy a CPU tensor to the device, with the dtype and the strides of `meta`. Cost: 4 us and the copy."""
         started_ns = time.perf_counter_ns()
-        is_seen = slices.on is not None
-        may_copy = self.executor.keeps_host_tensors and not is_seen
+        may_copy = slices.on is None and self.executor.keeps_host_tensors
         copy = fast_path.copied(tensor, meta) if may_copy else None
         if copy is None:
             return self.upload_all([tensor], [meta])[0]

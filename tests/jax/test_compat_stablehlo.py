@@ -1,11 +1,8 @@
 """`torch_xla.stablehlo`, as scripts of torch_xla use it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.jax import torch_xla_script
 
 SCRIPT = """
 import ltc_dist.compat
@@ -119,14 +116,5 @@ print("done")
 
 
 def test_a_script_of_torch_xla(tmp_path: Path) -> None:
-    path = os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(ROOT)))
-    environment = {k: v for k, v in os.environ.items() if k != "LTC_DEVICE_NAME"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = torch_xla_script.run(SCRIPT, tmp_path)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr

@@ -1,7 +1,6 @@
 // Attention without Python, where eager runs it as one op on the CPU.
 #pragma once
-#include "tensors.h"
-#include "unwritten.h"
+#include "operands.h"
 
 #include <ATen/Context.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_ops.h>
@@ -16,7 +15,8 @@ namespace ltc {
 // for plain operands. All other calls are Python's.
 class Attention final : public c10::OperatorKernel {
  public:
-  // `given`: the dict of the settings, and the name of the one that says what the device is. False after an error.
+  // Calls are C++'s only while a setting is what it is now. `given`: the dict of the settings, the name of this one. False
+  // after an error.
   static bool go_by(PyObject* given) {
     PyObject *dict, *name;
     if (!PyArg_ParseTuple(given, "O!O!", &PyDict_Type, &dict, &PyUnicode_Type, &name))
@@ -40,11 +40,7 @@ class Attention final : public c10::OperatorKernel {
   }
 
  private:
-  // The setting that Python's `_attention` goes by, as it was when C++ was told to take calls in its place.
-  struct Setting {
-    PyObject *dict, *name, *value;
-  };
-  inline static Setting device;
+  inline static Fact device; // set by `go_by`
 
   enum { kQuery, kKey, kValue, kMask, kDropout, kIsCausal, kScale, kGroups, kArguments };
   const c10::SafeKernelFunction python;
@@ -55,12 +51,14 @@ class Attention final : public c10::OperatorKernel {
     const at::Tensor &q = args[kQuery].toTensor(), &k = args[kKey].toTensor(), &v = args[kValue].toTensor();
     if (!is_lazy(q) || !is_lazy(k) || !is_lazy(v) || args[kDropout].toDouble() > 0 || args[kGroups].toBool())
       return false;
-    return are_of_one_dtype(q, k, v) && have_sizes(q, k, v) && (args[kMask].isNone() || fits(args[kMask].toTensor(), q, k));
+    if (!are_of_one_dtype(q, k, v) || !have_sizes(q, k, v))
+      return false;
+    return args[kMask].isNone() || fits(args[kMask].toTensor(), q, k);
   }
 
   static bool is_of_that_device() {
     const Gil gil;
-    return PyDict_GetItem(device.dict, device.name) == device.value;
+    return device.is_unchanged();
   }
 
   static bool are_of_one_dtype(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {

@@ -1,4 +1,4 @@
-// A copy of a small tensor of the CPU without the dispatcher, for what scripts upload each step.
+// A copy of small memory of the CPU without the dispatcher: of what scripts upload and read each step.
 #pragma once
 #include "objects.h"
 
@@ -13,16 +13,27 @@ namespace ltc {
 
 constexpr int64_t kMostCopiedBytes = 1 << 16; // the GIL is held while memory is copied
 
-// Whether a tensor is packed memory of the CPU as a meta says: no wrapper of another tensor, and no bit that changes its
-// values.
-inline bool is_plain_as(const at::Tensor& tensor, PyObject* meta) {
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.is_conj() || tensor.is_neg() ||
-      tensor._is_zerotensor() || tensor.unsafeGetTensorImpl()->is_python_dispatch())
+// Whether the values of a tensor are those of its memory, which is the CPU's: no bit changes them.
+inline bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// A packed tensor with the values at an address.
+inline at::Tensor copy_of(const void* first, at::IntArrayRef sizes, at::ScalarType dtype) {
+  at::Tensor made = at::detail::empty_cpu(sizes, dtype, false, std::nullopt);
+  if (made.nbytes() > 0)
+    std::memcpy(made.mutable_data_ptr(), first, made.nbytes());
+  return made;
+}
+
+// Whether a tensor that a script gives is small packed memory as a meta says, and wraps no other tensor.
+inline bool may_copy(const at::Tensor& tensor, PyObject* meta) {
+  const bool is_memory = tensor.has_storage() && !tensor._is_zerotensor() &&
+      !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+  if (!is_memory || !is_plain(tensor) || !tensor.is_contiguous() || meta_of.contiguous.of(meta) != Py_True)
     return false;
-  if (tensor.scalar_type() != reinterpret_cast<THPDtype*>(meta_of.dtype.of(meta))->scalar_type || !tensor.is_contiguous() ||
-      meta_of.contiguous.of(meta) != Py_True)
-    return false;
-  return tensor.numel() == meta_of.numel.number(meta) && static_cast<int64_t>(tensor.nbytes()) <= kMostCopiedBytes;
+  return tensor.scalar_type() == reinterpret_cast<THPDtype*>(meta_of.dtype.of(meta))->scalar_type &&
+      tensor.numel() == meta_of.numel.number(meta) && static_cast<int64_t>(tensor.nbytes()) <= kMostCopiedBytes;
 }
 
 // copied(tensor, meta): a copy with this dtype and these strides; None where that is left to PyTorch.
@@ -32,12 +43,9 @@ inline PyObject* copied(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return nullptr;
   }
   const at::Tensor& tensor = THPVariable_Unpack(given[0]);
-  if (!is_plain_as(tensor, given[1]))
+  if (!may_copy(tensor, given[1]))
     Py_RETURN_NONE;
-  at::Tensor made = at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type(), false, std::nullopt);
-  if (tensor.nbytes() > 0)
-    std::memcpy(made.mutable_data_ptr(), tensor.const_data_ptr(), tensor.nbytes());
-  return THPVariable_Wrap(made);
+  return THPVariable_Wrap(copy_of(tensor.const_data_ptr(), tensor.sizes(), tensor.scalar_type()));
 }
 
 } // namespace ltc

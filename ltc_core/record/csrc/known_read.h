@@ -1,19 +1,18 @@
 // A read whose cut has been made before: of a number or of a small tensor, from the call of `item()` or `cpu()` to the
 // result without a call of Python; for Python, of the memory of a tensor.
 //
-// It does what `special._item`, `devices.fetch`, `DeviceContext.value_data` and `DeviceContext._cut_known` do. Python says when it may, and
-// what of that has to stay as it is (`runtime/known_reads.py`); what it leaves out, Python makes up for when it cuts or
-// reads the next time, or when a counter is read.
+// It does what `special._item`, `devices.fetch`, `DeviceContext.value_data` and `DeviceContext._cut_known` do. Python
+// says when it may, and what of that has to stay as it is (`runtime/known_reads.py`); what it leaves out, Python makes up
+// for when it cuts or reads the next time, or when a counter is read.
 #pragma once
+#include "copied.h"
 #include "known_cut.h"
 #include "operands.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <chrono>
-#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -21,14 +20,9 @@ namespace ltc {
 
 struct KnownReads {
   PyObject_HEAD
-  // A variable of a module, or a setting: a read is Python's if it has changed since `resume`.
-  struct Fact {
-    PyObject *dict, *name, *value;
-  };
-  std::vector<Fact>* facts;
+  std::vector<Fact>* facts; // a read is Python's if one has changed since `resume`
   PyObject* copying; // view ops whose parts are not elements of the memory that they see: a tuple
-  PyObject* probe_type; // of runtime/probe.py, with the places of two of its attributes
-  Slot probe_is_chosen, probe_least;
+  Slot probe_is_chosen, probe_least; // of the probes of runtime/probe.py
   Py_ssize_t facts_number; // another one after each change that `resume` has found
   PyObject *trace_memory, *failures, *checks; // of the device
   PyObject* cut; // programs whose runs nobody has counted: a list
@@ -54,7 +48,8 @@ inline void free_known_reads(PyObject* self) {
       Py_XDECREF(fact.value);
     }
   delete reads->facts;
-  for (PyObject* each : {reads->copying, reads->probe_type, reads->trace_memory, reads->failures, reads->checks, reads->cut, reads->last, reads->unfinished})
+  for (PyObject* each :
+       {reads->copying, reads->trace_memory, reads->failures, reads->checks, reads->cut, reads->last, reads->unfinished})
     Py_XDECREF(each);
   Py_TYPE(self)->tp_free(self);
 }
@@ -87,14 +82,13 @@ class KnownRead {
   // set. The GIL is held while memory is copied: larger tensors are Python's.
   at::Tensor copy(const at::Tensor& of) {
     const bool is_packed = of.is_contiguous() && (!view || meta_of.contiguous.of(view_of.meta.of(view)) == Py_True);
-    if (!is_packed || of.requires_grad() || of.numel() * of.element_size() > kMostBytes)
+    if (!is_packed || of.requires_grad() || of.numel() * of.element_size() > kMostCopiedBytes)
       return {};
     const at::Tensor* data = computed(name_to_cpu);
     if (!data || !data->is_contiguous() || data->scalar_type() != of.scalar_type() ||
         (!view && data->sizes() != of.sizes()))
       return {};
-    at::Tensor made = at::detail::empty_cpu(of.sizes(), of.scalar_type(), false, std::nullopt);
-    std::memcpy(made.mutable_data_ptr(), first_of(*data), made.nbytes());
+    at::Tensor made = copy_of(first_of(*data), of.sizes(), of.scalar_type());
     ++reads.num_tensors;
     note(static_cast<Py_ssize_t>(made.nbytes()));
     return made;
@@ -111,7 +105,6 @@ class KnownRead {
 
  private:
   using Number = std::pair<c10::Scalar, Py_ssize_t>; // and its bytes
-  static constexpr int64_t kMostBytes = 1 << 16;
 
   KnownReads& reads;
   PyObject* const trace;
@@ -124,7 +117,7 @@ class KnownRead {
     if (at::impl::PythonTorchFunctionTLS::stack_len() > 0)
       return false;
     for (const auto& fact : *reads.facts)
-      if (PyDict_GetItem(fact.dict, fact.name) != fact.value)
+      if (!fact.is_unchanged())
         return false;
     return true;
   }
@@ -140,8 +133,7 @@ class KnownRead {
     if (!data || !THPVariable_Check(data))
       return nullptr;
     const at::Tensor& tensor = THPVariable_Unpack(data);
-    const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
-    if (!is_plain || (view && !is_packed_memory(tensor)))
+    if (!is_plain(tensor) || (view && !is_packed_memory(tensor)))
       return nullptr;
     return &tensor;
   }
@@ -166,8 +158,8 @@ class KnownRead {
   }
 
   static bool is_true(const at::Tensor& data) {
-    const bool is_bool = data.is_cpu() && data.layout() == at::kStrided && data.numel() == 1 && data.scalar_type() == at::kBool;
-    return is_bool && *static_cast<const bool*>(data.const_data_ptr());
+    return is_plain(data) && data.numel() == 1 && data.scalar_type() == at::kBool &&
+        *static_cast<const bool*>(data.const_data_ptr());
   }
 
   // Whether the elements of the view lie in packed memory of the cell at the offset that its meta says.
@@ -247,8 +239,8 @@ class KnownRead {
       return true;
     const Object index(PyLong_FromSsize_t(value_of.index.number(value)));
     PyObject* probe = index ? PyDict_GetItem(probes, index.get()) : nullptr;
-    if (!probe || probe == Py_None || !is_type(probe, reads.probe_type))
-      return probe != Py_None;
+    if (!probe || probe == Py_None)
+      return !probe; // nobody has looked; or it has none
     return reads.probe_is_chosen.of(probe) == Py_True ||
         reads.probe_least.number(probe) <= trace_of.count.number(trace);
   }
@@ -283,12 +275,11 @@ inline PyObject* known_reads(PyObject*, PyObject* given) {
   if (!made)
     return nullptr;
   auto* reads = reinterpret_cast<KnownReads*>(made.get());
-  reads->facts = new std::vector<KnownReads::Fact>();
+  reads->facts = new std::vector<Fact>();
   reads->trace_memory = Py_NewRef(memory);
   reads->failures = Py_NewRef(failures);
   reads->checks = Py_NewRef(checks);
   reads->copying = Py_NewRef(copying);
-  reads->probe_type = Py_NewRef(probe);
   if (!reads->probe_is_chosen.find(probe, "is_chosen") || !reads->probe_least.find(probe, "least_recorded"))
     return nullptr;
   reads->cut = PyList_New(0);

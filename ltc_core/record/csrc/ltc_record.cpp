@@ -250,24 +250,19 @@ class Follower final : public c10::OperatorKernel {
   // the last time and the one after it are compared first.
   bool is_other(PyObject* trace, c10::ArrayRef<IValue> args, std::optional<NextStep>& call) const {
     const Object cursor(Py_NewRef(trace_of.cursor.of(trace)));
-    PyObject* children = step_of.children.of(cursor.get());
-    if (!children || children == Py_None || PyDict_GET_SIZE(children) > kMostWays)
-      return false;
     if (!step_of.dynamic.is_none(cursor.get()))
       return false;
-    std::vector<Object> ways; // a comparison may run Python, which changes the dict
-    PyObject *key, *step;
-    for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &step);)
-      if (step_of.dynamic.is_none(step) && !step_of.expected.is_none(step) &&
-          reinterpret_cast<Expected*>(step_of.expected.of(step))->op == &op)
-        ways.emplace_back(Py_NewRef(step));
+    const auto ways = other_ways(cursor.get(), [&](PyObject* step) {
+      return step_of.dynamic.is_none(step) && !step_of.expected.is_none(step) &&
+          reinterpret_cast<Expected*>(step_of.expected.of(step))->op == &op;
+    });
     const auto hint = first_ways.find(cursor.get());
     const size_t first = hint == first_ways.end() ? 0 : hint->second;
     for (size_t i = 0; i < ways.size() && i < kMostCompared; ++i) {
       if (trace_of.cursor.of(trace) != cursor.get())
         return false;
       const size_t at = (first + i) % ways.size();
-      if (call.emplace(op, trace, args).is_at(ways[at].get())) {
+      if (call.emplace(op, trace, args).is_at(ways[at].first.get())) {
         if (first_ways.size() >= kMostHints)
           first_ways.clear();
         first_ways[cursor.get()] = at;

@@ -7,6 +7,21 @@ namespace ltc {
 inline constexpr Py_ssize_t kMostWays = 1024; // known steps after one, among which a call is looked for;
 inline constexpr size_t kMostCompared = 64; // it is compared with so many of its op
 
+// Known steps after one but the first, with their keys: those that `takes` takes, none where there are too many to look
+// at. A comparison with one may run Python, which changes the dict.
+template <typename Takes>
+std::vector<std::pair<Object, Object>> other_ways(PyObject* cursor, Takes&& takes) {
+  std::vector<std::pair<Object, Object>> found;
+  PyObject* children = step_of.children.of(cursor);
+  if (!children || children == Py_None || PyDict_GET_SIZE(children) > kMostWays)
+    return found;
+  PyObject *key, *step;
+  for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &step);)
+    if (takes(step))
+      found.emplace_back(Object(Py_NewRef(step)), Object(Py_NewRef(key)));
+  return found;
+}
+
 // `is_next` changes nothing, and leaves an interrupt set. If `make` fails, it rewinds the trace.
 class NextStep : Operands {
  public:
@@ -335,14 +350,10 @@ class NextStep : Operands {
       return -1;
     const Py_ssize_t which =
         is_view(cursor, step_of.next.of(cursor), step_of.next_key.of(cursor), view, meta, number, found);
-    PyObject* children = step_of.children.of(cursor);
-    if (which >= 0 || !children || children == Py_None || PyDict_GET_SIZE(children) > kMostWays)
+    if (which >= 0)
       return which;
-    std::vector<std::pair<Object, Object>> ways; // a comparison may run Python, which changes the dict
-    PyObject *key, *step;
-    for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &step);)
-      if (node_of.op.of(step_of.node.of(step)) == PyTuple_GET_ITEM(view, 0))
-        ways.emplace_back(Object(Py_NewRef(step)), Object(Py_NewRef(key)));
+    const auto ways = other_ways(
+        cursor, [&](PyObject* step) { return node_of.op.of(step_of.node.of(step)) == PyTuple_GET_ITEM(view, 0); });
     for (size_t i = 0; i < ways.size() && i < kMostCompared; ++i) {
       const Py_ssize_t found_there =
           is_view(cursor, ways[i].first.get(), ways[i].second.get(), view, meta, number, found);

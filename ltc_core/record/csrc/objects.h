@@ -159,6 +159,11 @@ inline bool equal(PyObject* a, PyObject* b) {
     PyErr_Clear();
   return answer > 0;
 }
+// A variable of a module, or a setting, and what it was at some time. Holds the objects.
+struct Fact {
+  PyObject *dict, *name, *value;
+  bool is_unchanged() const { return PyDict_GetItem(dict, name) == value; }
+};
 struct Gil {
   const PyGILState_STATE state = PyGILState_Ensure();
   ~Gil() { PyGILState_Release(state); }
