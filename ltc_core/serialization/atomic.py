@@ -107,12 +107,15 @@ def replace_directory(path: str, check: Callable[[str], None]) -> Iterator[str]:
         temporary, descriptor = _new_temporary(path, _create_directory)
     try:
         yield temporary
-        _keep_mode(path, descriptor)
         # Only now, so that the kernel writes one file while the block makes the next.
         sync_directory(temporary)
         with _lock_parent(path) as parent:
             recover(aside, path, discard)
             check(path)
+            _keep_mode(
+                path, descriptor
+            )  # in the lock: another writer's swap has a moment without `path`
+            os.fsync(descriptor)
             swap(temporary, path, aside)
             os.fsync(parent)
             discard(aside)
@@ -229,8 +232,11 @@ def sync_directory(path: str, progress: Callable[[], None] = lambda: None) -> No
 
 def _keep_mode(path: str, descriptor: int) -> None:
     """Copy the permissions of the file or directory that is replaced."""
-    if os.path.exists(path):
-        os.fchmod(descriptor, stat.S_IMODE(os.stat(path).st_mode))
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    os.fchmod(descriptor, stat.S_IMODE(mode))
 
 
 def fsync(path: str) -> None:

@@ -19,6 +19,7 @@ from ltc_core.runtime.placement import Placement
 from ltc_core.thread_state import in_own_state
 from tests.compiled_cache import empty_cache
 from tests.core import child
+from tests.nets.tiers import tier
 
 REPEATS = 4  # the third run follows what was recorded
 
@@ -187,6 +188,18 @@ def test_memory_that_is_set_in_inference_mode() -> None:
         with torch.inference_mode():
             turned.t_()
         assert turned.shape == (3, 2) and turned.add_(1).tolist() == [[1, 4], [2, 5], [3, 6]]
+
+
+@pytest.mark.parametrize("name", ["ops", "early", "lowered"])
+def test_what_is_uploaded_in_inference_mode_is_written_outside_of_it(name: str) -> None:
+    with tier(name):
+        weight = torch.zeros(3, device=ltc.lazy_device())
+        for step in range(REPEATS):
+            given = torch.full((3,), float(step))
+            with torch.inference_mode():
+                weight.copy_(given)
+            weight.add_(1)
+            assert weight.tolist() == [step + 1.0] * 3
 
 
 def test_what_is_read_in_inference_mode_is_of_it() -> None:

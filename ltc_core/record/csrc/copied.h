@@ -4,6 +4,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -45,6 +46,7 @@ inline PyObject* copied(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const at::Tensor& tensor = THPVariable_Unpack(given[0]);
   if (!may_copy(tensor, given[1]))
     Py_RETURN_NONE;
+  const c10::InferenceMode no_inference{false}; // a value of the device, whatever mode the script is in
   return THPVariable_Wrap(copy_of(tensor.const_data_ptr(), tensor.sizes(), tensor.scalar_type()));
 }
 

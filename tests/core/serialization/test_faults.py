@@ -1,9 +1,11 @@
 """xser.save under faults: kills at every step, other writers, full disks, failing calls."""
 
 import errno
+import fcntl
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 import ltc_core.serialization as xser
 from ltc_core.errors import CheckpointIOError
-from ltc_core.serialization import directory, tensor_file
+from ltc_core.serialization import atomic, directory, tensor_file
 from tests import prepared
 
 ROOT = Path(__file__).parents[3]
@@ -159,6 +161,22 @@ print(loads)
 
 def test_two_writers_and_a_reader_never_mix_checkpoints(tmp_path: Path) -> None:
     assert int(run_script(CONCURRENT, tmp_path / "c")) > 5
+
+
+def test_the_mode_is_kept_while_another_writer_swaps(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    path.mkdir(mode=0o750)
+    with atomic.replace_directory(str(path), lambda path: None):
+        parent = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(parent, fcntl.LOCK_EX)
+        os.rename(path, atomic.old_name(str(path)))  # the other writer is between its two renames
+
+        def end() -> None:
+            os.rename(atomic.old_name(str(path)), path)
+            os.close(parent)
+
+        threading.Timer(0.2, end).start()
+    assert path.stat().st_mode & 0o777 == 0o750
 
 
 FULL_DISK = """
