@@ -29,6 +29,8 @@ __all__ = [
     "Sharding",
     "check_on_device",
     "divide_uploads",
+    "expect_mesh",
+    "is_deferred",
     "join",
     "join_manual",
     "num_mesh_devices",
@@ -41,6 +43,26 @@ __all__ = [
 def num_mesh_devices(device: torch.device) -> int:
     """Devices that a mesh can have: one, unless the executor can divide tensors."""
     return context(device.index or 0).executor.num_mesh_devices
+
+
+def expect_mesh(device: torch.device) -> None:
+    """Send what is uploaded from now on to where it is first used: tensors are going to be sharded.
+
+    No device holds the whole of a tensor that is uploaded and then sharded.
+    """
+    context(device.index or 0).executor.expect_mesh()
+
+
+def is_deferred(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values wait on the host, because no op uses them yet; those of a pending op are sent."""
+    handle = _on_device(tensor, "looked for")._h
+    ctx, value = context_of(handle), base_of(handle).value
+    if value.buffer is None or not ctx.executor.is_deferred(value.buffer.data):
+        return False
+    if value.epoch != ctx.trace.epoch:
+        return True
+    ctx.executor.send(value.buffer.data)
+    return False
 
 
 def divide_uploads(device: torch.device, mesh_shape: Callable[[], Sequence[int]]) -> None:

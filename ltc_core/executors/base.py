@@ -48,6 +48,18 @@ class Executor(abc.ABC):
         """Copy CPU tensors to the device; in one transfer, if the device can."""
         return [self.upload(tensor) for tensor in tensors]
 
+    def defer(self, tensor: torch.Tensor) -> Any:
+        """Data of a CPU tensor that come to the device when they are first used; None if they are uploaded at once."""
+        return None
+
+    def is_deferred(self, data: Any) -> bool:
+        """Whether data still wait on the host for their first use."""
+        return False
+
+    def send(self, data: Any) -> None:
+        """Bring data that wait on the host to the device, as their first use does."""
+        return
+
     @abc.abstractmethod
     def copy(self, data: Any) -> Any:
         """Copy data within the device."""
@@ -105,6 +117,10 @@ class Executor(abc.ABC):
             mesh_shape: called at each upload; the devices of the mesh along each of its axes.
         """
         raise NotImplementedError(f"the executor {self.name} has no mesh")
+
+    def expect_mesh(self) -> None:
+        """Expect that tensors are going to be divided over the devices of a mesh: see `defer`."""
+        return
 
     def use_mesh(self) -> None:
         """Prepare for programs over all devices of the mesh; for those executors, too."""

@@ -184,6 +184,10 @@ class DeviceRuntime(abc.ABC):
         """Whether data may be divided over several devices."""
         return False
 
+    def sent(self, data: Sequence[Any]) -> Sequence[Any]:
+        """Data of the inputs of a program, of which none waits on the host for its first use any more."""
+        return data
+
     def is_manual(self, data: Any, meta: TensorMeta) -> bool:
         """Whether each device of a mesh has a value of its own of a tensor of this meta."""
         return False
@@ -302,6 +306,7 @@ class DeviceProgram(Program):
 
     def run(self, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
         self._runs += 1
+        inputs = self._device.sent(inputs)
         if self._runs > _FIRST_RUNS and self._firsts:
             self._firsts.clear()  # the graph is no first step: it makes its initial values in each run
             self._programs.clear()

@@ -489,15 +489,27 @@ class DeviceContext:
         return self.executor.upload(torch.zeros(meta.size, dtype=meta.dtype))
 
     def upload(self, tensor: torch.Tensor, meta: TensorMeta) -> Value:
-        """Copy a CPU tensor to the device, with the dtype and the strides of `meta`. Cost: 4 us and the copy."""
+        """Copy a CPU tensor to the device, with the dtype and the strides of `meta`; the transfer may wait for its use.
+
+        Cost: 4 us and the copy.
+        """
         started_ns = time.perf_counter_ns()
         may_copy = slices.on is None and self.executor.keeps_host_tensors
         copy = fast_path.copied(tensor, meta) if may_copy else None
         if copy is None:
-            return self.upload_all([tensor], [meta])[0]
+            return self._deferred(tensor, meta) or self.upload_all([tensor], [meta])[0]
         metrics.observe("TransferToDeviceTime", time.perf_counter_ns() - started_ns)
         self._note_upload(1, meta.nbytes)
         return Value.of(Buffer.ready(self.memory, copy, meta.nbytes))
+
+    @in_own_state
+    def _deferred(self, tensor: torch.Tensor, meta: TensorMeta) -> Value | None:
+        """A value that the executor sends to the device when it is used; None if it sends it at once."""
+        data = self.executor.defer(meta.laid_out(tensor))
+        if data is None:
+            return None
+        metrics.count("CreateDataHandles")
+        return Value.of(Buffer.ready(self.memory, data, self.executor.nbytes(meta)))
 
     def _note_upload(self, count: int, num_bytes: int) -> None:
         metrics.observe("OutboundData", num_bytes)

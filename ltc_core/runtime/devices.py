@@ -191,7 +191,9 @@ def _stride_of_copy(meta: TensorMeta) -> tuple[int, ...]:
 
 def upload(tensor: torch.Tensor, index: int, like: TensorMeta | None = None) -> LazyTensor:
     """A lazy tensor with a CPU tensor's values and the strides of a copy of `like`, by default of the tensor."""
-    return _uploaded([tensor], index, [like])[0]
+    ctx = context(index)
+    (meta,) = _metas_of_copies([tensor], [like])
+    return wrap(Cell(ctx.trace, ctx.upload(tensor, meta), meta))
 
 
 def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
@@ -199,14 +201,8 @@ def upload_all(tensors: Sequence[torch.Tensor], index: int) -> list[LazyTensor]:
 
     Cost: one transfer, where the device has such.
     """
-    return _uploaded(tensors, index, [None] * len(tensors))
-
-
-def _uploaded(
-    tensors: Sequence[torch.Tensor], index: int, like: Sequence[TensorMeta | None]
-) -> list[LazyTensor]:
     ctx = context(index)
-    metas = _metas_of_copies(tensors, like)
+    metas = _metas_of_copies(tensors, [None] * len(tensors))
     values = ctx.upload_all(tensors, metas)
     return [wrap(Cell(ctx.trace, value, meta)) for value, meta in zip(values, metas, strict=True)]
 

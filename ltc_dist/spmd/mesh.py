@@ -62,6 +62,8 @@ class Mesh:
         self.mesh_shape = tuple(int(n) for n in mesh_shape)
         self.axis_names = tuple(axis_names) if axis_names is not None else None
         self._shardings: dict[str, Sharding] = {}
+        if count > 1:
+            sharding.expect_mesh(ltc.lazy_device())
 
     @property
     def device_ids(self) -> Any:

@@ -946,3 +946,47 @@ print(json.dumps(True))
 
 def test_optimized_programs_and_replicated_results_of_old_scripts(tmp_path: Path) -> None:
     assert run_old_script(TEXTS_SCRIPT, tmp_path)
+
+
+def test_no_device_has_the_whole_of_a_tensor_that_is_sharded() -> None:
+    """What is moved to the device waits on the host until it is sharded, or used; it is a copy from the first on."""
+    found = run(
+        """
+        import jax
+        from ltc_core import metrics
+
+        def whole():
+            return [list(a.shape) for a in jax.live_arrays() if a.size >= 4096 and len(a.sharding.device_set) == 1]
+
+        mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+        net = nn.Linear(64, 64)
+        given = net.weight.detach()
+        kept, bias = given.clone(), net.bias.detach().clone()
+        net.to(device)
+        after_move, uploads = whole(), metrics.metric_data("TransferToDeviceTime")
+        given.zero_()  # the caller's memory: nobody reads it any more
+        read = (net.weight.cpu() - kept).abs().max().item()
+        spmd.mark_sharding(net.weight, mesh, ("fsdp", None))
+        after_mark = whole()
+        sizes = [list(p.sizes) for p in ltc.api.sharding.parts_of(net.weight)]
+        net.load_state_dict({"weight": kept + 1, "bias": bias})  # lies as the weight that it replaces
+        after_load = whole()
+        x = torch.randn(8, 64)
+        y = net(x.to(device)).sum()
+        y.backward()
+        plain = nn.functional.linear(x, kept + 1, bias).sum()
+        unused = torch.ones(4096).to(device)
+        twice = [(unused + k).sum().item() for k in range(2)]
+        sent = metrics.metric_data("OutboundData")[1]
+        print(json.dumps([
+            after_move, uploads, read, after_mark, sizes, after_load, abs(y.item() - plain.item()), twice,
+            list(net.weight.grad.shape), sent,
+        ]))
+        """
+    )
+    after_move, uploads, read, after_mark, sizes, after_load, error, twice, grad, sent = found
+    assert after_move == after_mark == after_load == [] and uploads is None and read == 0
+    assert sizes == [[8, 64]] * 8
+    assert error < 1e-3 and grad == [64, 64] and twice == [4096, 8192]
+    # The weight twice, the bias, x, and the ones once, though two programs took them.
+    assert sent == 4 * (2 * 4096 + 64 + 8 * 64 + 4096)

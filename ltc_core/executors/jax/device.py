@@ -14,7 +14,7 @@ import jax
 import torch
 from jax import numpy as jnp
 
-from ltc_core import source
+from ltc_core import metrics, source
 from ltc_core.errors import DeviceError, listed
 from ltc_core.executors.compiled_again import Change
 from ltc_core.executors.device_program import DeviceRuntime, Launch
@@ -28,12 +28,14 @@ from ltc_core.executors.jax.manual import is_manual
 from ltc_core.executors.jax.mesh import DeviceMesh, chosen_devices, is_divided, named, offsets_of
 from ltc_core.executors.jax.precision import precision
 from ltc_core.executors.jax.table import dtype_of
+from ltc_core.executors.jax.unsent import Unsent, held
 from ltc_core.graph import manual_sharding
 from ltc_core.graph.ir import Node, TensorMeta
 from ltc_core.graph.sharding import Part, Sharding
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.program.subgraph import Subgraph
 from ltc_core.settings import settings
+from ltc_core.timeline import slices
 
 __all__ = ["JaxDevice"]
 
@@ -114,7 +116,43 @@ class JaxDevice(DeviceRuntime):
                 for t, at in zip(tensors, divisions, strict=True)
             ]
 
+    def defer(self, tensor: Tensor) -> Unsent | None:
+        """The values of a tensor, which are sent to where they are used first; None if they are to be sent at once."""
+        if not self.mesh.is_expected or self.mesh.division_of_upload(tensor.shape) is not None:
+            return None
+        return Unsent(tensor.detach().to(self.stored(tensor.dtype), copy=True))
+
+    def sent(self, data: Sequence[Any]) -> Sequence[Any]:
+        if not self.mesh.is_expected:
+            return data
+        late = [(d, t) for d in data if type(d) is Unsent and isinstance(t := d.held, Tensor)]
+        if late:
+            arrays = self._sent_late([tensor for _, tensor in late])
+            for (d, _), array in zip(late, arrays, strict=True):
+                d.held = array
+        return list(map(held, data))
+
+    def _sent_late(self, tensors: Sequence[Tensor], sharding: Any = None) -> list[Any]:
+        """Send tensors that waited; how they are divided, if they are."""
+        with slices.watched("upload", "transfers") as seen, metrics.timer("TransferToDeviceTime"):
+            num_bytes = sum(t.nbytes for t in tensors)
+            if seen is not None:
+                seen.note(bytes=num_bytes, tensors=len(tensors))
+            metrics.observe("OutboundData", num_bytes)
+            if sharding is None:
+                return self.send(tensors)
+            with wide_types():
+                return [self.mesh.lay(t, sharding) for t in tensors]
+
+    def _divided(self, data: Any, sharding: Any) -> Any:
+        """Data divided; what is on the host is sent so."""
+        if self.is_on_host(data):
+            return self._sent_late([data], sharding)[0]
+        with wide_types():
+            return self.mesh.lay(data, sharding)
+
     def fetch(self, data: Sequence[Any]) -> list[Tensor]:
+        data = list(map(held, data))
         there = [d for d in data if not self.is_on_host(d)]
         if self.mesh.is_of_job:
             divided = [d for d in there if is_divided(d)]
@@ -144,6 +182,7 @@ class JaxDevice(DeviceRuntime):
         return torch.cat([part.flatten() for part in parts])
 
     def copy(self, data: Any) -> Any:
+        data = held(data)
         if self.is_on_host(data):
             return data.clone()
         with wide_types():
@@ -177,7 +216,7 @@ class JaxDevice(DeviceRuntime):
         return Change("shardings", {k: (a or whole, b or whole) for k, (a, b) in pairs if a != b})
 
     def is_manual(self, data: Any, meta: TensorMeta) -> bool:
-        return is_manual(data, meta)
+        return is_manual(held(data), meta)
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Data divided over devices.
@@ -185,13 +224,13 @@ class JaxDevice(DeviceRuntime):
         Raises:
             ShardingError: they are those of a manual tensor.
         """
+        data = held(data)
         if data.ndim > len(sharding.spec):
             raise manual_sharding.value_error(
                 "a manual tensor cannot be divided over a mesh", source.user_line()
             )
         self.mesh.is_used = True
-        with wide_types():
-            return self.mesh.lay(data, named(sharding))
+        return self._divided(data, named(sharding))
 
     def join(self, part: Tensor, sharding: Sharding) -> Any:
         """Data whose parts on this process's devices are those of a tensor."""
@@ -201,6 +240,7 @@ class JaxDevice(DeviceRuntime):
 
     def place_like(self, data: Any, other: Any) -> Any:
         """Data divided as other data are."""
+        given, data, other = data, held(data), held(other)
         if (
             other is None
             or self.is_on_host(other)
@@ -208,19 +248,19 @@ class JaxDevice(DeviceRuntime):
             or data.ndim != other.ndim  # a manual tensor, or its memory
             or self._lie_alike(data, other)
         ):
-            return data
-        with wide_types():
-            return self.mesh.lay(data, other.sharding)
+            return given
+        return self._divided(data, other.sharding)
 
     def _lie_alike(self, data: Any, other: Any) -> bool:
         return not self.is_on_host(data) and data.sharding == other.sharding
 
     def parts(self, data: Any, dtype: torch.dtype) -> list[Part]:
         """The parts on this process's devices, in the order of the mesh."""
-        if self.is_on_host(data):
-            size = tuple(data.shape)
-            return [Part(0, (0,) * len(size), size, True, lambda: data.to(dtype, copy=True))]
+        data = held(data)
         numbers = {device: k for k, device in enumerate(self.mesh.devices)}
+        if self.is_on_host(data):
+            own, size = numbers[self.device], tuple(data.shape)
+            return [Part(own, (0,) * len(size), size, True, lambda: data.to(dtype, copy=True))]
         chosen = chosen_devices(data.sharding, data.shape)
         found = [
             Part(
@@ -242,6 +282,7 @@ class JaxDevice(DeviceRuntime):
 
     def assemble(self, parts: Sequence[Any], like: Any) -> Any:
         """Data whose parts on this process's devices are these, divided as other data are."""
+        like = held(like)
         if self.is_on_host(like) or not is_divided(like):
             (whole,) = parts
             return whole

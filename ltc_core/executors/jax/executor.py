@@ -14,6 +14,7 @@ import torch
 
 from ltc_core.executors.device_program import DeviceExecutor
 from ltc_core.executors.jax.device import JaxDevice
+from ltc_core.executors.jax.unsent import Unsent
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.sharding import Part, Sharding
 
@@ -49,6 +50,18 @@ class JaxExecutor(DeviceExecutor):
     @property
     def num_mesh_devices(self) -> int:
         return len(self._jax.mesh.devices)
+
+    def expect_mesh(self) -> None:
+        self._jax.mesh.is_expected = True
+
+    def defer(self, tensor: torch.Tensor) -> Any:
+        return self._jax.defer(tensor)
+
+    def is_deferred(self, data: Any) -> bool:
+        return type(data) is Unsent and self._jax.is_on_host(data.held)
+
+    def send(self, data: Any) -> None:
+        self._jax.sent([data])
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         return self._jax.shard(data, sharding)

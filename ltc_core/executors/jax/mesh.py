@@ -150,6 +150,7 @@ class DeviceMesh:
     """All devices of this process, or of the job.
 
     Attributes:
+        is_expected: whether tensors are going to be sharded, because the script has made a mesh.
         is_used: whether a tensor was ever sharded.
         is_of_job: whether other processes have some of the devices. Then each process runs the same programs; data that
             are not divided are equal in all of them.
@@ -158,6 +159,7 @@ class DeviceMesh:
 
     def __init__(self) -> None:
         self.devices = devices_of_mesh()
+        self.is_expected = False
         self.is_used = False
         self.is_of_job = len({device.process_index for device in self.devices}) > 1
         self.before_programs_of_job: Callable[[], object] = lambda: None

@@ -14,6 +14,7 @@ import ltc_core as ltc
 from ltc_core import export, metrics, source
 from ltc_core.api.eager import eager_mode, is_eager_mode
 from ltc_core.api.manual_collectives import all_reduce, reduce_scatter
+from ltc_core.api.sharding import is_deferred
 from ltc_core.api.verbs import pending_graph
 from ltc_core.errors import DeviceMismatchError, UnsupportedOpError, with_notes
 from ltc_core.graph.ir import references
@@ -503,10 +504,18 @@ def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
         kind, pending = "XLAShardedData", graph_text(graph, {0: tensor}, hardware)
         of_data += f"  OpSharding: {marked}\n  NumShards: {num_devices()}\n"
     data = "None" if graph.nodes else f"{of_data}  Data Handle: {handle}"
+    on_host = None
+    if runtime.is_spmd() and not (
+        graph.nodes or marked
+    ):  # its values wait there for their first use
+        if is_deferred(tensor):
+            on_host, data = f"with size {list(tensor.shape)}", "None"
+        else:
+            pending = graph_text(graph, {0: tensor}, hardware)
     return (
         f"XLATensor {{\nTensorID: {_xla_get_tensor_id(tensor)}\nDevice: {device}\nXLA Shape: {shape}\n"
         f"ShardingSpec: {marked or None}\nIR: {pending}{kind}: {data}\n"
-        "Tensor on host: None\n}\n"
+        f"Tensor on host: {on_host}\n}}\n"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 import ltc_core as ltc
 import ltc_dist as ltd
+from ltc_core.api.sharding import expect_mesh
 from ltc_core.api.verbs import DeviceLike
 from ltc_core.errors import DeviceError
 from ltc_dist import spmd
@@ -223,5 +224,7 @@ def use_spmd(auto: bool = False) -> None:
     global _has_set_variable
     ltc.settings.spmd = _has_set_variable = True
     os.environ["XLA_USE_SPMD"] = "1"
+    if count > 1:
+        expect_mesh(ltc.lazy_device())
     if auto:
         auto_sharding.begin()
