@@ -34,6 +34,22 @@ struct KnownReads {
   long long last_ns; // when the last one ended
   // Since a counter was read: bytes, numbers and tensors that were read.
   Py_ssize_t num_bytes, num_numbers, num_tensors;
+  Py_ssize_t epoch; // which began when the last of these reads cut
+  // Of the uploads since a counter was read: their number, bytes and time.
+  Py_ssize_t num_uploads, uploaded_bytes;
+  long long upload_ns;
+
+  // Whether C++ may do in this thread what Python has let it do.
+  bool may_read() const {
+    if (thread != PyThread_get_thread_ident() || PyObject_Size(failures) != 0)
+      return false;
+    if (at::impl::PythonTorchFunctionTLS::stack_len() > 0)
+      return false;
+    for (const auto& fact : *facts)
+      if (!fact.is_unchanged())
+        return false;
+    return true;
+  }
 };
 inline PyTypeObject known_reads_type = {
     PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.KnownReads", sizeof(KnownReads)};
@@ -111,20 +127,9 @@ class KnownRead {
   PyObject* const view; // null for the whole of the cell
   PyObject* const cell;
 
-  bool may_read() const {
-    if (reads.thread != PyThread_get_thread_ident() || PyObject_Size(reads.failures) != 0)
-      return false;
-    if (at::impl::PythonTorchFunctionTLS::stack_len() > 0)
-      return false;
-    for (const auto& fact : *reads.facts)
-      if (!fact.is_unchanged())
-        return false;
-    return true;
-  }
-
   // The memory of the cell, whose value is cut if it is pending; null if the read is Python's.
   const at::Tensor* computed(PyObject* reason) {
-    if (!may_read() || (view && !is_of_elements()))
+    if (!reads.may_read() || (view && !is_of_elements()))
       return nullptr;
     PyObject* value = cell_of.value.of(cell);
     if ((value_of.buffer.is_none(value) && !cut(value, reason)) || !look_at_checks())
@@ -227,6 +232,7 @@ class KnownRead {
       return false;
     --known.left;
     ++reads.num_cuts;
+    reads.epoch = trace_of.epoch.number(trace);
     Py_XSETREF(reads.last, Py_NewRef(compiled.get()));
     return true;
   }
@@ -337,15 +343,19 @@ inline PyObject* pause_reads(PyObject* self, PyObject*) {
   return told;
 }
 
-// reads.take_counts(): (numbers and tensors that were read since the last call, their bytes, the programs that were run).
+// reads.take_counts(): (numbers and tensors that were read since the last call, their bytes, the programs that were run,
+// uploads, their bytes and nanoseconds).
 inline PyObject* take_read_counts(PyObject* self, PyObject*) {
   auto* reads = reinterpret_cast<KnownReads*>(self);
   const Object fresh(PyList_New(0));
   if (!fresh)
     return nullptr;
   const Object cut(std::exchange(reads->cut, Py_NewRef(fresh.get())));
-  PyObject* taken = Py_BuildValue("(nnnO)", reads->num_numbers, reads->num_tensors, reads->num_bytes, cut.get());
-  reads->num_numbers = reads->num_tensors = reads->num_bytes = 0;
+  PyObject* taken = Py_BuildValue(
+      "(nnnOnnL)", reads->num_numbers, reads->num_tensors, reads->num_bytes, cut.get(), reads->num_uploads,
+      reads->uploaded_bytes, reads->upload_ns);
+  reads->num_numbers = reads->num_tensors = reads->num_bytes = reads->num_uploads = reads->uploaded_bytes = 0;
+  reads->upload_ns = 0;
   return taken;
 }
 

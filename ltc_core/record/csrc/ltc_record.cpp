@@ -11,6 +11,7 @@
 #include "copied_step.h"
 #include "dropout.h"
 #include "known_read.h"
+#include "known_upload.h"
 #include "locked.h"
 #include "view_function.h"
 #include "whole_op.h"
@@ -99,8 +100,11 @@ class Follower final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!may_handle())
       return python.callBoxed(handle, keys, stack);
-    if (copies_in && torch::jit::peek(*stack, 1, op.codes.size()).toTensor().is_cpu()) // an upload: nothing is recorded
-      return python.callBoxed(handle, keys, stack);
+    if (copies_in && torch::jit::peek(*stack, 1, op.codes.size()).toTensor().is_cpu()) { // an upload: nothing is recorded
+      if (!upload_on(*stack))
+        python.callBoxed(handle, keys, stack);
+      return;
+    }
     if (copies_out && is_to_cpu(*stack)) { // a read: nothing is recorded
       at::Tensor copied = read_copy(*stack);
       if (!copied.defined())
@@ -396,6 +400,7 @@ PyObject* add_kernels(PyObject*, PyObject*) {
       add_kernel<Unwritten>("aten::new_empty_strided", c10::DispatchKey::Python) &&
       add_kernel<Unwritten>("aten::empty_strided", c10::DispatchKey::PrivateUse1) &&
       add_kernel<Unwritten>("aten::empty", c10::DispatchKey::PrivateUse1, "memory_format") &&
+      add_kernel<Upload>("aten::copy_", c10::DispatchKey::PrivateUse1) &&
       add_kernel<Dropout>("aten::native_dropout", c10::DispatchKey::Python) &&
       add_kernel<WholeLinear>("aten::linear", c10::DispatchKey::AutogradPrivateUse1);
   return added ? Py_NewRef(Py_None) : nullptr;

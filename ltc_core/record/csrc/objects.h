@@ -139,6 +139,7 @@ inline struct { // of the same file; set where `lock_type` is
   void (*fill_buffer)(PyObject* buffer, PyObject* data);
   Py_ssize_t (*donate_buffer)(PyObject* buffer);
   void (*count_bytes)(PyObject* memory, Py_ssize_t nbytes, Py_ssize_t beside);
+  PyObject* (*ready_buffer)(PyObject* memory, PyObject* data, Py_ssize_t nbytes);
 } native_functions;
 inline PyObject* epochs; // an iterator over the numbers of traces
 inline PyObject* find_stream; // (trace, generator) -> the cell of a random stream

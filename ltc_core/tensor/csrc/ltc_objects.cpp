@@ -227,12 +227,7 @@ PyObject* make_buffer(PyTypeObject*, PyObject* given, PyObject* named) {
     return nullptr;
   return reinterpret_cast<PyObject*>(new_buffer(memory, nbytes, is_pending));
 }
-// Buffer.ready(memory, data, nbytes)
-PyObject* ready_buffer(PyObject*, PyObject* given) {
-  PyObject *memory, *data;
-  Py_ssize_t nbytes;
-  if (!PyArg_ParseTuple(given, "OOn", &memory, &data, &nbytes))
-    return nullptr;
+PyObject* ready_buffer(PyObject* memory, PyObject* data, Py_ssize_t nbytes) {
   auto* buffer = new_buffer(memory, nbytes, false);
   if (buffer) {
     buffer->is_given = true;
@@ -240,6 +235,14 @@ PyObject* ready_buffer(PyObject*, PyObject* given) {
     count(buffer->memory, nbytes, 0);
   }
   return reinterpret_cast<PyObject*>(buffer);
+}
+// Buffer.ready(memory, data, nbytes)
+PyObject* make_ready_buffer(PyObject*, PyObject* given) {
+  PyObject *memory, *data;
+  Py_ssize_t nbytes;
+  if (!PyArg_ParseTuple(given, "OOn", &memory, &data, &nbytes))
+    return nullptr;
+  return ready_buffer(memory, data, nbytes);
 }
 // Buffer.failed(memory, error)
 PyObject* failed_buffer(PyObject*, PyObject* given) {
@@ -320,7 +323,7 @@ PyMethodDef memory_methods[] = {
     {"after_fork", after_fork, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyMethodDef buffer_methods[] = {
-    {"ready", ready_buffer, METH_VARARGS | METH_STATIC, nullptr},
+    {"ready", make_ready_buffer, METH_VARARGS | METH_STATIC, nullptr},
     {"failed", failed_buffer, METH_VARARGS | METH_STATIC, nullptr},
     {"mark_donated", mark_donated, METH_NOARGS, nullptr},
     {"made_by", made_by, METH_O, nullptr},
@@ -508,7 +511,8 @@ const struct {
   void (*fill_buffer)(PyObject*, PyObject*);
   Py_ssize_t (*donate_buffer)(PyObject*);
   void (*count_bytes)(PyObject*, Py_ssize_t, Py_ssize_t);
-} functions_for_cpp = {take, give, pending_buffer, fill<&Buffer::data>, donate, count_bytes};
+  PyObject* (*ready_buffer)(PyObject*, PyObject*, Py_ssize_t);
+} functions_for_cpp = {take, give, pending_buffer, fill<&Buffer::data>, donate, count_bytes, ready_buffer};
 
 // acquire(blocking=True, timeout=-1): as threading.RLock's.
 PyObject* acquire(PyObject* self, PyObject* given, PyObject* named) {
