@@ -181,6 +181,24 @@ def max_pool1d(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return aten.max_pool1d.default.decompose(x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
+def svdvals(x: Tensor, *, driver: str | None = None) -> Tensor:
+    """Singular values without vectors, as eager.
+
+    ATen takes the vectors too where the tensor is a subclass: other kernels of LAPACK, which round otherwise.
+    """
+    return aten._linalg_svd.default(x, False, _has_derivative(x), driver=driver)[1]  # type: ignore[no-any-return]
+
+
+def eigvalsh(x: Tensor, UPLO: str = "L") -> Tensor:
+    """Eigenvalues without vectors, as eager; see `svdvals`."""
+    return aten._linalg_eigh.default(x, UPLO, _has_derivative(x))[0]  # type: ignore[no-any-return]
+
+
+def _has_derivative(x: Tensor) -> bool:
+    is_forward = torch.autograd.forward_ad._current_level >= 0
+    return is_forward or (torch.is_grad_enabled() and x.requires_grad)
+
+
 def checked(x: Tensor, condition: Tensor, message: str) -> Tensor:
     """Return `x`; reading it raises RuntimeError(message) if the condition is false. No sync."""
     if x.requires_grad:  # the check has no derivative
@@ -290,6 +308,8 @@ def is_set_to(x: Tensor, other: Tensor) -> bool:
 
 RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.max_pool1d.default: max_pool1d,
+    aten.linalg_svdvals.default: svdvals,
+    aten.linalg_eigvalsh.default: eigvalsh,
     aten.quantile.default: _quantile(aten.quantile.default),
     aten.nanquantile.default: _quantile(aten.nanquantile.default),
     **{

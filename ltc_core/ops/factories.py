@@ -124,6 +124,8 @@ def register_factories() -> None:
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     for op in (
         aten.ctc_loss.Tensor,
+        aten.linalg_eigvalsh.default,
+        aten.linalg_svdvals.default,
         aten.max_pool1d.default,
         aten.one_hot.default,
         aten.quantile.default,

@@ -280,6 +280,8 @@ def _strided_view(t: LazyTensor, size: Any, stride: Any, offset: int | None) -> 
             if lens:
                 where -= _first_element(handle, lens, meta)
                 _check_inside(handle, meta, size, stride, where)
+            else:
+                _check_memory(handle, meta, size, stride, where)
             steps = (*_flattening(meta, handle.meta.dtype), _as_strided_step(size, stride, where))
             for step in steps:
                 value, meta = record_view_step(trace, value, meta, step)
@@ -333,6 +335,32 @@ def _check_inside(
         got=f"{meta}; size {list(size)}, stride {list(stride)}, {where} elements from its first one on",
         where=source.user_line(),
         next="call it on a copy: x.clone(memory_format=torch.contiguous_format)",
+    )
+
+
+def _check_memory(
+    handle: Cell | View, meta: TensorMeta, size: Any, stride: Any, where: int
+) -> None:
+    """Raise eager's error of a geometry that leaves the memory: the op itself would raise it at a later read.
+
+    Source: `checkInBoundsForStorage`, in ATen/native/Resize.h.
+    """
+    if not meta.dense or 0 in size or len(size) != len(stride) or where < 0:
+        return  # ATen answers
+    itemsize = handle.meta.dtype.itemsize
+    last = where + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    needed = (last + 1) * itemsize
+    if needed <= meta.nbytes or min(stride, default=0) < 0:
+        return
+    raise errors.op_error(
+        RuntimeError(
+            f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {where}, and itemsize "
+            f"{itemsize} requiring a storage size of {needed} are out of bounds for storage of size {meta.nbytes}"
+        ),
+        what="",
+        got=str(handle.meta),
+        where=source.user_line(),
+        next="name elements of the memory that the tensor is a view of",
     )
 
 

@@ -187,7 +187,8 @@ def _run_on_meta(schema: OpSchema, args: Any, kwargs: dict[str, Any]) -> Any:
     }
     if "generator" in kwargs:
         meta_kwargs["generator"] = None
-    if "device" in schema.names and "device" in kwargs:
+    if "device" in schema.names and schema.position("device") >= len(args):
+        # A factory has no operand that names `meta`: it would run, and draw, on the CPU.
         meta_kwargs["device"] = "meta"
     try:
         result = schema.op(*map_leaves(_to_meta, list(args)), **meta_kwargs)

@@ -475,3 +475,30 @@ def test_as_strided_is_a_view(device: torch.device) -> None:
     again = x.as_strided((2, 3), x.stride())
     assert again._is_view() and again.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert ltc.is_lazy_tensor(again)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda x: x.as_strided((5, 5), (9, 9)),
+        lambda x: torch.as_strided(x[1:], (4,), (4,), 1),
+        lambda x: x.as_strided((), (), 12),
+        lambda x: x.view(torch.int16).as_strided((2,), (24,)),
+        lambda x: x.detach().as_strided_((13,), (1,)),
+        lambda x: torch.ops.aten.as_strided.default(x.t(), [4, 4], [4, 1]),
+    ],
+)
+def test_what_leaves_the_memory_is_refused_at_once(leave: Callable[[Tensor], Tensor]) -> None:
+    def program(device: torch.device) -> Any:
+        x = torch.arange(12.0).to(device).view(3, 4)
+        with pytest.raises(RuntimeError, match="setStorage: .* out of bounds") as raised:
+            leave(x)
+        inside = [
+            x.as_strided((3, 2), (4, 3)),
+            x.as_strided((0,), (99,), 12),
+            x.as_strided((), (), 11),
+        ]
+        words = str(raised.value).split("\n")[0].partition("setStorage")[2]
+        return [words.partition(" (recorded")[0], *inside]
+
+    beside_eager(program)

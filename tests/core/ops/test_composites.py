@@ -353,3 +353,31 @@ def test_allclose_compares_on_the_device(device: torch.device) -> None:
             assert found is torch.allclose(x, other, equal_nan=equal_nan)
     assert torch.allclose(torch.arange(3, device=device), torch.arange(3, device=device))
     assert metrics.num_fallbacks() == fallbacks
+
+
+def test_values_of_a_matrix_are_eagers_without_vectors() -> None:
+    """Other kernels of LAPACK compute them, and round otherwise. With a derivative, eager takes the vectors too."""
+
+    def values(x: Tensor) -> list[Tensor]:
+        square = x @ x.T
+        return [
+            torch.linalg.svdvals(x),
+            torch.linalg.eigvalsh(square),
+            torch.linalg.eigvalsh(square, "U"),
+            torch.linalg.cond(x),
+            torch.linalg.matrix_norm(x, "nuc"),
+        ]
+
+    def program(device: torch.device) -> Any:
+        torch.manual_seed(0)
+        x = torch.randn(20, 15).to(device)
+        leaf = x.clone().requires_grad_()
+        sum(v.sum() for v in values(leaf)).backward()
+        with torch.no_grad():
+            found = values(leaf)
+        with torch.inference_mode():
+            found += [v.clone() for v in values(x)]
+        by_func = torch.func.grad(lambda t: torch.linalg.svdvals(t).sum())(x)
+        return [*values(x), *values(leaf), *found, by_func, leaf.grad]
+
+    beside_eager(program, rtol=0, atol=0)

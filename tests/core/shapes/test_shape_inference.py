@@ -191,6 +191,15 @@ def test_factories_are_told_from_their_arguments() -> None:
     assert told(aten.arange.default, 5, device=device).dtype is torch.int64
 
 
+@pytest.mark.usefixtures("empty_cache")
+def test_factories_make_and_draw_nothing() -> None:
+    before = torch.get_rng_state()
+    drawn = told(aten.randperm.generator, 6, generator=None, dtype=torch.int64)
+    assert isinstance(drawn, TensorMeta) and torch.equal(torch.get_rng_state(), before)
+    made = told(aten.ones.default, [1 << 50], dtype=torch.float32)  # more than any machine has
+    assert made == TensorMeta.packed((1 << 50,), torch.float32)
+
+
 def test_nothing_is_recorded_or_run() -> None:
     from ltc_core.runtime.devices import context
 
