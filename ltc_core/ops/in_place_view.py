@@ -17,8 +17,7 @@ from ltc_core.graph.op_schema import OpSchema
 from ltc_core.record import fast_path
 from ltc_core.record.recorder import recorder
 from ltc_core.tensor.alive import alive
-from ltc_core.tensor.lazy_tensor import LazyTensor, set_handle
-from ltc_core.tensor.sharing import has_no_other_reference
+from ltc_core.tensor.lazy_tensor import LazyTensor, has_no_other_reference, set_handle
 
 __all__ = ["IN_PLACE_VIEWS"]
 

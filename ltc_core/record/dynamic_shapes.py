@@ -104,9 +104,10 @@ class Dynamic:
         twins: steps of other ways at the same place.
         closed: calls that come so often that they have an exact way; None: no call. Read by `csrc/next_step.h`.
         now: results of the last call that Python recorded.
+        num_alone: how many steps up to this one, without a gap, have no twins.
     """
 
-    __slots__ = ("closed", "infer", "known", "now", "num_sizes", "places", "twins")
+    __slots__ = ("closed", "infer", "known", "now", "num_alone", "num_sizes", "places", "twins")
 
     def __init__(
         self,
@@ -123,6 +124,7 @@ class Dynamic:
         self.twins = twins
         self.closed: set[Key] | None = None
         self.now = Entry(())
+        self.num_alone = 0
 
     def is_closed_to(self, key: Key) -> bool:
         """Whether a call has an exact way."""

@@ -4,6 +4,9 @@ A new step is dynamic after a dynamic one, or where it is the third of one line 
 others in sizes only. Called by `Trace.advance`. A collective or an op of the script has a step for each size: other
 processes, or code that is not PyTorch's, depend on it.
 
+A way that begins like others but goes on like none, as the backward pass of a search after `t[3]`, gains nothing: its
+graph is new each time, and C++ copies no dynamic steps. After `_ASTRAY` such steps its size gets an exact way.
+
 A size that is common is worth a graph of its own, which can be compiled. The first two sizes have one at once; where a
 dynamic step comes beside them, those that ran less often than `OFTEN` lose it. A size that runs as often on the dynamic
 way gets one then.
@@ -38,6 +41,7 @@ __all__ = ["OFTEN", "find", "make", "may_follow"]
 OFTEN = 24
 
 _FEWEST_OF_A_SIZE = 8
+_ASTRAY = 16  # new steps in a row that are like none of another size
 _ALIKE = 2  # known steps that differ in sizes, before calls of any size get a step
 
 
@@ -175,7 +179,27 @@ def make(
                 cursor.drop(twin)
     dynamic = Dynamic(known, infer, places, len(sizes), twins)
     dynamic.add((*call.metas, *sizes), node.outs)
+    if cursor.dynamic is not None and not twins:
+        dynamic.num_alone = cursor.dynamic.num_alone + 1
+        if dynamic.num_alone == _ASTRAY:
+            _close_first(cursor, trace)
     return key, node, dynamic, sizes
+
+
+def _close_first(cursor: Step, trace: Any) -> None:
+    """Give the call of this run an exact way, where the dynamic one to the cursor begins."""
+    first = cursor
+    while first.parent is not None and first.parent.dynamic is not None:
+        first = first.parent
+    dynamic, end = first.dynamic, first.num_scalars
+    assert dynamic is not None
+    sizes = tuple(trace.scalars[end - dynamic.num_sizes : end])
+    given = {index: meta for index, _, _, meta in trace.inputs}
+    metas = {given[index] for index, _ in first.inputs}
+    for key in dynamic.known:
+        of_metas = len(key) - dynamic.num_sizes
+        if key[of_metas:] == sizes and metas.issubset(key[:of_metas]):
+            dynamic.close_to(key)
 
 
 def _pattern(

@@ -35,6 +35,7 @@ from ltc_core.tensor.storage import LazyStorage, identifier
 __all__ = [
     "HANDLERS",
     "LazyTensor",
+    "has_no_other_reference",
     "is_called_from",
     "keeping_copies",
     "make_empty",
@@ -277,7 +278,7 @@ class LazyTensor(torch.Tensor):
         super().detach_()
         if self.is_inference():  # no view of it is tracked
             return self
-        if self._version and self._use_count() > 1:  # type: ignore[attr-defined]
+        if self._version and not has_no_other_reference(self):
             for view in alive(LazyTensor):
                 if view._is_view() and view._base is self:
                     try:
@@ -420,6 +421,15 @@ def wrap(handle: Handle) -> LazyTensor:
     t = make_empty(handle.meta, handle.trace.device)
     t._h = handle
     return t
+
+
+def has_no_other_reference(t: LazyTensor) -> bool:
+    """Whether Python counts no more references to the memory of `t` than to that of a tensor that was just made."""
+    new = wrap(Cell(t._h.trace, base_of(t._h).value, t._h.meta))
+    most = sys.getrefcount(new._h)
+    if sys.getrefcount(t._h) > most:
+        return False
+    return type(t._h) is not View or sys.getrefcount(t._h.base) <= most
 
 
 def set_handle(t: LazyTensor, handle: Handle) -> None:

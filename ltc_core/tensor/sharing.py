@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 from ltc_core.tensor.alive import alive
-from ltc_core.tensor.handles import Cell, View, base_of
-from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
+from ltc_core.tensor.handles import Cell, base_of
+from ltc_core.tensor.lazy_tensor import LazyTensor, has_no_other_reference
 
-__all__ = ["has_no_other_reference", "is_alone"]
+__all__ = ["is_alone"]
 
 
 def is_alone(t: LazyTensor) -> bool:
@@ -19,15 +17,6 @@ def is_alone(t: LazyTensor) -> bool:
     return has_no_other_reference(t) or not any(
         other is not t and _is_in(other, base_of(t._h)) for other in alive(LazyTensor)
     )
-
-
-def has_no_other_reference(t: LazyTensor) -> bool:
-    """Whether Python counts no more references to the memory of `t` than to that of a tensor that was just made."""
-    new = wrap(Cell(t._h.trace, base_of(t._h).value, t._h.meta))
-    most = sys.getrefcount(new._h)
-    if sys.getrefcount(t._h) > most:
-        return False
-    return type(t._h) is not View or sys.getrefcount(t._h.base) <= most
 
 
 def _is_in(t: LazyTensor, base: Cell) -> bool:

@@ -337,6 +337,22 @@ def test_a_size_that_comes_often_gets_a_graph_that_can_be_compiled(device: torch
         assert num_programs() == before
 
 
+def test_a_size_whose_way_is_like_no_other_is_exact_the_next_time(device: torch.device) -> None:
+    x = torch.arange(10.0).to(device)
+
+    def search(k: int, ops: int) -> bool:
+        """Whether a row of ops after `x[k]` is recorded for any size."""
+        h = x[k] + 1
+        for i in range(ops):
+            h = (h * 2).exp() if i % (ops // 7) else h.cos()
+        assert h.isfinite().item() in (True, False)
+        return latest_is_dynamic()
+
+    assert [search(k, 14 + 7 * k) for k in range(4)] == [False, False, True, True]
+    assert [search(k, 140 + 7 * k) for k in (2, 3)] == [False, False]
+    assert all(float(x[k] + 1) == k + 1 for k in range(10))
+
+
 def test_the_usual_size_keeps_its_graph_beside_rare_ones(device: torch.device) -> None:
     for k in range(2 * dynamic_steps.OFTEN):
         run(8, device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ltc_core as ltc
+from ltc_core.tensor import lazy_tensor
 from tests.core.beside_eager import beside_eager
 from tests.core.view_kinds import VIEWS, Make, base_tensor
 
@@ -106,6 +107,18 @@ def test_a_tensor_of_inference_mode_is_detached_in_place() -> None:
         return [x.detach_(), x.is_inference(), x.requires_grad]
 
     beside_eager(program)
+
+
+def test_what_has_no_views_is_detached_without_a_look_at_all_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in each step of an optimizer that takes gradients of gradients."""
+    monkeypatch.setattr(lazy_tensor, "alive", None)
+    x = torch.ones(2, device=ltc.lazy_device(), requires_grad=True)
+    (x.grad,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    x.grad.mul_(2)
+    assert x.grad.detach_().tolist() == [6, 6]
+    assert not x.grad.requires_grad
 
 
 def test_a_base_is_detached_after_a_write_through_its_view() -> None:
