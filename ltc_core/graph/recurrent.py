@@ -1,7 +1,8 @@
-"""GRUs and simple RNNs over a long sequence as one op of a graph: `LAYER`, and `LAYER_GRAD` for their gradients.
+"""Recurrent layers over whole sequences as one op of a graph: `LAYER`, and `LAYER_GRAD` for their gradients.
 
-The kernels are those of eager. That of the gradients computes the layer again, with autograd, so nothing is
-kept of the steps. It costs as much as eager's forward and backward pass.
+The sequences are those of a padded batch, or packed ones (`torch.nn.utils.rnn.PackedSequence`). The kernels are those
+of eager. What autograd keeps of the steps lives as long as the tensor of the output: `LAYER_GRAD` finds it there. Where
+the output is another tensor by then, such as a copy, the layer is computed again.
 """
 
 from __future__ import annotations
@@ -21,86 +22,124 @@ Tensor = torch.Tensor
 def _shapes(
     kind: str,
     input: Tensor,
-    hx: Tensor,
+    batch_sizes: Tensor | None,
+    hx: Sequence[Tensor],
     params: Sequence[Tensor],
     has_biases: bool,
     num_layers: int,
     bidirectional: bool,
     batch_first: bool,
     needs_grad: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
-    size = (*input.shape[:2], hx.shape[2] * (2 if bidirectional else 1))
-    # In eager the batch comes second in memory.
-    output = input.new_empty((size[1], size[0], size[2]) if batch_first else size)
-    return (output.transpose(0, 1) if batch_first else output), hx.new_empty(hx.shape)
+    keeps_steps: bool,
+) -> list[Tensor]:
+    size = [*input.shape[:-1], hx[0].shape[2] * (2 if bidirectional else 1)]
+    if batch_first:  # in eager the batch comes second in memory
+        output = input.new_empty((size[1], size[0], size[2])).transpose(0, 1)
+    else:
+        output = input.new_empty(size)
+    return [output, *(state.new_empty(state.shape) for state in hx)]
 
 
+@in_own_state
 def _run(
-    kind: str, input: Tensor, hx: Tensor, params: Sequence[Tensor], *layout: Any
-) -> tuple[Tensor, Tensor]:
-    *layout, needs_grad = layout  # type: ignore[assignment]
-    # The product of a batch and a weight is another one where the weight needs a gradient.
-    params = [t.detach().requires_grad_(n) for t, n in zip(params, needs_grad[2:], strict=True)]
-    with torch.no_grad():
-        return _layer(kind, input, hx, params, *layout)
+    kind: str,
+    input: Tensor,
+    batch_sizes: Tensor | None,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    *layout: Any,
+) -> list[Tensor]:
+    *layout, needs_grad, keeps_steps = layout  # type: ignore[assignment]
+    with torch.set_grad_enabled(keeps_steps):
+        own, results = _tracked(kind, input, batch_sizes, hx, params, layout, needs_grad)
+    given = [result.detach() for result in results]
+    if keeps_steps:
+        given[0].__dict__[_STEPS] = own, results
+    return given
+
+
+def _tracked(
+    kind: str,
+    input: Tensor,
+    batch_sizes: Tensor | None,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    layout: Sequence[Any],
+    needs_grad: Sequence[bool],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves in the place of the operands, and the results; which need a gradient also decides eager's kernels."""
+    operands = zip((input, *hx, *params), needs_grad, strict=True)
+    own = [t.detach().requires_grad_(needed) for t, needed in operands]
+    states, weights = own[1 : 1 + len(hx)], own[1 + len(hx) :]
+    return own, _layer(kind, own[0], batch_sizes, states, weights, *layout)
 
 
 def _layer(
     kind: str,
     input: Tensor,
-    hx: Tensor,
+    batch_sizes: Tensor | None,
+    hx: Sequence[Tensor],
     params: Sequence[Tensor],
     has_biases: bool,
     num_layers: int,
-    *directions: bool,
-) -> tuple[Tensor, Tensor]:
+    bidirectional: bool,
+    batch_first: bool,
+) -> list[Tensor]:
     eager = getattr(torch, kind)
-    return eager(  # type: ignore[no-any-return]
-        input, hx, params, has_biases, num_layers, 0.0, False, *directions
-    )
+    state = tuple(hx) if kind == "lstm" else hx[0]
+    layers = has_biases, num_layers, 0.0, False, bidirectional
+    if batch_sizes is None:
+        return list(eager(input, state, params, *layers, batch_first))
+    return list(eager(input, batch_sizes, state, params, *layers))
 
 
 def _shapes_of_grads(
-    output_grad: Tensor | None,
-    hidden_grad: Tensor | None,
+    grads: Sequence[Tensor | None],
+    output: Tensor,
     kind: str,
     input: Tensor,
-    hx: Tensor,
+    batch_sizes: Tensor | None,
+    hx: Sequence[Tensor],
     params: Sequence[Tensor],
     *layout: Any,
 ) -> list[Tensor]:
-    operands = (input, hx, *params)
+    operands = (input, *hx, *params)
     return [t.new_empty(t.shape) for t, n in zip(operands, layout[-1], strict=True) if n]
 
 
 @in_own_state
 def _run_grads(
-    output_grad: Tensor | None,
-    hidden_grad: Tensor | None,
+    grads: Sequence[Tensor | None],
+    output: Tensor,
     kind: str,
     input: Tensor,
-    hx: Tensor,
+    batch_sizes: Tensor | None,
+    hx: Sequence[Tensor],
     params: Sequence[Tensor],
     *layout: Any,
 ) -> list[Tensor]:
     *layout, needs_grad = layout  # type: ignore[assignment]
-    operands = zip((input, hx, *params), needs_grad, strict=True)
-    own = [t.detach().requires_grad_(needed) for t, needed in operands]
-    with torch.enable_grad():
-        results = _layer(kind, own[0], own[1], own[2:], *layout)
-    pairs = zip(results, (output_grad, hidden_grad), strict=True)
-    outputs, of_outputs = zip(*(pair for pair in pairs if pair[1] is not None), strict=True)
-    grads = torch.autograd.grad(outputs, [t for t in own if t.requires_grad], of_outputs)
-    return [grad.contiguous() for grad in grads]
+    kept = output.__dict__.pop(_STEPS, None)
+    if kept is None:
+        with torch.enable_grad():
+            kept = _tracked(kind, input, batch_sizes, hx, params, layout, needs_grad)
+    own, results = kept
+    pairs = [
+        (result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None
+    ]
+    outputs, of_outputs = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, [t for t in own if t.requires_grad], of_outputs)
+    return [grad.contiguous() for grad in found]
 
 
+_STEPS = "_ltc_steps"
 _LAYER = (
-    "str kind, Tensor input, Tensor hx, Tensor[] params, bool has_biases, int num_layers, bool bidirectional, "
-    "bool batch_first, bool[] needs_grad"
+    "str kind, Tensor input, Tensor? batch_sizes, Tensor[] hx, Tensor[] params, bool has_biases, int num_layers, "
+    "bool bidirectional, bool batch_first, bool[] needs_grad"
 )
 _library: Any = torch.library.Library("ltc_recurrent", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"layer({_LAYER}) -> (Tensor, Tensor)")
-_library.define(f"layer_grad(Tensor? output_grad, Tensor? hidden_grad, {_LAYER}) -> Tensor[]")
+_library.define(f"layer({_LAYER}, bool keeps_steps) -> Tensor[]")
+_library.define(f"layer_grad(Tensor?[] grads, Tensor output, {_LAYER}) -> Tensor[]")
 for _name, _of_meta, _of_cpu in (
     ("layer", _shapes, _run),
     ("layer_grad", _shapes_of_grads, _run_grads),

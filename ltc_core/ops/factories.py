@@ -123,6 +123,8 @@ def register_factories() -> None:
     library.impl("randperm", _randperm, "PrivateUse1")
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     for op in (
+        aten._pack_padded_sequence_backward.default,
+        aten._pad_packed_sequence.default,
         aten.ctc_loss.Tensor,
         aten.linalg_eigvalsh.default,
         aten.linalg_svdvals.default,

@@ -26,7 +26,7 @@ def pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple
     """
     num_steps = x.shape[1 if batch_first else 0]
     _check_lengths(lengths, x.shape[0 if batch_first else 1], num_steps)
-    where, batch_sizes = _packed_positions(lengths.tolist(), num_steps, batch_first)
+    where, batch_sizes = _packed_positions(lengths, num_steps, batch_first)
     return x.flatten(0, 1).index_select(0, where.to(x.device)), batch_sizes
 
 
@@ -58,26 +58,24 @@ def _check_lengths(lengths: Tensor, batch: int, num_steps: int) -> None:
     )
 
 
-def _packed_positions(
-    lengths: list[int], num_steps: int, batch_first: bool
-) -> tuple[Tensor, Tensor]:
+def _packed_positions(lengths: Tensor, num_steps: int, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Give, for each packed row, its row in the flattened padded batch; and the batch size of each step."""
-    sizes = [sum(n > step for n in lengths) for step in range(lengths[0])]
-    batch = len(lengths)
-    rows = [
-        b * num_steps + step if batch_first else step * batch + b
-        for step, size in enumerate(sizes)
-        for b in range(size)
-    ]
-    return torch.tensor(rows), torch.tensor(sizes)
+    is_there = torch.arange(int(lengths[0]), device="cpu")[:, None] < lengths
+    step, b = is_there.nonzero(as_tuple=True)
+    rows = b * num_steps + step if batch_first else step * len(lengths) + b
+    return rows, is_there.sum(1)
+
+
+def _lengths_of(batch_sizes: Tensor) -> Tensor:
+    """The lengths of packed sequences, the longest first."""
+    return (batch_sizes[:, None] > torch.arange(int(batch_sizes[0]), device="cpu")).sum(0)
 
 
 def pack_padded_sequence_backward(
     grad: Tensor, input_size: Any, batch_sizes: Tensor, batch_first: bool
 ) -> Tensor:
     """Gradient of `pack_padded_sequence`: the packed rows back in their places, zeros elsewhere."""
-    sizes = batch_sizes.tolist()
-    lengths = [sum(size > b for size in sizes) for b in range(sizes[0])]
+    lengths = _lengths_of(batch_sizes)
     where, _ = _packed_positions(lengths, input_size[1 if batch_first else 0], batch_first)
     flat = grad.new_zeros((input_size[0] * input_size[1], *input_size[2:]))
     return flat.index_copy(0, where.to(grad.device), grad).view(input_size)
@@ -87,11 +85,10 @@ def pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     """Pad a packed batch; gives (padded, lengths), the lengths on the CPU."""
-    sizes = batch_sizes.tolist()
-    lengths = [sum(size > b for size in sizes) for b in range(sizes[0])]
-    steps = max(len(sizes), total_length)
+    lengths = _lengths_of(batch_sizes)
+    steps = max(len(batch_sizes), total_length)
     where, _ = _packed_positions(lengths, steps, batch_first)
     shape = (len(lengths), steps) if batch_first else (steps, len(lengths))
     flat = data.new_full((len(lengths) * steps, *data.shape[1:]), padding_value)
     padded = flat.index_copy(0, where.to(data.device), data).view(*shape, *data.shape[1:])
-    return padded, torch.tensor(lengths)
+    return padded, lengths

@@ -4,7 +4,7 @@ For a device that PyTorch does not know, each time step of `torch.lstm` and `tor
 Eager on the CPU calls the layer of oneDNN for LSTMs, in the cases of `_is_onednn`. For GRUs and simple RNNs it
 multiplies the inputs of all steps at once, and has ten ops a step. So does this device, in the same cases. Over long
 sequences, GRUs and simple RNNs are one op, with the kernels of eager (`graph.recurrent`): thousands of steps would make
-graphs of a hundred thousand ops.
+graphs of a hundred thousand ops. So are all layers of packed sequences, and LSTMs that oneDNN has no layer for.
 `register_rnn` is called once, at import. Sources: ATen/native/RNN.cpp and "mkldnn_rnn" in ATen/native/mkldnn/RNN.cpp.
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ltc_core.graph.recurrent import LAYER, LAYER_GRAD
+from ltc_core.ops.composites import RULES
+from ltc_core.ops.recurrent_layer import may_be_one_op, one_op
 from ltc_core.program.passes.narrow_dtypes import StorageTypes
 from ltc_core.settings import settings
 
@@ -42,10 +43,16 @@ def _lstm(
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _is_onednn(input, hx, params):
+        layers = has_biases, num_layers, dropout, train, bidirectional
+        if not (dropout and train) and _is_whole(input, hx, params, num_layers, bidirectional):
+            layout = has_biases, num_layers, bidirectional, batch_first
+
+            def again(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor]) -> Any:
+                return _composite(aten.lstm.input, x, hx, params, *layers, batch_first)
+
+            return one_op("lstm", again, layout, input, None, hx, params)  # type: ignore[return-value]
         return _composite(  # type: ignore[no-any-return]
-            aten.lstm.input,
-            *(input, hx, params, has_biases, num_layers, dropout, train, bidirectional),
-            batch_first,
+            aten.lstm.input, input, hx, params, *layers, batch_first
         )
     with_grad = torch.is_grad_enabled()  # the kernel does not read `train`: see `runs_with_grad`
     h, c = hx[0].contiguous(), hx[1].contiguous()
@@ -167,15 +174,15 @@ def _layers(
             batch_first,
         )
     num_steps = input.shape[batch_first] * num_layers * (1 + bidirectional)
-    if num_steps >= _LONG and not (dropout and train) and _may_be_one_op():
-        return _Layer.apply(  # type: ignore[no-untyped-call, no-any-return]
-            op._opname,
-            cell,
-            (has_biases, num_layers, bidirectional, batch_first),
-            input,
-            hx,
-            *params,
-        )
+    if num_steps >= _LONG and not (dropout and train) and may_be_one_op():
+        layout = has_biases, num_layers, bidirectional, batch_first
+
+        def again(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor]) -> Any:
+            return _in_steps(
+                cell, x, hx[0], params, has_biases, num_layers, 0.0, bidirectional, batch_first
+            )
+
+        return one_op(op._opname, again, layout, input, None, [hx], params)  # type: ignore[return-value]
     return _in_steps(
         cell,
         input,
@@ -187,60 +194,6 @@ def _layers(
         bidirectional,
         batch_first,
     )
-
-
-def _may_be_one_op() -> bool:
-    """Whether a layer may be one op: it runs on kernels of the CPU, and has gradients alone."""
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    has_tangents = torch.autograd.forward_ad._current_level >= 0
-    return settings.executor != "jax" and not is_transformed and not has_tangents
-
-
-class _Layer(torch.autograd.Function):
-    """Layers as one op. Gradients of gradients come from its steps."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kind: str,
-        cell: Cell,
-        layout: tuple[Any, ...],
-        input: Tensor,
-        hx: Tensor,
-        *params: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        needs_grad = [t.requires_grad for t in (input, hx, *params)]
-        ctx.kind, ctx.cell, ctx.layout, ctx.needs_grad = kind, cell, layout, needs_grad
-        ctx.save_for_backward(input, hx, *params)
-        ctx.set_materialize_grads(False)
-        return LAYER(kind, input, hx, params, *layout, needs_grad)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(
-        ctx: Any, output_grad: Tensor | None, hidden_grad: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        input, hx, *params = ctx.saved_tensors
-        if output_grad is None and hidden_grad is None:
-            return (None,) * (5 + len(params))
-        if torch.is_grad_enabled():
-            found = _differentiable_grads(ctx, (output_grad, hidden_grad))
-        else:
-            found = LAYER_GRAD(
-                output_grad, hidden_grad, ctx.kind, input, hx, params, *ctx.layout, ctx.needs_grad
-            )
-        grads = iter(found)
-        return None, None, None, *(next(grads) if needed else None for needed in ctx.needs_grad)
-
-
-def _differentiable_grads(ctx: Any, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The gradients of the operands that need one, from the steps of a layer."""
-    has_biases, num_layers, *directions = ctx.layout
-    input, hx, *params = ctx.saved_tensors
-    results = _in_steps(ctx.cell, input, hx, params, has_biases, num_layers, 0.0, *directions)
-    pairs = [(r, g) for r, g in zip(results, given, strict=True) if g is not None]
-    outputs, of_outputs = zip(*pairs, strict=True)
-    wanted = [t for t, needed in zip(ctx.saved_tensors, ctx.needs_grad, strict=True) if needed]
-    return torch.autograd.grad(outputs, wanted, of_outputs, create_graph=True, allow_unused=True)
 
 
 def _in_steps(
@@ -282,6 +235,82 @@ def _steps(
     for product in reversed(products) if is_reverse else products:
         hidden = cell(product, hidden, of_hidden, hidden_bias)
         yield hidden
+
+
+# ---- packed sequences ------------------------------------------------------------------------------------------------
+
+
+def _packed(
+    op: torch._ops.OpOverload,
+    data: Tensor,
+    batch_sizes: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> Sequence[Tensor]:
+    """`op` for packed sequences. As ops for each step, each set of lengths would be another graph."""
+    kind = op._opname
+    states = list(hx) if kind == "lstm" else [hx]
+    layers = has_biases, num_layers, dropout, train, bidirectional
+    if not _is_packed(data, batch_sizes, states) or not _is_whole(
+        data, states, params, num_layers, bidirectional
+    ):
+        return _composite(op, data, batch_sizes, hx, params, *layers)  # type: ignore[no-any-return]
+    drops = dropout > 0 and train
+    num_parts = num_layers if drops else 1  # eager draws between two layers
+    num_params, num_states = len(params) // num_parts, states[0].shape[0] // num_parts
+    layout = has_biases, num_layers // num_parts, 0.0, False, bidirectional
+
+    def again(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor]) -> Any:
+        state = hx if kind == "lstm" else hx[0]
+        return _composite(op, x, batch_sizes, state, params, *layout)
+
+    sizes = batch_sizes.to(data.device)
+    last: list[Sequence[Tensor]] = []
+    for k in range(num_parts):
+        own = params[k * num_params : (k + 1) * num_params]
+        first = (
+            [state.narrow(0, k * num_states, num_states) for state in states] if drops else states
+        )
+        directions = has_biases, layout[1], bidirectional, False
+        data, *ended = one_op(kind, again, directions, data, sizes, first, own)
+        last.append(ended)
+        if drops and k < num_parts - 1:
+            data = torch.dropout(data, dropout, True)
+    if not drops:
+        return data, *last[0]
+    return data, *(torch.cat(parts) for parts in zip(*last, strict=True))
+
+
+def _is_packed(data: Tensor, batch_sizes: Tensor, hx: Sequence[Tensor]) -> bool:
+    """Whether these are packed sequences; eager's own kernel says what is wrong with others."""
+    is_list = (
+        batch_sizes.device.type == "cpu" and batch_sizes.dim() == 1 and batch_sizes.numel() > 0
+    )
+    if not is_list or batch_sizes.dtype is not torch.int64 or data.dim() != 2:
+        return False
+    sizes = batch_sizes.tolist()
+    is_sorted = all(a >= b > 0 for a, b in zip(sizes, sizes[1:], strict=False))
+    return is_sorted and sum(sizes) == data.shape[0] and hx[0].shape[1:2] == (sizes[0],)
+
+
+def _is_whole(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    num_layers: int,
+    bidirectional: bool,
+) -> bool:
+    """Whether a layer may be one op, whose operands eager takes."""
+    if not input.numel() or not may_be_one_op() or not _is_as_on_cpu(input, *hx, *params):
+        return False
+    num_directions = num_layers * (2 if bidirectional else 1)
+    fits = all(state.dim() == 3 and state.shape[0] == num_directions for state in hx)
+    return fits and len(params) % num_directions == 0 and input.shape[-1] == params[0].shape[1]
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------
@@ -345,12 +374,19 @@ def register_rnn() -> None:
         "rnn_tanh": partial(_simple_cell, torch.tanh),
         "rnn_relu": partial(_simple_cell, torch.relu),
     }
-    kernels: dict[str, Callable[..., Any]] = {"lstm.input": _lstm, "lstm_cell": _lstm_step}
+    kernels: dict[str, Callable[..., Any]] = {
+        "lstm.input": _lstm,
+        "lstm.data": partial(_packed, aten.lstm.data),
+        "lstm_cell": _lstm_step,
+    }
     for name, cell in cells.items():
         whole, step = getattr(aten, name).input, getattr(aten, f"{name}_cell").default
         kernels[f"{name}.input"] = partial(_layers, whole, cell)
+        kernels[f"{name}.data"] = partial(_packed, getattr(aten, name).data)
         kernels[f"{name}_cell"] = partial(_one_step, step, cell)
     for name, kernel in kernels.items():
+        packet, _, overload = name.partition(".")
+        RULES[getattr(getattr(aten, packet), overload or "default")] = kernel  # in inference mode
         for key in ("PrivateUse1", "AutogradPrivateUse1"):
             library.impl(name, kernel, key)
     _libraries.append(library)

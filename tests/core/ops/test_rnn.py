@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ltc_core as ltc
+from ltc_core import metrics
 from ltc_core.ops import rnn
 from ltc_core.runtime.devices import count_pending_ops
 from ltc_core.settings import settings
@@ -216,3 +217,133 @@ def test_an_error_is_that_of_eager(layer: Any) -> None:
         return str(raised.value).splitlines()[0]
 
     beside_eager(program)
+
+
+# ---- packed sequences --------------------------------------------------------------------------------------------
+
+PACKED: list[dict[str, Any]] = [*KINDS, {"num_layers": 3, "dropout": 0.3, "bidirectional": True}]
+LENGTHS = ([5, 3, 1], [2, 2], [7, 1, 1, 1], [1], [4, 6, 2])
+
+
+def packed(device: torch.device, lengths: list[int], is_sorted: bool = False) -> Any:
+    torch.manual_seed(sum(lengths))  # dropout draws from the stream of the device, this from the CPU's
+    x = torch.randn(len(lengths), max(lengths), 3).to(device).requires_grad_()
+    pack = nn.utils.rnn.pack_padded_sequence
+    return x, pack(x, torch.tensor(lengths), batch_first=True, enforce_sorted=is_sorted)
+
+
+def final(state: Any) -> list[torch.Tensor]:
+    return list(state) if isinstance(state, tuple) else [state]
+
+
+@pytest.mark.parametrize("replay", ["never", "always"])
+@pytest.mark.parametrize("kind", PACKED, ids=str)
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, relu_rnn])
+def test_packed_sequences(layer: Any, kind: dict[str, Any], replay: str) -> None:
+    """Outputs, last states and gradients of all have the bits of eager, with and without dropout."""
+
+    def program(device: torch.device) -> Any:
+        model = layer(3, 4, **kind).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for seed, lengths in enumerate(LENGTHS):
+            x, given = packed(device, lengths)
+            torch.manual_seed(seed)
+            y, state = model(given)
+            padded, sizes = nn.utils.rnn.pad_packed_sequence(y, padding_value=0.5, total_length=8)
+            assert sizes.tolist() == lengths and y.batch_sizes.device.type == "cpu"
+            optimizer.zero_grad()
+            (padded.square().mean() + sum(s.sum() for s in final(state))).backward()
+            optimizer.step()
+            found += [padded.detach(), x.grad, *(s.detach() for s in final(state))]
+            found += [p.grad.clone() for p in model.parameters()]
+        model.eval()
+        with torch.no_grad():
+            found.append(model(packed(device, [3, 2])[1])[0].data)
+        with torch.inference_mode():
+            y, _ = model(packed(device, [3, 3])[1])
+            found.append(nn.utils.rnn.pad_packed_sequence(y)[0])
+        return found
+
+    with settings.override(replay=replay):
+        beside_eager(program, 0.0, 0.0, rounds=1)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("kind", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
+def test_lstms_with_projections_and_of_other_dtypes(kind: dict[str, Any]) -> None:
+    """Those that oneDNN has no layer for; a gradient alone of the cell state, too."""
+
+    def program(device: torch.device) -> Any:
+        found = []
+        for dtype, size in ((torch.float32, 2), (torch.float64, 0)):
+            model = nn.LSTM(3, 4, proj_size=size, batch_first=True, **kind).to(device, dtype)
+            x = torch.randn(2, 5, 3, dtype=dtype).to(device).requires_grad_()
+            y, (h, c) = model(x)
+            (of_cells,) = torch.autograd.grad(c.sum(), x, retain_graph=True)
+            (y.square().sum() + h.sum()).backward()
+            pack = nn.utils.rnn.pack_padded_sequence(
+                x.detach(), torch.tensor([5, 2]), batch_first=True
+            )
+            of_pack = model(pack)[0].data
+            found += [y, h, c, of_cells, x.grad, of_pack, *(p.grad for p in model.parameters())]
+        return [t.detach() for t in found]
+
+    beside_eager(program, 0.0, 0.0)
+
+
+def test_packed_sequences_are_one_op_of_any_lengths() -> None:
+    """Other lengths of as many steps and rows are the same graph."""
+    model = nn.LSTM(3, 4, num_layers=2, bidirectional=True).to("ltc")
+    programs = []
+    for lengths in ([5, 4, 3, 2], [5, 4, 4, 1], [5, 5, 2, 2], [5, 3, 3, 3]):
+        _, given = packed(torch.device("ltc"), lengths, is_sorted=True)
+        y, _ = model(given)
+        y.data.square().mean().backward()
+        assert sum(count_pending_ops().values()) < 60
+        before = metrics.counter_value("UncachedCompile") or 0
+        ltc.mark_step()
+        programs.append((metrics.counter_value("UncachedCompile") or 0) - before)
+        model.zero_grad()
+    assert programs[2:] == [0, 0]
+
+
+def test_what_autograd_keeps_of_the_steps_is_freed() -> None:
+    """With the output, and after the backward pass; a second one computes the steps again."""
+
+    def program(device: torch.device) -> Any:
+        model = nn.GRU(3, 4).to(device)
+        x, given = packed(device, [4, 2])
+        y, _ = model(given)
+        loss = y.data.square().sum()
+        first = torch.autograd.grad(loss, x, retain_graph=True)[0]
+        second = torch.autograd.grad(loss, x, retain_graph=True)[0]
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return [first, second, slope.detach(), torch.autograd.grad(slope.square().sum(), x)[0]]
+
+    beside_eager(program, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_wrong_operands_of_packed_sequences_raise_at_the_call(layer: Any) -> None:
+    model = layer(3, 4).to("ltc")
+    for size, count, words in ((5, 2, "cannot be multiplied|input_size"), (3, 4, "dimension 0|hidden size")):
+        hx = torch.zeros(1, count, 4, device="ltc")
+        rows = torch.ones(3, size, device="ltc")
+        given = nn.utils.rnn.PackedSequence(rows, torch.tensor([2, 1]))
+        with pytest.raises(RuntimeError, match=words):
+            model(given, (hx, hx) if layer is nn.LSTM else hx)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_inference_mode(layer: Any) -> None:
+    def program(device: torch.device) -> Any:
+        model, x = layer(3, 4, num_layers=2).to(device), torch.randn(5, 2, 3).to(device)
+        with torch.inference_mode():
+            y, state = model(x)
+            if device.type != "cpu":
+                ops = count_pending_ops()
+                assert ops.get("linear", 0) <= 2 * 6 and ops.get("squeeze", 0) == 0, ops
+        return [y, *final(state)]
+
+    beside_eager(program, *tolerance(layer))
