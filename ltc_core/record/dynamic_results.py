@@ -24,6 +24,7 @@ from ltc_core.record.dynamic_shapes import (
     Pattern,
     are_outs_alike,
     keep,
+    may_vary,
 )
 from ltc_core.record.make_node import NotRecordable, new_results, views
 from ltc_core.shapes.shape_inference import Unknown
@@ -58,7 +59,7 @@ def _table(
 ) -> tuple[dict[Key, Entry], Callable[[Key], Entry | None] | None]:
     """Table of results of a step with this pattern, and what infers one that is not in it; None where nothing does."""
     schema = pattern[0]
-    if not isinstance(schema, OpSchema) or schema.writes or schema.op.namespace != "aten":
+    if not isinstance(schema, OpSchema) or schema.writes or not may_vary(schema):
         return {}, None
     template = tuple(
         _without_numbers(*row) for row in zip(pattern, _codes(pattern, call), strict=True)

@@ -23,7 +23,7 @@ from ltc_core.graph.op_schema import Arg, OpSchema
 
 __all__ = [
     "ANY", "AnyMeta", "Call", "Dynamic", "Entry", "Key", "Pattern", "SharedRead", "Sizes", "are_alike",
-    "are_outs_alike", "joined", "keep", "num_any", "open_node", "sizes_in", "sizes_that_differ",
+    "are_outs_alike", "joined", "keep", "may_vary", "num_any", "open_node", "sizes_in", "sizes_that_differ",
 ]  # fmt: skip
 
 Key = tuple[Any, ...]
@@ -31,6 +31,11 @@ Pattern = tuple[Any, ...]
 Sizes = tuple[int, ...]
 
 _KNOWN_LIMIT = 4096  # of calls that a step keeps the results of
+
+
+def may_vary(schema: OpSchema) -> bool:
+    """Whether an op may have a step for any size. A collective may not, nor may an op of the script."""
+    return schema.op.namespace in ("aten", "ltc_recurrent")
 
 
 class _Any:

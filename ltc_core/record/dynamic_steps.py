@@ -29,6 +29,7 @@ from ltc_core.record.dynamic_shapes import (
     Sizes,
     are_alike,
     joined,
+    may_vary,
     num_any,
     open_node,
     sizes_in,
@@ -288,4 +289,4 @@ def _note_varying(
 def _may_vary(key: Key) -> bool:
     """Whether a call may be one of many sizes."""
     schema = key[0]
-    return not isinstance(schema, OpSchema) or schema.op.namespace == "aten"
+    return not isinstance(schema, OpSchema) or may_vary(schema)

@@ -306,6 +306,13 @@ def _arange(end: Any) -> Size:
     return (n,)
 
 
+def _index_select(x: Size, dim: int, index: Size) -> Size:
+    _require(len(x) > 0 and len(index) == 1)
+    size = list(x)
+    size[dim] = index[0]
+    return tuple(size)
+
+
 # Ops whose results are packed, in an order that depends on the order of the operands' dims at most.
 _PACKED = {
     aten.mm.default,
@@ -314,6 +321,7 @@ _PACKED = {
     aten.linear.default,
     aten.embedding.default,
     aten.embedding_dense_backward.default,
+    aten.index_select.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
@@ -361,6 +369,8 @@ _RULES: dict[Any, Callable[..., Sizes]] = {
     aten.stack.default: _stack,
     aten.cat.default: _cat,
     aten.index.Tensor: _index,
+    aten.index_select.default: _index_select,
+    aten.index_copy.default: _same,
     aten.zeros.default: _filled,
     aten.ones.default: _filled,
     aten.full.default: _filled,

@@ -226,7 +226,9 @@ LENGTHS = ([5, 3, 1], [2, 2], [7, 1, 1, 1], [1], [4, 6, 2])
 
 
 def packed(device: torch.device, lengths: list[int], is_sorted: bool = False) -> Any:
-    torch.manual_seed(sum(lengths))  # dropout draws from the stream of the device, this from the CPU's
+    torch.manual_seed(
+        sum(lengths)
+    )  # dropout draws from the stream of the device, this from the CPU's
     x = torch.randn(len(lengths), max(lengths), 3).to(device).requires_grad_()
     pack = nn.utils.rnn.pack_padded_sequence
     return x, pack(x, torch.tensor(lengths), batch_first=True, enforce_sorted=is_sorted)
@@ -308,6 +310,24 @@ def test_packed_sequences_are_one_op_of_any_lengths() -> None:
     assert programs[2:] == [0, 0]
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_packed_sequences_of_any_sizes_share_programs(layer: Any) -> None:
+    model = layer(3, 4, bidirectional=True).to("ltc")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = []
+    for k in range(14):
+        x, given = packed(torch.device("ltc"), [9 + k, 3 + k % 4, 2])
+        y, _ = nn.utils.rnn.pad_packed_sequence(model(given)[0])
+        optimizer.zero_grad()
+        y.square().mean().backward()
+        optimizer.step()
+        before = metrics.counter_value("UncachedCompile") or 0
+        ltc.mark_step()
+        made.append((metrics.counter_value("UncachedCompile") or 0) - before)
+        assert x.grad is not None
+    assert made[-6:] == [0] * 6
+
+
 def test_what_autograd_keeps_of_the_steps_is_freed() -> None:
     """With the output, and after the backward pass; a second one computes the steps again."""
 
@@ -327,7 +347,10 @@ def test_what_autograd_keeps_of_the_steps_is_freed() -> None:
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_wrong_operands_of_packed_sequences_raise_at_the_call(layer: Any) -> None:
     model = layer(3, 4).to("ltc")
-    for size, count, words in ((5, 2, "cannot be multiplied|input_size"), (3, 4, "dimension 0|hidden size")):
+    for size, count, words in (
+        (5, 2, "cannot be multiplied|input_size"),
+        (3, 4, "dimension 0|hidden size"),
+    ):
         hx = torch.zeros(1, count, 4, device="ltc")
         rows = torch.ones(3, size, device="ltc")
         given = nn.utils.rnn.PackedSequence(rows, torch.tensor([2, 1]))

@@ -87,6 +87,12 @@ CASES: dict[str, Callable[[int, int, int], Call]] = {
         aten.nll_loss_backward.default,
         (r(), r(a, b), whole(a), None, 1, -100, torch.tensor(1.0)),
     ),
+    "index_select": lambda a, b, c: (aten.index_select.default, (r(a, b, 3), 1, whole(c))),
+    "index_select of a transposed": lambda a, b, c: (
+        aten.index_select.default,
+        (r(a, b).t(), -1, whole(c)),
+    ),
+    "index_copy": lambda a, b, c: (aten.index_copy.default, (r(a, b), 0, whole(c), r(c, b))),
     "embedding": lambda a, b, c: (aten.embedding.default, (r(9, 4), whole(a, b))),
     "embedding's gradient": lambda a, b, c: (
         aten.embedding_dense_backward.default,
