@@ -75,20 +75,25 @@ def pack_padded_sequence_backward(
     grad: Tensor, input_size: Any, batch_sizes: Tensor, batch_first: bool
 ) -> Tensor:
     """Gradient of `pack_padded_sequence`: the packed rows back in their places, zeros elsewhere."""
-    lengths = _lengths_of(batch_sizes)
-    where, _ = _packed_positions(lengths, input_size[1 if batch_first else 0], batch_first)
-    flat = grad.new_zeros((input_size[0] * input_size[1], *input_size[2:]))
-    return flat.index_copy(0, where.to(grad.device), grad).view(input_size)
+    num_steps = input_size[1 if batch_first else 0]
+    return _padded(grad, batch_sizes, num_steps, batch_first, 0)[0]
 
 
 def pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     """Pad a packed batch; gives (padded, lengths), the lengths on the CPU."""
+    num_steps = max(len(batch_sizes), total_length)
+    return _padded(data, batch_sizes, num_steps, batch_first, padding_value)
+
+
+def _padded(
+    data: Tensor, batch_sizes: Tensor, num_steps: int, batch_first: bool, fill: float
+) -> tuple[Tensor, Tensor]:
+    """A padded batch, and its lengths. In memory the steps come first, as in eager."""
     lengths = _lengths_of(batch_sizes)
-    steps = max(len(batch_sizes), total_length)
-    where, _ = _packed_positions(lengths, steps, batch_first)
-    shape = (len(lengths), steps) if batch_first else (steps, len(lengths))
-    flat = data.new_full((len(lengths) * steps, *data.shape[1:]), padding_value)
-    padded = flat.index_copy(0, where.to(data.device), data).view(*shape, *data.shape[1:])
-    return padded, lengths
+    where, _ = _packed_positions(lengths, num_steps, batch_first=False)
+    flat = data.new_full((num_steps * len(lengths), *data.shape[1:]), fill)
+    flat = flat.index_copy(0, where.to(data.device), data)
+    padded = flat.view(num_steps, len(lengths), *data.shape[1:])
+    return (padded.transpose(0, 1) if batch_first else padded), lengths
