@@ -26,6 +26,7 @@ TIES = {
     "kthvalue": "which of equal numbers it names is not defined",
     "topk": "as kthvalue",
     "argsort": "as kthvalue: eager's sort is not stable on every CPU",
+    "sort": "as argsort",
 }
 # Absolute tolerance for gradients that are differences of large numbers.
 TOLERANCES = {
@@ -34,7 +35,7 @@ TOLERANCES = {
     "nn.functional.scaled_dot_product_attention": 5e-4,
 }
 # The same for bfloat16, where eager's kernel rounds once and ours after each op, or the other way.
-TOLERANCES_OF_BFLOAT16 = {"linalg.cross": 0.1}
+TOLERANCES_OF_BFLOAT16 = {"addbmm": 0.5, "linalg.cross": 0.1, "nn.functional.avg_pool2d": 0.1}
 NAMES = [n for n in OPS if n not in opinfo.SKIPPED | SKIPPED]
 CHOSEN = NAMES if os.environ.get("OPINFO") == "all" else rotating(NAMES, 10)
 
