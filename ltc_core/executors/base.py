@@ -48,8 +48,12 @@ class Executor(abc.ABC):
         """Copy CPU tensors to the device; in one transfer, if the device can."""
         return [self.upload(tensor) for tensor in tensors]
 
-    def defer(self, tensor: torch.Tensor) -> Any:
-        """Data of a CPU tensor that come to the device when they are first used; None if they are uploaded at once."""
+    def defer(self, tensor: torch.Tensor, meta: TensorMeta) -> Any:
+        """Data of a CPU tensor that come to the device when they are first used; None if they are uploaded at once.
+
+        Args:
+            meta: the strides that the data are to have.
+        """
         return None
 
     def is_deferred(self, data: Any) -> bool:

@@ -188,7 +188,7 @@ def make(
 
 
 def _close_first(cursor: Step, trace: Any) -> None:
-    """Give the call of this run an exact way, where the dynamic one to the cursor begins."""
+    """Find the step where the dynamic way to the cursor begins; this run's call of it gets an exact way."""
     first = cursor
     while first.parent is not None and first.parent.dynamic is not None:
         first = first.parent

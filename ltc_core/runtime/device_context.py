@@ -505,7 +505,7 @@ class DeviceContext:
     @in_own_state
     def _deferred(self, tensor: torch.Tensor, meta: TensorMeta) -> Value | None:
         """A value that the executor sends to the device when it is used; None if it sends it at once."""
-        data = self.executor.defer(meta.laid_out(tensor))
+        data = self.executor.defer(tensor, meta)
         if data is None:
             return None
         metrics.count("CreateDataHandles")

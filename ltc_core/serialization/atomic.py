@@ -112,9 +112,8 @@ def replace_directory(path: str, check: Callable[[str], None]) -> Iterator[str]:
         with _lock_parent(path) as parent:
             recover(aside, path, discard)
             check(path)
-            _keep_mode(
-                path, descriptor
-            )  # in the lock: another writer's swap has a moment without `path`
+            # In the lock, because another writer's swap has a moment without `path`.
+            _keep_mode(path, descriptor)
             os.fsync(descriptor)
             swap(temporary, path, aside)
             os.fsync(parent)

@@ -116,11 +116,12 @@ class JaxDevice(DeviceRuntime):
                 for t, at in zip(tensors, divisions, strict=True)
             ]
 
-    def defer(self, tensor: Tensor) -> Unsent | None:
+    def defer(self, tensor: Tensor, meta: TensorMeta) -> Unsent | None:
         """The values of a tensor, which are sent to where they are used first; None if they are to be sent at once."""
         if not self.mesh.is_expected or self.mesh.division_of_upload(tensor.shape) is not None:
             return None
-        return Unsent(tensor.detach().to(self.stored(tensor.dtype), copy=True))
+        laid_out = meta.laid_out(tensor).detach()
+        return Unsent(laid_out.to(self.stored(tensor.dtype), copy=True))
 
     def sent(self, data: Sequence[Any]) -> Sequence[Any]:
         if not self.mesh.is_expected:

@@ -54,8 +54,8 @@ class JaxExecutor(DeviceExecutor):
     def expect_mesh(self) -> None:
         self._jax.mesh.is_expected = True
 
-    def defer(self, tensor: torch.Tensor) -> Any:
-        return self._jax.defer(tensor)
+    def defer(self, tensor: torch.Tensor, meta: TensorMeta) -> Any:
+        return self._jax.defer(tensor, meta)
 
     def is_deferred(self, data: Any) -> bool:
         return type(data) is Unsent and self._jax.is_on_host(data.held)

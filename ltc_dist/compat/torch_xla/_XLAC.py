@@ -505,9 +505,7 @@ def _get_xla_tensor_debug_info(tensor: torch.Tensor) -> str:
         of_data += f"  OpSharding: {marked}\n  NumShards: {num_devices()}\n"
     data = "None" if graph.nodes else f"{of_data}  Data Handle: {handle}"
     on_host = None
-    if runtime.is_spmd() and not (
-        graph.nodes or marked
-    ):  # its values wait there for their first use
+    if runtime.is_spmd() and not graph.nodes and not marked:
         if is_deferred(tensor):
             on_host, data = f"with size {list(tensor.shape)}", "None"
         else:

@@ -17,11 +17,11 @@ from ltc_core import metrics
 from ltc_core.executors.reference import replay
 from ltc_core.executors.reference.program import ReferenceProgram
 from ltc_core.record import fast_path
-from ltc_core.runtime import known_reads, run_cost
-from ltc_core.runtime.device_context import DeviceContext
+from ltc_core.runtime import known_reads
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.settings import settings
+from tests.core.runtime.left_to_python import left_to_python
 
 pytestmark = pytest.mark.skipif(
     replay.extension.load() is None or fast_path.extension.load() is None, reason="no C++ compiler"
@@ -29,19 +29,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def in_python() -> Iterator[list[str]]:
     """The reasons of the reads that Python makes."""
-    found: list[str] = []
-    plain = DeviceContext.value_data
-
-    def noted(self: DeviceContext, cell: Any, reason: str, may_probe: bool = False) -> Any:
-        found.append(reason)
-        return plain(self, cell, reason, may_probe)
-
-    monkeypatch.setattr(DeviceContext, "value_data", noted)
-    monkeypatch.setattr(run_cost, "_AWAITED_NS", 1 << 62)  # however busy the machine is
-    with settings.override(replay="always", steps="marked"):
-        context(0).wait()
+    with left_to_python("value_data", lambda cell, reason, *_: reason, steps="marked") as found:
         yield found
 
 

@@ -9,10 +9,7 @@ import torch
 from ltc_core import metrics
 from ltc_core.executors.reference import replay
 from ltc_core.record import fast_path
-from ltc_core.runtime import run_cost
-from ltc_core.runtime.device_context import DeviceContext
-from ltc_core.runtime.devices import context
-from ltc_core.settings import settings
+from tests.core.runtime.left_to_python import left_to_python
 
 pytestmark = pytest.mark.skipif(
     replay.extension.load() is None or fast_path.extension.load() is None, reason="no C++ compiler"
@@ -20,19 +17,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def in_python() -> Iterator[list[int]]:
     """The bytes of the uploads that Python makes."""
-    found: list[int] = []
-    plain = DeviceContext.upload
-
-    def noted(self: DeviceContext, tensor: torch.Tensor, meta: Any) -> Any:
-        found.append(meta.nbytes)
-        return plain(self, tensor, meta)
-
-    monkeypatch.setattr(DeviceContext, "upload", noted)
-    monkeypatch.setattr(run_cost, "_AWAITED_NS", 1 << 62)  # however busy the machine is
-    with settings.override(replay="always"):
-        context(0).wait()
+    with left_to_python("upload", lambda tensor, meta: meta.nbytes) as found:
         yield found
 
 
