@@ -467,7 +467,8 @@ class DeviceContext:
         job = value.buffer.job
         if value.buffer.is_pending:
             if isinstance(job, Launch):
-                job.note_awaited(value.buffer)
+                # The error of a check comes with the read after it, however early that ends.
+                job.note_awaited([value.buffer, *self._later_checks.pending()])
             with metrics.timer("DeviceLockWait"):
                 value.buffer.wait_done()
             self._mark()

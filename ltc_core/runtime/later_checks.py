@@ -13,6 +13,7 @@ from typing import Any
 
 from ltc_core.errors import LtcError
 from ltc_core.runtime.launch import Failure
+from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Cell
 
 __all__ = ["LaterChecks"]
@@ -49,6 +50,11 @@ class LaterChecks:
             # A failed op has told its own error.
             if buffer.error is None and not self._is_true(cell, buffer.data):
                 self._failures.append(Failure(error()))
+
+    def pending(self) -> list[Buffer]:
+        """What the runs are to compute that are under way."""
+        buffers = (cell.value.buffer for cell, _ in self.waiting)
+        return [each for each in buffers if each is not None and each.is_pending]
 
     def clear(self) -> None:
         self.waiting.clear()

@@ -129,12 +129,15 @@ class Launch(Job):
         for k in positions:
             self._outputs[k].made_by(self._published)
 
-    def note_awaited(self, buffer: Buffer) -> None:
-        """The script waits for one of the outputs: the next runs of this program are watched for it."""
+    def note_awaited(self, buffers: Sequence[Buffer]) -> None:
+        """The script waits for these of the outputs: the next runs of this program are watched for them."""
         watched = self._compiled.watched
-        for k, each in enumerate(self._outputs):
-            if each is buffer and k not in watched and len(watched) < _MOST_WATCHED:
-                self._compiled.watched = (*watched, k)
+        awaited = set(map(id, buffers))
+        new = [
+            k for k, each in enumerate(self._outputs) if id(each) in awaited and k not in watched
+        ]
+        if len(watched) + len(new) <= _MOST_WATCHED:
+            self._compiled.watched = (*watched, *new)
 
     @in_own_state
     def begin(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from torch.distributions import Distribution
 
 from ltc_core.runtime.devices import context
 from ltc_core.settings import settings
@@ -25,3 +26,12 @@ def exact_shapes() -> Iterator[None]:
         device.trace.forget()
         device.compiler.forget()
         yield
+
+
+@pytest.fixture
+def checked_distributions() -> Iterator[None]:
+    """PyTorch checks arguments; its compiler turns that off for the whole process."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)

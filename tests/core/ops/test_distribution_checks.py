@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Normal
 
 import ltc_core as ltc
 from ltc_core.settings import settings
+
+pytestmark = pytest.mark.usefixtures("checked_distributions")
 
 SOUND = torch.tensor([[0.1, 2.0], [-1.0, 0.5]])
 
@@ -38,15 +40,6 @@ def test_a_step_of_reinforce_reads_its_loss_alone() -> None:
     before = _num_reads()
     assert losses("ltc") == expected
     assert _num_reads() - before == 4
-
-
-@pytest.fixture(autouse=True)
-def checks() -> Iterator[None]:
-    """PyTorch checks arguments; its compiler turns that off for the whole process."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(True)
-    yield
-    Distribution.set_default_validate_args(before)
 
 
 CASES: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {

@@ -141,3 +141,28 @@ def test_all_that_is_read_of_a_step_is_watched() -> None:
                 assert first.item() == 24 and rest.tolist() == [15.0] * 3
         newest = context(0).compiler.newest
         assert newest is not None and sorted(newest.watched) == [0, 1]
+
+
+@pytest.mark.usefixtures("checked_distributions")
+def test_the_checks_of_distributions_are_known_when_a_read_ends() -> None:
+    def step(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = (x * 2).sum()
+        rest = gate(torch.distributions.Normal(x, scale).log_prob(x)) * 3  # type: ignore[no-untyped-call]
+        ltc.mark_step()
+        return first, rest
+
+    x, scale = torch.full((3,), 4.0, device="ltc"), torch.ones(3, device="ltc")
+    wrong = -scale
+    ltc.mark_step()
+    with Gate() as gate:
+        for _ in range(4):
+            with opened_later(gate):
+                first, _rest = step(scale)
+                assert first.item() == 24
+        context(0).wait()
+        gate._open.clear()
+        first, _rest = step(wrong)
+        with pytest.raises(ValueError, match="Expected parameter scale of distribution Normal"):
+            first.item()
+        gate._open.set()
+        context(0).wait()

@@ -237,6 +237,7 @@ def test_a_value_of_constants_is_read_without_python(in_python: list[str]) -> No
     assert len(in_python) < 20
 
 
+@pytest.mark.usefixtures("checked_distributions")
 def test_distributions_are_read_without_python_and_checked(in_python: list[str]) -> None:
     rate = torch.tensor(2.0, device="ltc")
 
