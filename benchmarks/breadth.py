@@ -3,9 +3,10 @@
     python -m benchmarks.breadth [--models unet lstm] [--sides eager replay] [--rounds 5] [--threads 1 2] [--json FILE]
 
 The sides of a model are processes that take turns: `eager`; `compile`, torch.compile in its default mode;
-`replay`, the lazy device without a compiler; `warm`, the lazy device after everything was compiled. In a
-round each runs a block of steps that are waited for, and one whose last step only is. A ratio is the median
-of the rounds' ratios. Part of `make bench`; breadth_child.py is what runs in the processes.
+`replay`, the lazy device without a compiler; `warm`, the lazy device after everything was compiled and it has
+chosen between compiled code and replay. In a round each runs a block of steps that are waited for, and one whose last
+step only is; all blocks begin with the same parameters and optimizer state, those after ten steps. A ratio is the
+median of the rounds' ratios. Part of `make bench`; breadth_child.py is what runs in the processes.
 """
 
 import argparse
@@ -203,7 +204,10 @@ class Contest:
         for side in self.figures.sides:
             with self._may_fail(side) as figures:
                 environ = {name: str(self._caches / side / name.lower()) for name in _CACHES}
-                environ |= {"OMP_NUM_THREADS": str(self._threads), **_ENVIRON.get(side, {})}
+                files = self._caches / side / "files"  # a side that is killed leaves some
+                files.mkdir(parents=True)
+                environ |= {"OMP_NUM_THREADS": str(self._threads), "TMPDIR": str(files)}
+                environ |= _ENVIRON.get(side, {})
                 process = PeerProcess(
                     sys.executable, side, self._model, "cpu", environ,
                     self._options.answer_timeout_s, _CHILD,
@@ -213,6 +217,8 @@ class Contest:
                 found = process.ask("warm_up", steps=_WARM_UP_STEPS, timeout_s=timeout_s)
                 for name, value in found.items():
                     setattr(figures, name, value)
+                if side == "warm":
+                    process.ask("settle", timeout_s=timeout_s)
 
     def rounds(self) -> None:
         """Let the running sides take turns, in each round in another order."""

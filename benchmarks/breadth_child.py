@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.breadth_models import SUBJECTS, Subject
 from benchmarks.peer_child import serve
 from benchmarks.peer_kinds import PEERS, Peer
+from benchmarks.snapshot import Snapshot
 from benchmarks.training import POOL_SIZE, Loop
 
 KINDS = {"eager": "eager", "compile": "compile", "replay": "ltc", "warm": "ltc"}
@@ -25,6 +26,10 @@ NUM_LOSSES = 3
 _DRAW_SEED = 2
 _BLOCK_S = 0.4
 _FEWEST_STEPS = 3
+_UNCOUNTED_STEPS = 2  # before a block: the numbers were just written
+# Within so many steps of one rhythm the lazy device has chosen where they run, and whether compiled code runs them.
+_SETTLING_STEPS = 120
+_SETTLING_S = 6.0
 
 _clock = time.perf_counter
 
@@ -48,12 +53,19 @@ class _Clocks:
 
 
 class SubjectTraining(Loop):
-    """A subject in training. `tier_steps`, `tier_s`: at which step the last program was swapped in, 0 if none was."""
+    """A subject in training.
+
+    Attributes:
+        tier_steps, tier_s: at which step the last program was swapped in, 0 if none was.
+        snapshot: the state after the first steps, once it is warm.
+    """
 
     def __init__(self, peer: Peer, subject: Subject) -> None:
         super().__init__(peer, self._train)
         self._batches = itertools.cycle(subject.batches(POOL_SIZE))
-        self._subject_step = subject.make_step(subject.module().to(peer.device), peer.compile)
+        self._module = subject.module().to(peer.device)
+        self._subject_step = subject.make_step(self._module, peer.compile)
+        self.snapshot: Snapshot | None = None
         self._started: float | None = None
         self._num_programs = 0
         self.tier_steps, self.tier_s = 0, 0.0
@@ -75,8 +87,48 @@ class SubjectTraining(Loop):
             self.tier_steps, self.tier_s = len(self.times_s), _clock() - self._started
         return loss
 
+    def warm_up(self, steps: int, timeout_s: float) -> bool:
+        """As `Loop.warm_up`; the state after so many steps is what each block begins with."""
+        while len(self.times_s) < steps:
+            self.fetched_step()
+        self.snapshot = Snapshot(self._module)
+        return super().warm_up(steps, timeout_s)
+
+    def restart(self) -> None:
+        """Go back to the state after the first steps."""
+        assert self.snapshot is not None
+        self.snapshot.restore()
+        self._peer.cut()
+        for _ in range(_UNCOUNTED_STEPS):
+            self._step().item()
+        self._peer.settle()
+
+    def settle(self, timeout_s: float) -> None:
+        """Run steps of both rhythms until the lazy device has chosen how to run each, and nothing more is compiled."""
+        started, num_programs = _clock(), -1
+        while (
+            num_programs != self._peer.counts().get("programs", 0)
+            and _clock() - started < timeout_s
+        ):
+            num_programs = self._peer.counts().get("programs", 0)
+            self._try_both_rhythms()
+            self._peer.wait_compiler(timeout_s)
+
+    def _try_both_rhythms(self) -> None:
+        for is_waited in (False, True):
+            self.restart()
+            started = _clock()
+            for _ in range(_SETTLING_STEPS):
+                loss = self._step()
+                if is_waited:
+                    loss.item()
+                if _clock() - started > _SETTLING_S:
+                    break
+            self._peer.settle()
+
     def waited_block(self) -> dict[str, float]:
         """Return the figures of steps that are each waited for, as many as fit."""
+        self.restart()
         started, steps = _Clocks(), 0
         while steps < _FEWEST_STEPS or started.wall_s() < _BLOCK_S:
             self._step().item()
@@ -86,6 +138,7 @@ class SubjectTraining(Loop):
 
     def free_block(self, steps: int) -> dict[str, float]:
         """Return the figures of steps of which only the last one is waited for."""
+        self.restart()
         started = _Clocks()
         self.run(steps)
         return started.a_step(steps)
@@ -98,6 +151,8 @@ def _begin(side: str, model: str, device: str) -> tuple[dict[str, Any], Callable
     training = SubjectTraining(peer, SUBJECTS[model])
 
     def answer(command: str, **arguments: Any) -> Any:
+        if command == "settle":
+            return training.settle(**arguments)
         if command == "warm_up":
             is_compiled = training.warm_up(**arguments)
             return {

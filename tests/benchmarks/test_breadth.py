@@ -7,14 +7,18 @@ import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks import breadth, breadth_child
 from benchmarks.breadth import ModelFigures, SideFigures
 from benchmarks.breadth_child import SubjectTraining
 from benchmarks.breadth_models import LARGE, SUBJECTS
 from benchmarks.peer_kinds import PEERS
+from benchmarks.snapshot import Snapshot
 
 _NUM_STEPS = 4  # the first two have graphs of their own; from its second run on a graph is replayed
 
@@ -178,6 +182,36 @@ class TestProgram:
         training = SubjectTraining(peer, SUBJECTS["actor_critic"])
         assert training.warm_up(steps=6, timeout_s=1.0)
         assert training.tier_steps == 4 and training.tier_s > 0
+        assert training.snapshot is not None
+        training.snapshot.close()
+
+
+class TestSnapshot:
+    @pytest.mark.parametrize("device", ["cpu", "ltc"])
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
+    def test_the_losses_after_it_come_again(self, device: str, kind: Any) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device)
+        optimizer = kind(net.parameters(), lr=0.05)
+        x = torch.randn(16, 4).to(device)
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            found: torch.Tensor = net(x).square().mean()
+            found.backward()  # type: ignore[no-untyped-call]
+            return found
+
+        def steps() -> list[float]:
+            return [optimizer.step(loss).item() for _ in range(4)]
+
+        before = steps()
+        snapshot = Snapshot(net)
+        found = []
+        for _ in range(2):
+            snapshot.restore()
+            found.append(steps())
+        snapshot.close()
+        assert found[0] == found[1] != before
 
 
 class TestCommandLine:
