@@ -15,7 +15,7 @@ from ltc_core.executors import companions
 from ltc_core.settings import settings
 from ltc_dist import libraries
 from ltc_dist.checkpoint import checkpointer, lock
-from ltc_dist.collectives import c10d_lines
+from ltc_dist.collectives import c10d_lines, c10d_recorded
 from ltc_dist.job import companions as companions_of_job
 from ltc_dist.job import host_collectives
 from ltc_dist.job.ranks import own_rank
@@ -38,6 +38,7 @@ def set_up() -> None:
     atexit.register(host_collectives.leave_at_exit)
     host_collectives.before_leaving(checkpointer.close_all)
     c10d.begin = c10d_lines.begin  # its collectives are compared with those of the other processes
+    c10d.record = c10d_recorded.record  # those of divided tensors are in the graph
     companions.find = companions_of_job.find  # devices of one job can be joined
     libraries.serve_torch()
     if settings.compat:

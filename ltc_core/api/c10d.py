@@ -1,9 +1,9 @@
 """torch.distributed on tensors of the device: `init_process_group()`, `dist.all_reduce(t)`, DTensor, DDP.
 
-For scripts that use torch.distributed. Each call waits for its tensors, gloo works on CPU copies of them, and its
-results are copied to the device: each call cuts the graph. `ltc_dist.optimizer_step` records the same in the graph
-instead. The schemas of c10d's ops do not mark the arguments that they write: without the rules here they would write
-copies.
+For scripts that use torch.distributed. A call waits for its tensors, gloo works on CPU copies of them, and its
+results are copied to the device: such a call cuts the graph. The collectives of divided tensors (FSDP2,
+DTensor) are recorded in the graph instead, in jobs of `ltc_dist` (`record`), as `ltc_dist.optimizer_step` does. The
+schemas of c10d's ops do not mark the arguments that they write: without the rules here they would write copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ltc_core.runtime.collective_tokens import hand_over
 from ltc_core.runtime.devices import upload_all
 from ltc_core.settings import settings
 
-__all__ = ["begin", "derived_methods", "hand_over_before_calls", "register"]
+__all__ = ["begin", "derived_methods", "hand_over_before_calls", "record", "register"]
 
 dist: Any = torch.distributed  # its stubs lack what is used here
 _c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # some builds are without
@@ -78,7 +78,11 @@ _ALIKE = {
 # Methods of a process group that reduce. The ops have the reduction in an object that Python cannot read.
 _REDUCE = (
     *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
-    "reduce_scatter_tensor_coalesced",
+    *(
+        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+    ),
 )
 # The arguments of functional ops that are the same in all members.
 _TOLD = frozenset({"reduce_op", "src"})
@@ -97,6 +101,15 @@ def _not_compared(group: Any, plan: str, has_root: bool) -> Callable[[Any], None
 begin: Callable[[Any, str, bool], Callable[[Any], None] | None] = _not_compared
 
 
+def _not_recorded(group: Any, name: str, args: Any, reduction: str) -> Any | None:
+    return None
+
+
+# Called first: records a collective in the graph, from its group, op, arguments and reduction, and returns its result;
+# None if it is to run now. `ltc_dist` sets it, because only it connects the processes of graphs.
+record: Callable[[Any, str, Any, str], Any | None] = _not_recorded
+
+
 def register() -> None:
     """Make groups that are created from now on accept tensors of the device."""
     if not dist.is_available():
@@ -110,7 +123,9 @@ def register() -> None:
     RULE_MAKERS["_c10d_functional"] = RULE_MAKERS["_dtensor"] = _functional_rule
     dist.ProcessGroup.barrier = _on_current_device(dist.ProcessGroup.barrier)
     for reduce in _REDUCE:
-        setattr(dist.ProcessGroup, reduce, _telling(getattr(dist.ProcessGroup, reduce)))
+        method = getattr(dist.ProcessGroup, reduce, None)
+        if method is not None:  # not all are in every torch
+            setattr(dist.ProcessGroup, reduce, _telling(method))
     config = dist.distributed_c10d.BackendConfig
     config.__init__ = _with_processor(config.__init__)
 
@@ -181,7 +196,7 @@ _CALLS = (
 
 @functools.cache
 def hand_over_before_calls() -> None:
-    """Hand over the graph's collectives before each call of torch.distributed from now on, on tensors of the CPU too.
+    """Hand over the graph's collectives before each call of torch.distributed from now on, unless it is recorded, too.
 
     The other processes may wait for these before they come to the barrier or to the exchange of objects.
     """
@@ -217,7 +232,7 @@ def derived_methods() -> dict[str, Callable[..., Any]]:
             found[name] = made
             continue
         made = _named(name, made)
-        if name in _REDUCE or name.startswith("reduce_scatter"):
+        if name in _REDUCE:
             made = _telling(made)
         elif name == "barrier":
             made = _on_current_device(made)
@@ -237,10 +252,18 @@ def _named(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def _after_handing_over(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        hand_over()
+        if not _has_lazy(args):  # the rule of its op hands over what it does not record
+            hand_over()
         return method(*args, **kwargs)
 
     return call
+
+
+def _has_lazy(given: Any) -> bool:
+    """Whether a tensor of the device is among arguments, or in lists of them."""
+    if isinstance(given, list | tuple):
+        return any(map(_has_lazy, given))
+    return is_lazy_tensor(given)
 
 
 def _rule(op: Any) -> Rule:
@@ -260,6 +283,9 @@ def _rule(op: Any) -> Rule:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         group = dist.ProcessGroup.unbox(args[at])
+        recorded = record(group, name, args, _reduction.name.strip())
+        if recorded is not None:
+            return recorded, _done(recorded)
         _serve_cpu(group)
         hand_over()
         copies = _copies(args)
@@ -309,10 +335,14 @@ def _waiting(result: Any, first: Any, copy: Any, is_written: bool, wait: Any) ->
         wait(work)
     if is_written:
         _bring_back(first, copy)
+    return (first, _done(first)) if isinstance(result, tuple) else _done(first)
+
+
+def _done(written: Any) -> Any:
+    """Finished work, for a caller that waits for what was written."""
     done: Any = torch.futures.Future()
-    done.set_result(pytree.tree_leaves(first))
-    work = _c10d._create_work_from_future(done).boxed()
-    return (first, work) if isinstance(result, tuple) else work
+    done.set_result(pytree.tree_leaves(written))
+    return _c10d._create_work_from_future(done).boxed()
 
 
 def _sending(work: Any, first: Any, copy: Any, is_written: bool, wait: Any) -> Any:
@@ -413,6 +443,9 @@ def _functional_rule(op: Any) -> Rule:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         group = _group_named(args[at])
+        recorded = None if kwargs else record(group, name, args, "")
+        if recorded is not None:
+            return recorded
         _serve_cpu(group)
         hand_over()
         copies, named = _copies(args), _copies(kwargs)

@@ -252,8 +252,9 @@ class Stream(torch.Stream):
         _hooks.synchronize(self.device_index)
 
     def wait_stream(self, other: torch.Stream) -> None:
-        """Cut the graph of the other stream's device and wait for it."""
-        _hooks.synchronize(other.device_index)
+        """Cut the graph of another device and wait for it; nothing for this one, whose work runs in recorded order."""
+        if other.device_index != self.device_index:
+            _hooks.synchronize(other.device_index)
 
     def wait_event(self, event: torch.Event) -> None:
         """Do nothing: what was recorded before the event runs before what follows."""

@@ -22,12 +22,13 @@ from ltc_dist.collectives.transport import Line, keep
 from ltc_dist.job.host_collectives import connected, job_store
 from ltc_dist.job.ranks import ranks
 
-__all__ = ["begin"]
+__all__ = ["begin", "members_of"]
 
 dist: Any = torch.distributed  # its stubs lack what is used here
 
 # group -> its line; None for a group that is not compared
 _lines: weakref.WeakKeyDictionary[Any, Line | None] = weakref.WeakKeyDictionary()
+_members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 _names: Counter[str] = Counter()  # how many groups of a name there were
 
 
@@ -61,8 +62,8 @@ def begin(group: Any, plan: str, has_root: bool) -> Callable[[Any], None] | None
 
 
 def _line_of(group: Any) -> Line | None:
-    members = dist.distributed_c10d._world.pg_group_ranks.get(group, ())
-    if len(members) < 2 or not _is_of_job() or _backend_of(group) != "gloo":
+    members = members_of(group)
+    if not members:
         return None
     _names[group.group_name] += 1
     is_main = threading.current_thread() is threading.main_thread()
@@ -73,6 +74,16 @@ def _line_of(group: Any) -> Line | None:
         job_store() if is_main else connected(),
         None,  # the group, which the line must not keep alive
     )
+
+
+def members_of(group: Any) -> tuple[int, ...]:
+    """Ranks of a group of this job's processes, in its order; none if it is another group, or is not compared."""
+    found = _members.get(group)
+    if found is None:
+        members = tuple(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
+        is_ours = len(members) > 1 and _is_of_job() and _backend_of(group) == "gloo"
+        found = _members[group] = members if is_ours else ()
+    return found
 
 
 def _is_of_job() -> bool:

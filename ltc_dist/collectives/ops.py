@@ -38,8 +38,11 @@ __all__ = [
     "broadcast_master_param",
     "collective_broadcast",
     "collective_permute",
+    "gathered_in",
     "place_of",
     "reduce_scatter",
+    "reduced_in",
+    "scattered_in",
     "written_to",
 ]
 
@@ -132,12 +135,11 @@ def all_reduce(
         for v in values if scale != 1.0 else ():
             v.mul_(scale)
         return inputs
-    written, route = _line(group, values[0])
-    label = label or ("a tensor" if single else f"{len(values)} tensors")
-    rest = (written, reduce_type, float(scale), label, route)
     if single:
-        return ops.all_reduce(values[0], *rest)
-    ops.all_reduce_(values, *rest)
+        return reduced_in(group, reduce_type, values[0], float(scale), label or "a tensor")
+    written, route = _line(group, values[0])
+    label = label or f"{len(values)} tensors"
+    ops.all_reduce_(values, written, reduce_type, float(scale), label, route)
     return inputs
 
 
@@ -162,8 +164,7 @@ def all_gather(
     if len(group.members) == 1:
         result = given.clone()
     else:
-        written, route = _line(group, given)
-        result = ops.all_gather(given, written, dim, len(group.members), route)
+        result = gathered_in(group, given, dim)
     return result if output is None else written_to(output, result)
 
 
@@ -191,11 +192,8 @@ def reduce_scatter(
     if shard_count == 1:
         result = given * scale
     else:
-        written, route = _line(group, given)
         dim = place_of(scatter_dim, given)
-        result = ops.reduce_scatter(
-            given, written, reduce_type, float(scale), dim, shard_count, route
-        )
+        result = scattered_in(group, reduce_type, given, float(scale), dim)
     return result if output is None else written_to(output, result)
 
 
@@ -219,6 +217,32 @@ def all_to_all(
         return given.clone()
     written, route = _line(group, given)
     return ops.all_to_all(given, written, *dims, split_count, route)  # type: ignore[no-any-return]
+
+
+# -- in a group of several, of tensors that need no check --------------------------------------------
+
+
+def reduced_in(
+    group: Group, kind: str, value: torch.Tensor, scale: float, label: str = "a tensor"
+) -> torch.Tensor:
+    """The tensors of all members, reduced."""
+    written, route = _line(group, value)
+    return ops.all_reduce(value, written, kind, scale, label, route)  # type: ignore[no-any-return]
+
+
+def gathered_in(group: Group, value: torch.Tensor, dim: int) -> torch.Tensor:
+    """The tensors of all members, side by side along `dim`."""
+    written, route = _line(group, value)
+    return ops.all_gather(value, written, dim, len(group.members), route)  # type: ignore[no-any-return]
+
+
+def scattered_in(
+    group: Group, kind: str, value: torch.Tensor, scale: float, dim: int
+) -> torch.Tensor:
+    """This process's part of the reduced tensors, along `dim`."""
+    written, route = _line(group, value)
+    made = ops.reduce_scatter(value, written, kind, scale, dim, len(group.members), route)
+    return made  # type: ignore[no-any-return]
 
 
 def written_to(output: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

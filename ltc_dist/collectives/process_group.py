@@ -34,7 +34,7 @@ from ltc_dist.job.peers import await_peers
 from ltc_dist.job.ranks import Ranks, ranks
 from ltc_dist.job.store import gloo_devices
 
-__all__ = ["Group", "group_of", "has_connected", "is_of_processes", "line_of"]
+__all__ = ["Group", "group_of", "group_of_members", "has_connected", "is_of_processes", "line_of"]
 
 dist: Any = torch.distributed  # its stubs lack what is used here
 
@@ -74,11 +74,14 @@ def group_of(groups: Groups = None) -> Group:
     """
     here = ranks()
     members = _members(groups, here.rank, here.world_size)
-    if here.threads:
-        return _of_threads(here, members)
+    return _of_threads(here, members) if here.threads else group_of_members(members)
+
+
+def group_of_members(members: tuple[int, ...]) -> Group:
+    """The group of some processes in this order, this one among them; there may be any number of groups."""
     found = _groups.get(members)
     if found is None:
-        found = Group(",".join(map(str, members)), members, members.index(here.rank))
+        found = Group(",".join(map(str, members)), members, members.index(ranks().rank))
         if len(members) > 1:
             _connect(found)
         _groups[members] = found

@@ -16,7 +16,12 @@ SCRIPT = str(Path(__file__).with_name("second_version.py"))
 def printed(device: str, option: str, directory: Path) -> list[str]:
     place = directory / device
     place.mkdir()
-    job = Job([*launcher("--nprocs", "2"), SCRIPT, device, option, str(place / "saved")], place)
+    return told(place, SCRIPT, device, option, str(place / "saved"))
+
+
+def told(directory: Path, *command: str, nprocs: int = 2) -> list[str]:
+    """What rank 0 prints."""
+    job = Job([*launcher("--nprocs", str(nprocs)), *command], directory)
     code, out, err = job.end()
     assert code == 0, err
     return [line.removeprefix("[0] ") for line in out.splitlines() if line.startswith("[0] ")]
@@ -28,6 +33,15 @@ def test_two_processes(option: str, tmp_path: Path) -> None:
     lines = printed("ltc", option, tmp_path)
     assert lines == [*printed("cpu", option, tmp_path)[:-1], "device ltc"]
     assert lines[-3:-1] == ["read True", "share 0.5"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_step_is_one_program(nprocs: int, tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("one_program.py"))
+    eager, lazy = (told(tmp_path, script, kind, nprocs=nprocs) for kind in ("cpu", "ltc"))
+    assert lazy[::2] == eager[::2] and len(eager) == 10
+    assert lazy[1::2] == ["programs 1"] * 5
 
 
 def test_memory_that_is_freed_comes_back_when_it_is_written() -> None:
