@@ -87,6 +87,11 @@ class Executor(abc.ABC):
         return False
 
     @property
+    def is_compiling(self) -> bool:
+        """Whether its compiler uses the cores for a while: steps take longer than they will."""
+        return False
+
+    @property
     def keeps_host_tensors(self) -> bool:
         """Whether the data of a value is a CPU tensor in the value's dtype, and ops may be called on it one by one."""
         return False

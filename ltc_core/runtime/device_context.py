@@ -98,8 +98,8 @@ class DeviceContext:
     def _follow_steps(self) -> None:
         is_interpreted = isinstance(self.executor, ReferenceExecutor)
         may_overlap = is_interpreted and self.executor.hardware.type == "cpu"
-        self.streaming = Streaming(self.trace, may_overlap)
-        self.early = EarlyRuns(self.trace, self.worker, may_overlap)
+        self.streaming = Streaming(self.trace, may_overlap, self._is_compiling)
+        self.early = EarlyRuns(self.trace, self.worker, may_overlap, self._is_compiling)
         self.reads = Reads(self.trace)
         self.probes = Probes(self.trace, self.executor)
         self.known_reads = KnownReads(
@@ -112,6 +112,9 @@ class DeviceContext:
             self._later_checks,
             self._on_known_reads,
         )
+
+    def _is_compiling(self) -> bool:
+        return self.executor.is_compiling
 
     # -- cutting -------------------------------------------------------------------------------
 
@@ -197,7 +200,7 @@ class DeviceContext:
             if compiled is None or not self._is_undisturbed:
                 return False
             native = compiled.program.native
-            if native is None or not compiled.policy.runs_here(is_awaited):
+            if native is None or not compiled.policy.runs_here(is_awaited, self.reads.is_waited):
                 return False
             self.reads.before_cut()
             self.early.before_cut()
@@ -254,7 +257,7 @@ class DeviceContext:
         """
         programs = self.trace.cursor.programs or {}
         return any(
-            compiled.policy.is_here or (is_awaited and compiled.policy.cost.is_quicker_here(True))
+            compiled.policy.is_here or (is_awaited and compiled.policy.is_quicker_here(True))
             for compiled in programs.copy().values()
         )
 

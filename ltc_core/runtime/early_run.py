@@ -16,6 +16,7 @@ of cuts and reads by `device_context`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,9 +49,17 @@ class EarlyRuns:
         trace: that of the device.
         worker: runs them.
         is_possible: whether its programs are those of the reference executor, on the CPU.
+        is_disturbed: whether something uses the cores for a while, so that nothing is measured.
     """
 
-    def __init__(self, trace: Trace, worker: Worker, is_possible: bool) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        worker: Worker,
+        is_possible: bool,
+        is_disturbed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._is_disturbed = is_disturbed
         self._trace = trace
         self._worker = worker
         self._is_possible = is_possible
@@ -184,7 +193,10 @@ class EarlyRuns:
         assert habit.choice is not None
         if step is expected:
             habit.misses = 0
-            habit.choice.note(took_ns)
+            if self._is_disturbed():
+                habit.choice.put_off()
+            else:
+                habit.choice.note(took_ns)
         elif habit.choice.is_early:
             habit.misses += 1
             if habit.misses == _MISSES:

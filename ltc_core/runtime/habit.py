@@ -48,6 +48,11 @@ class Choice:
         self.is_early, self.is_known = False, True
         self._count = _BLOCK * _NUM_BLOCKS
 
+    def put_off(self) -> None:
+        """A step tells nothing about later ones: what is being measured begins anew."""
+        if not self.is_known:
+            self._begin()
+
     def note(self, took_ns: int) -> None:
         """A step took so long, from read to read."""
         self._count += 1

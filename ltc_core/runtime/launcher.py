@@ -295,7 +295,9 @@ class Launcher:
             is_for_once = is_awaited and not cost.cost_ns and novelty.is_rule
             is_here = may_be_here and (cost.is_small or is_for_once) and self._worker.is_idle
             return Placement.HERE if is_here else Placement.WORKER
-        is_short = tier is Tier.REPLAY and may_be_here and cost.is_quicker_here(is_awaited)
+        is_short = (
+            may_be_here and tier is Tier.REPLAY and compiled.policy.is_quicker_here(is_awaited)
+        )
         placement = self.choose(
             compiled, num_threads, is_waited, Placement.HERE if is_short else None
         )
@@ -323,6 +325,7 @@ class Launcher:
             is_waited,
             is_async,
             given,
+            self._executor.is_compiling,
         )
 
     def _release_team_of_worker(self) -> None:

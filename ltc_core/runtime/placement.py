@@ -92,11 +92,22 @@ class Places:
         """Whether a placement has been chosen."""
         return self.best_ns > 0
 
+    @property
+    def best(self) -> Placement:
+        """The placement that was chosen, if one has been."""
+        return self._place
+
     def pause(self) -> None:
         """The program is launched otherwise for a while: the next launches do not count."""
         self._last_ns = 0
         if not self.is_settled:
             self._forget()
+
+    def keep(self, given: Placement | None) -> Placement:
+        """Placement for a launch that tells nothing about the next ones: it is not measured."""
+        self.pause()
+        self.chosen = given or (self._place if self.is_settled else Placement.WORKER)
+        return self.chosen
 
     def note_run(self, elapsed_ns: int) -> None:
         """Note the duration of a run in the worker."""

@@ -25,13 +25,17 @@ class RunPolicy:
         cost: what its runs cost.
     """
 
-    __slots__ = ("_choices", "_latest", "_places", "cost")
+    __slots__ = ("_choices", "_latest", "_places", "_replay", "cost")
 
     def __init__(self, size: int) -> None:
         self.cost = RunCost(size)
         self._places: dict[tuple[bool, Tier], Places] = {}
         self._choices: dict[bool, TierChoice] = {}
         self._latest: Places | None = None  # that of the last launch
+        self._replay: list[Places | None] = [
+            None,
+            None,
+        ]  # those of replay, by whether steps are waited for
 
     @property
     def is_here(self) -> bool:
@@ -41,15 +45,30 @@ class RunPolicy:
     def is_measuring(self, is_waited: bool) -> bool:
         """Whether each launch is to be placed: a place was chosen by time, or replay and compiled code compete."""
         choice = self._choices.get(is_waited)
-        return self._is_settled_here or (choice is not None and choice.is_measuring)
+        return self._is_settled_here(is_waited) or (choice is not None and choice.is_measuring)
 
-    def runs_here(self, is_awaited: bool) -> bool:
-        """Whether the next run is to be in the thread that cuts, and it need not be asked for a place."""
-        return self.cost.is_quicker_here(is_awaited) or self._is_settled_here
+    def runs_here(self, is_awaited: bool, is_waited: bool) -> bool:
+        """Whether the next replay is to be in the thread that cuts, and it need not be asked for a place.
 
-    @property
-    def _is_settled_here(self) -> bool:
-        return self.is_here and self._latest is not None and self._latest.is_settled
+        Args:
+            is_awaited: the caller is going to wait for it.
+            is_waited: the rhythm of steps.
+        """
+        return self.is_quicker_here(is_awaited) or self._is_settled_here(is_waited)
+
+    def is_quicker_here(self, is_awaited: bool) -> bool:
+        """Whether a replay is quicker where it is cut: it takes less than handing it over.
+
+        In the worker it may have begun before it is cut. Where that was measured, it decides.
+        """
+        measured = self._replay[True] if is_awaited else None
+        if measured is not None and measured.is_settled and measured.best is not Placement.HERE:
+            return False
+        return self.cost.is_quicker_here(is_awaited)
+
+    def _is_settled_here(self, is_waited: bool) -> bool:
+        places = self._replay[is_waited]
+        return places is not None and places.is_settled and places.best is Placement.HERE
 
     def note_run(self, cost_ns: int, elapsed_ns: int) -> None:
         """Note the CPU time and the duration of a run."""
@@ -66,6 +85,7 @@ class RunPolicy:
         is_waited: bool,
         may_choose: bool,
         given: Placement | None = None,
+        is_disturbed: bool = False,
     ) -> Placement:
         """Placement for the next launch of a program that does not hold the GIL.
 
@@ -77,6 +97,7 @@ class RunPolicy:
             is_waited: the rhythm of steps.
             may_choose: whether runs may round otherwise than before: as with fewer threads, and as in another tier.
             given: where the launch runs anyway.
+            is_disturbed: whether something uses the cores for a while, so that nothing is measured.
         """
         tier = program.tier
         places = self._places_of(is_waited, tier)
@@ -87,14 +108,24 @@ class RunPolicy:
         choice = self._choices.get(is_waited)
         if choice is None:
             choice = self._choices[is_waited] = TierChoice()
+        if is_disturbed:
+            placement = places.keep(given)
+            if may_choose:
+                self._choose_tier(program, choice, places, is_waited, is_disturbed)
+            return placement
         may_spare = may_choose and tier is Tier.COMPILED
         limit_ns = float("inf") if places.is_settled else self._best_ns()
         placement = places.choose(
             now_ns, cpu_ns, num_threads, self.cost.cost_ns, may_spare, limit_ns, given
         )
         if may_choose:
-            self._choose_tier(program, choice, places, is_waited)
+            self._choose_tier(program, choice, places, is_waited, is_disturbed)
         return placement
+
+    def is_decided(self, is_waited: bool) -> bool:
+        """Whether it is known for this rhythm if compiled code is quicker."""
+        choice = self._choices.get(is_waited)
+        return choice is not None and not choice.is_open
 
     def _best_ns(self) -> float:
         """Duration of the quickest steps that were measured."""
@@ -106,16 +137,25 @@ class RunPolicy:
         found = self._places.get(key)
         if found is None:
             found = self._places[key] = Places()
+            if tier is Tier.REPLAY:
+                self._replay[is_waited] = found
         return found
 
     def _choose_tier(
-        self, program: Program, choice: TierChoice, places: Places, is_waited: bool
+        self,
+        program: Program,
+        choice: TierChoice,
+        places: Places,
+        is_waited: bool,
+        is_disturbed: bool,
     ) -> None:
         tier = program.tier
         if choice.is_open:
             known = program.step_times(is_waited) if tier is Tier.COMPILED else None
             if known is not None:
                 choice.decide(known)
+            elif is_disturbed:
+                return choice.put_off(program)
             else:
                 choice.note(tier, places, self._places_of(is_waited, Tier.REPLAY))
             if choice.times is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 from ltc_core.executors.processor import num_cores
 from ltc_core.program.program import Tier
@@ -44,10 +45,14 @@ class Streaming:
     Args:
         trace: that of the device.
         is_possible: whether its programs are run op by op.
+        is_disturbed: whether something uses the cores for a while, so that nothing is measured.
     """
 
-    def __init__(self, trace: Trace, is_possible: bool) -> None:
+    def __init__(
+        self, trace: Trace, is_possible: bool, is_disturbed: Callable[[], bool] = lambda: False
+    ) -> None:
         self._trace = trace
+        self._is_disturbed = is_disturbed
         self._is_possible = is_possible
         self._step: CompiledGraph | None = None  # the program of the step that repeats
         self._times = 0  # that it has come in a row
@@ -147,6 +152,9 @@ class Streaming:
             return None
         if time.perf_counter_ns() - self._since_ns < _TRIAL_NS * self._num_values:
             return None
+        if self._is_disturbed():
+            self._samples.clear()
+            return None
         self._samples.append(took_ns)
         if len(self._samples) == _MEASURED:
             self._whole_ns = statistics.median(self._samples)
@@ -155,7 +163,8 @@ class Streaming:
 
     def _may_gain(self, step: CompiledGraph) -> bool:
         is_long = min(self._recorded_ns, step.policy.cost.cost_ns) >= _LEAST_NS
-        return is_long and step.program.tier in _TIERS and self._may_stream(step)
+        is_compiled = step.program.tier in _TIERS and step.policy.is_decided(is_waited=True)
+        return is_long and is_compiled and self._may_stream(step)
 
     def _begin_parts(self, count: int) -> None:
         self._num_parts = count

@@ -2,8 +2,9 @@
 
 Compiled code is not always quicker than the kernels of PyTorch. Replay was measured beside the compiler, if at all,
 and on a shared machine two steps that are minutes apart cannot be compared. So when compiled code has found its
-placement, replay finds its own, and if neither is far ahead they take turns of a few steps each. The durations are kept
-on disk by the program. One for each program and rhythm of steps, made and asked by `run_policy`.
+placement, replay finds its own, and if neither is far ahead they take turns of a few steps each. While something else
+is compiled, replay goes on: what would be measured does not last. The durations are kept on disk by the program. One
+for each program and rhythm of steps, made and asked by `run_policy`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import enum
 import statistics
 
-from ltc_core.program.program import StepTimes, Tier
+from ltc_core.program.program import Program, StepTimes, Tier
 from ltc_core.runtime.placement import Places
 
 __all__ = ["TierChoice"]
@@ -37,13 +38,24 @@ class TierChoice:
 
     Attributes:
         wanted: the tier that is to run next.
+        is_put_off: whether compiled code is there, and is not tried yet.
         times: durations of a step in both tiers, when they have just been compared; whoever takes them resets it.
     """
 
-    __slots__ = ("_compiled_ns", "_count", "_num_turns", "_phase", "_samples", "times", "wanted")
+    __slots__ = (
+        "_compiled_ns",
+        "_count",
+        "_num_turns",
+        "_phase",
+        "_samples",
+        "is_put_off",
+        "times",
+        "wanted",
+    )
 
     def __init__(self) -> None:
         self.wanted = Tier.COMPILED
+        self.is_put_off = False
         self.times: StepTimes | None = None
         self._phase = _Phase.COMPILED_SETTLES
         self._compiled_ns = 0.0
@@ -58,7 +70,13 @@ class TierChoice:
     @property
     def is_measuring(self) -> bool:
         """Whether each launch counts."""
-        return self._phase in (_Phase.REPLAY_SETTLES, _Phase.TURNS)
+        return self.is_put_off or self._phase in (_Phase.REPLAY_SETTLES, _Phase.TURNS)
+
+    def put_off(self, program: Program) -> None:
+        """The program is launched while something else is compiled: let it be replayed, if nothing was tried yet."""
+        if self._phase is _Phase.COMPILED_SETTLES:
+            self.is_put_off = self.is_put_off or program.tier is Tier.COMPILED
+            program.prefer(Tier.REPLAY)
 
     def decide(self, times: StepTimes) -> None:
         """The tier that these durations favor is used from now on."""
@@ -68,6 +86,7 @@ class TierChoice:
 
     def note(self, tier: Tier, mine: Places, replay: Places) -> None:
         """A launch in a tier, which `mine` has placed, while the choice is open. `replay` are the places of replay."""
+        self.is_put_off = False
         if self._phase is _Phase.COMPILED_SETTLES:
             if tier is Tier.COMPILED and mine.is_settled:
                 self._compiled_ns = mine.best_ns

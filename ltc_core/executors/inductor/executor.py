@@ -10,6 +10,7 @@ import torch
 
 from ltc_core.executors.base import CPU
 from ltc_core.executors.host_memory import keep_memory, release_kept
+from ltc_core.executors.inductor.compiler.service import service
 from ltc_core.executors.inductor.tier_report import refuse
 from ltc_core.executors.inductor.tiers import TieredProgram
 from ltc_core.executors.reference.executor import ReferenceExecutor
@@ -38,6 +39,10 @@ class InductorExecutor(ReferenceExecutor):
     @property
     def compiles(self) -> bool:
         return settings.compile != "off" and self.hardware.type == "cpu" and not self.stores_narrow
+
+    @property
+    def is_compiling(self) -> bool:
+        return settings.compile == "async" and service().is_busy
 
     def compile(self, graph: Graph) -> Program:
         program = self.interpret(graph)

@@ -47,6 +47,17 @@ def test_it_is_measured_again_after_a_while() -> None:
     assert not all(steps(choice, 130, 100, 2100))
 
 
+def test_what_is_measured_beside_a_compiler_does_not_decide() -> None:
+    choice = Choice()
+    steps(choice, 130, 100, 3)
+    for _ in range(100):
+        choice.put_off()
+    assert choice.is_early and not choice.is_known
+    steps(choice, 100, 130, 40)
+    choice.put_off()
+    assert choice.is_known and choice.is_early
+
+
 class _Program:
     """Stands for a compiled graph."""
 

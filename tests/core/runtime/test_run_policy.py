@@ -92,12 +92,16 @@ class Loop:
         self.program = FakeProgram()
         self.may_choose = True
         self.is_waited = False
+        self.is_disturbed = False  # something else is compiled
         self.is_early = False  # whether what is replayed has begun before it is launched
         self.lengths = {HERE: here_ns, WORKER: there_ns, SPARING: sparing_ns, YIELDING: there_ns}
         self.run_ns = run_ns or here_ns
         self.elapsed_ns = elapsed_ns
         self.now_ns = 1
         self.cpu_ns, self.recording_ns = 0, 0
+
+    def runs_here(self, is_awaited: bool) -> bool:
+        return self.policy.runs_here(is_awaited, self.is_waited)
 
     def steps(self, n: int, num_threads: int = 2) -> list[Placement]:
         places = []
@@ -111,6 +115,7 @@ class Loop:
                 self.is_waited,
                 self.may_choose,
                 WORKER if is_early else None,
+                self.is_disturbed,
             )
             places.append(place)
             self.now_ns += self.lengths[place]
@@ -131,11 +136,30 @@ def test_a_place_that_was_chosen_is_known_before_the_next_run() -> None:
     for here_ns, there_ns, is_here in ((400_000, 600_000, True), (600_000, 400_000, False)):
         loop = Loop(here_ns, there_ns, run_ns=200_000)
         loop.steps(5)
-        assert not loop.policy.runs_here(is_awaited=False)
+        assert not loop.runs_here(is_awaited=False)
         loop.steps(55)
-        assert loop.policy.runs_here(is_awaited=False) is is_here
-        assert loop.policy.runs_here(is_awaited=True)
+        assert loop.runs_here(is_awaited=False) is is_here
+        assert loop.runs_here(is_awaited=True)
         assert loop.policy.is_measuring(is_waited=False) or not is_here
+
+
+def test_a_short_run_is_not_here_where_steps_that_are_waited_for_are_quicker_otherwise() -> None:
+    for here_ns, there_ns in ((400_000, 600_000), (600_000, 400_000)):
+        loop = Loop(here_ns, there_ns, run_ns=200_000)
+        loop.is_waited = True
+        loop.steps(60)
+        assert loop.runs_here(is_awaited=True) is (here_ns < there_ns)
+
+
+def test_where_compiled_code_runs_is_not_where_its_replay_does() -> None:
+    loop = Loop(10, 8)
+    assert loop.steps(60)[-1] is WORKER
+    loop.program.build()
+    loop.program.can_replay = False
+    loop.lengths = {HERE: 8, WORKER: 10, SPARING: 10}
+    assert loop.steps(60)[-1] is HERE and loop.policy.is_here
+    loop.policy.cost.cost_ns = 1e9
+    assert not loop.runs_here(is_awaited=False)
 
 
 def test_where_the_overlap_gains_much_the_thread_that_cuts_is_not_tried() -> None:
@@ -232,6 +256,29 @@ class TestReplayBesideCompiledCode:
             assert set(contest.steps(100, 1, 1)) == {stays}
             assert contest.loop.program.told == []
 
+    def test_while_something_else_is_compiled_it_is_replayed_and_nothing_is_measured(self) -> None:
+        contest = Contest()
+        contest.loop.is_disturbed = True
+        tiers = contest.steps(100, 110, 100)
+        assert set(tiers) == {Tier.REPLAY} and contest.loop.program.told == []
+        assert contest.loop.policy.is_measuring(is_waited=False)  # each launch is asked for
+        assert not contest.loop.policy.is_decided(is_waited=False)
+        contest.loop.is_disturbed = False
+        assert set(contest.steps(300, 110, 100)[200:]) == {Tier.COMPILED}
+        assert contest.loop.program.told == [(False, StepTimes(110, 100))]
+        assert contest.loop.policy.is_decided(is_waited=False)
+
+    def test_turns_wait_until_nothing_else_is_compiled(self) -> None:
+        contest = Contest()
+        while not contest.loop.policy.is_measuring(is_waited=False):
+            contest.steps(1, 90, 100)
+        contest.steps(12, 90, 100)
+        contest.loop.is_disturbed = True
+        contest.steps(50, 300, 100)
+        contest.loop.is_disturbed = False
+        assert set(contest.steps(150, 90, 100)[100:]) == {Tier.REPLAY}
+        assert contest.loop.program.told == [(False, StepTimes(90, 100))]
+
     def test_what_cannot_be_replayed_stays_compiled(self) -> None:
         contest = Contest()
         contest.loop.program.can_replay = False
@@ -262,6 +309,17 @@ def test_runs_that_are_not_placed_are_not_kept() -> None:
     for _ in range(1000):
         loop.policy.note_run(1, 1)
     assert all(len(places._runs) < 20 for places in loop.policy._places.values())
+
+
+def test_places_are_not_measured_while_something_is_compiled() -> None:
+    loop = Loop(10, 8)
+    loop.is_disturbed = True
+    loop.lengths = {HERE: 8, WORKER: 10}
+    assert set(loop.steps(60)) == {WORKER}
+    loop.is_disturbed, loop.lengths = False, {HERE: 10, WORKER: 8}
+    assert set(loop.steps(60)[30:]) == {WORKER}
+    loop.is_disturbed, loop.lengths = True, {HERE: 10, WORKER: 100}
+    assert set(loop.steps(60)) == {WORKER}
 
 
 def test_a_place_that_was_given_for_a_while_does_not_replace_the_best_one() -> None:

@@ -20,6 +20,7 @@ from ltc_core.executors.reference import replay
 from ltc_core.program.program import Tier
 from ltc_core.runtime import early_run, streaming, switch_interval
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.run_policy import RunPolicy
 from ltc_core.settings import settings
 
 pytestmark = pytest.mark.skipif(replay.extension.load() is None, reason="no C++ compiler")
@@ -36,6 +37,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(streaming, "_GAIN", 1e9)
     monkeypatch.setattr(streaming, "num_cores", lambda: 2)
     monkeypatch.setattr(streaming, "_TIERS", {Tier.COMPILED, Tier.REPLAY})  # as if compiled
+    monkeypatch.setattr(RunPolicy, "is_decided", lambda policy, is_waited: True)  # and quicker
     monkeypatch.setattr(early_run, "_LEAST_NS", 1 << 62)
     device = context(0)
     device.wait()
@@ -208,6 +210,27 @@ def test_what_is_measured_is_the_time_between_reads() -> None:
     trained("ltc", 30, next(widths))
     measured = context(0).streaming._whole_ns
     assert 0 < measured < 60e9
+
+
+def test_steps_are_whole_until_it_is_known_that_compiled_code_is_quicker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RunPolicy, "is_decided", lambda policy, is_waited: False)
+    before = parts()
+    trained("ltc", 25, next(widths))
+    assert parts() == before
+
+
+def test_steps_are_whole_while_something_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = context(0)
+    is_compiling = True
+    device.streaming = streaming.Streaming(device.trace, True, lambda: is_compiling)
+    before = parts()
+    trained("ltc", 25, next(widths))
+    assert parts() == before
+    is_compiling = False
+    trained("ltc", 25, next(widths))
+    assert parts() > before
 
 
 class TestCompiledParts:

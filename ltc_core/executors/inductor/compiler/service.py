@@ -30,6 +30,7 @@ __all__ = ["CompileService", "Outcome", "service"]
 _BUILDER = "ltc_core.executors.inductor.compiler.build_artifact:build"
 _IDLE_S = 120.0  # the compiler's process, 300 MB, is ended after it was idle for this time
 _LOOK_AGAIN_S = 0.25
+_BRIEFLY_S = 60.0
 _JOIN_TIMEOUT_S = 5.0
 _LOG_NAME_LENGTH = 16
 _NO_PLACE = "the compiled program cannot be kept"
@@ -96,6 +97,7 @@ class CompileService:
     def _begin(self) -> None:
         self._changed = threading.Condition()
         self._requests: dict[str, _Request] = {}
+        self._busy_since_s = 0.0
         self._order = 0
         self._thread: threading.Thread | None = None
         self._is_shut_down = False
@@ -143,6 +145,8 @@ class CompileService:
             if not self._is_shut_down:
                 request = self._requests.get(key)
                 if request is None:
+                    if not self._requests:
+                        self._busy_since_s = time.monotonic()
                     self._order += 1
                     request = self._requests[key] = _Request(key, payload, self._order)
                 request.callbacks.append(done)
@@ -155,6 +159,11 @@ class CompileService:
                 self._changed.notify_all()
                 return
         done(Outcome())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being built, and has been for a minute at most. Cost: 0.1 us."""
+        return bool(self._requests) and time.monotonic() - self._busy_since_s < _BRIEFLY_S
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until every `done` was called; False after the timeout."""

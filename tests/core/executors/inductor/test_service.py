@@ -135,9 +135,18 @@ class TestBuilding:
             asker.submit(key)
         asker.submit(KEYS[4], urgent=True)
         asker.submit(KEYS[3], urgent=True)  # asked for again
-        assert not asker.service.wait_idle(0)
-        assert asker.service.wait_idle(WAIT_S)
+        assert not asker.service.wait_idle(0) and asker.service.is_busy
+        assert asker.service.wait_idle(WAIT_S) and not asker.service.is_busy
         assert list(asker.outcomes) == [KEYS[k] for k in (0, 3, 4, 1, 2)]
+
+    def test_what_lasts_is_no_passing_load(
+        self, asker: Asker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "_BRIEFLY_S", 0.1)
+        asker.submit(KEYS[0], "sleep", seconds=0.5)
+        assert asker.service.is_busy
+        time.sleep(0.2)
+        assert not asker.service.is_busy and not asker.service.wait_idle(0)
 
     def test_what_builders_print_is_in_nobodys_way(
         self, asker: Asker, capfd: pytest.CaptureFixture[str]
