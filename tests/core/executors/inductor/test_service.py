@@ -140,12 +140,12 @@ class TestBuilding:
         assert list(asker.outcomes) == [KEYS[k] for k in (0, 3, 4, 1, 2)]
 
     def test_what_lasts_is_no_passing_load(
-        self, asker: Asker, monkeypatch: pytest.MonkeyPatch
+        self, asker: Asker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "_BRIEFLY_S", 0.1)
-        asker.submit(KEYS[0], "sleep", seconds=0.5)
+        asker.submit(KEYS[0], "sleep", seconds=0.5, started=tmp_path / "started")
+        pids_in(tmp_path / "started")
         assert asker.service.is_busy
-        time.sleep(0.2)
+        monkeypatch.setattr(module, "_BRIEFLY_S", 0.0)
         assert not asker.service.is_busy and not asker.service.wait_idle(0)
 
     def test_what_builders_print_is_in_nobodys_way(
