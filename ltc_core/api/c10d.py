@@ -78,11 +78,8 @@ _ALIKE = {
 # Methods of a process group that reduce. The ops have the reduction in an object that Python cannot read.
 _REDUCE = (
     *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
-    *(
-        "reduce_scatter_tensor_coalesced",
-        "reduce_scatter_single",
-        "reduce_scatter_single_coalesced",
-    ),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    "reduce_scatter_tensor_coalesced",
 )
 # The arguments of functional ops that are the same in all members.
 _TOLD = frozenset({"reduce_op", "src"})

@@ -32,10 +32,8 @@ class RunPolicy:
         self._places: dict[tuple[bool, Tier], Places] = {}
         self._choices: dict[bool, TierChoice] = {}
         self._latest: Places | None = None  # that of the last launch
-        self._replay: list[Places | None] = [
-            None,
-            None,
-        ]  # those of replay, by whether steps are waited for
+        # Those of replay, by whether steps are waited for.
+        self._replay: list[Places | None] = [None, None]
 
     @property
     def is_here(self) -> bool:
