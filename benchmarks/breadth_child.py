@@ -81,7 +81,7 @@ class SubjectTraining(Loop):
         if self._started is None:
             self._started = _clock()
         loss = super().fetched_step()
-        num_programs = self._peer.counts().get("programs", 0)
+        num_programs = self._count_programs()
         if num_programs > self._num_programs:
             self._num_programs = num_programs
             self.tier_steps, self.tier_s = len(self.times_s), _clock() - self._started
@@ -105,14 +105,15 @@ class SubjectTraining(Loop):
 
     def settle(self, timeout_s: float) -> None:
         """Run steps of both rhythms until the lazy device has chosen how to run each, and nothing more is compiled."""
-        started, num_programs = _clock(), -1
-        while (
-            num_programs != self._peer.counts().get("programs", 0)
-            and _clock() - started < timeout_s
-        ):
-            num_programs = self._peer.counts().get("programs", 0)
+        deadline, are_new = _clock() + timeout_s, True
+        while are_new and _clock() < deadline:
+            before = self._count_programs()
             self._try_both_rhythms()
             self._peer.wait_compiler(timeout_s)
+            are_new = self._count_programs() != before
+
+    def _count_programs(self) -> int:
+        return self._peer.counts().get("programs", 0)
 
     def _try_both_rhythms(self) -> None:
         for is_waited in (False, True):

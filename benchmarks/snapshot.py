@@ -21,11 +21,14 @@ class Snapshot:
     def __init__(self, module: nn.Module) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="snapshot-")
         found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-        self._restarted = [each for each in found if not _has_tensors_only(each)]
         self._tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+        self._restarted = []
         for optimizer in found:
-            if optimizer not in self._restarted:
-                self._tensors += [t for state in optimizer.state.values() for t in state.values()]
+            values = [value for state in optimizer.state.values() for value in state.values()]
+            if all(isinstance(value, Tensor) for value in values):
+                self._tensors += values
+            else:
+                self._restarted.append(optimizer)
         self._files = [Path(self._directory.name) / f"{k}.pt" for k in range(len(self._tensors))]
         for tensor, file in zip(self._tensors, self._files, strict=True):
             torch.save(tensor.detach().cpu(), file)
@@ -41,7 +44,3 @@ class Snapshot:
                 tensor.copy_(torch.load(file))
         for optimizer in self._restarted:
             optimizer.state.clear()
-
-
-def _has_tensors_only(optimizer: torch.optim.Optimizer) -> bool:
-    return all(isinstance(t, Tensor) for state in optimizer.state.values() for t in state.values())

@@ -108,14 +108,12 @@ class RunPolicy:
             choice = self._choices[is_waited] = TierChoice()
         if is_disturbed:
             placement = places.keep(given)
-            if may_choose:
-                self._choose_tier(program, choice, places, is_waited, is_disturbed)
-            return placement
-        may_spare = may_choose and tier is Tier.COMPILED
-        limit_ns = float("inf") if places.is_settled else self._best_ns()
-        placement = places.choose(
-            now_ns, cpu_ns, num_threads, self.cost.cost_ns, may_spare, limit_ns, given
-        )
+        else:
+            may_spare = may_choose and tier is Tier.COMPILED
+            limit_ns = float("inf") if places.is_settled else self._best_ns()
+            placement = places.choose(
+                now_ns, cpu_ns, num_threads, self.cost.cost_ns, may_spare, limit_ns, given
+            )
         if may_choose:
             self._choose_tier(program, choice, places, is_waited, is_disturbed)
         return placement

@@ -56,19 +56,23 @@ def record(group: Any, name: str, args: Sequence[Any], reduction: str) -> Any | 
     return recorder(group_of_members(members), args, reduction) if members else None
 
 
+def _reduction(group: Group, name: str) -> tuple[str, float] | None:
+    """The kind of a reduction and the scale of its result; None if graphs have it not."""
+    kind, is_mean = _KINDS.get(name, ("", False))
+    return (kind, 1.0 / len(group.members) if is_mean else 1.0) if kind else None
+
+
 def _gathered(group: Group, given: Tensor) -> Tensor:
     """The values of all members, one after the other in memory."""
-    return ops.gathered_in(group, given.contiguous().reshape(-1), 0)
+    return ops.gathered_in(group, given.reshape(-1), 0)
 
 
-def _scattered(group: Group, given: Tensor, reduction: str) -> Tensor | None:
-    """This member's part of the sum, as a vector; None for a reduction that graphs have not."""
-    kind, is_mean = _KINDS.get(reduction, ("", False))
-    count = len(group.members)
-    if not kind:
-        return None
-    scale = 1.0 / count if is_mean else 1.0
-    return ops.scattered_in(group, kind, given.contiguous().reshape(-1), scale, 0)
+def _scattered(group: Group, given: Tensor, name: str) -> Tensor | None:
+    """This member's part of the reduced values, as a vector; None for a reduction that graphs have not."""
+    found = _reduction(group, name)
+    return (
+        None if found is None else ops.scattered_in(group, found[0], given.reshape(-1), found[1], 0)
+    )
 
 
 def _are_parts(whole: Any, part: Any, group: Group) -> bool:
@@ -101,7 +105,7 @@ def _scatter_base(group: Group, args: Sequence[Any], reduction: str) -> Any | No
 
 
 def _functional_gather(group: Group, args: Sequence[Any], reduction: str) -> Any | None:
-    (given, count) = args[:2]
+    given, count = args[:2]
     if given.dim() == 0 or given.numel() == 0 or count != len(group.members):
         return None
     size = [count * given.shape[0], *given.shape[1:]]
@@ -109,22 +113,21 @@ def _functional_gather(group: Group, args: Sequence[Any], reduction: str) -> Any
 
 
 def _functional_scatter(group: Group, args: Sequence[Any], reduction: str) -> Any | None:
-    given, kind, count = args[:3]
+    given, name, count = args[:3]
     if given.dim() == 0 or given.numel() == 0 or count != len(group.members):
         return None
     if given.shape[0] % count:
         return None
-    made = _scattered(group, given.detach(), kind)
+    made = _scattered(group, given.detach(), name)
     return None if made is None else made.view([given.shape[0] // count, *given.shape[1:]])
 
 
 def _functional_reduce(group: Group, args: Sequence[Any], reduction: str) -> Any | None:
-    given, named = args[:2]
-    kind, is_mean = _KINDS.get(named, ("", False))
-    if not kind or given.numel() == 0:
+    given, name = args[:2]
+    found = _reduction(group, name)
+    if found is None or given.numel() == 0:
         return None
-    scale = 1.0 / len(group.members) if is_mean else 1.0
-    return ops.reduced_in(group, kind, given.detach(), scale)
+    return ops.reduced_in(group, found[0], given.detach(), found[1])
 
 
 _RECORDERS: dict[str, Callable[[Group, Sequence[Any], str], Any | None]] = {
