@@ -21,6 +21,7 @@ from ltc_core.executors.inductor.lowering import (
     fusion_repair,
     gemm_lowering,
     index_put_lowering,
+    mutation_repair,
     tile_repair,
 )
 from ltc_core.executors.inductor.lowering.lower import lower
@@ -78,6 +79,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         inductor_config.patch(options),
         alias_repair.repaired(),
         fusion_repair.repaired(),
+        mutation_repair.repaired(),
         tile_repair.repaired(),
         shared_runtime.shared(),
         kernels.noted() as calls,
