@@ -1,7 +1,8 @@
 """Programs that copy and write, beside eager: `python -m tests.nets.copies --count 2000` (make test-copies).
 
-A program is a list of lines: views, ops that may copy or alias, writes, optimizers, state kept by the user. What all
-its tensors hold at the end must be what they hold on the CPU: a copy that is not one shows itself by a later write.
+A program is a list of lines: views, ops that may copy or alias, writes, masks, gradients, optimizers, state kept by the
+user. What all its tensors hold at the end must be what they hold on the CPU: a copy that is not one shows itself by a
+later write.
 Programs run in lockstep, a hundred in a process: their steps are cut together, so the compiler is asked once for all.
 """
 
@@ -64,8 +65,37 @@ _WRITES = (
     "torch.add({v}, 1, out={y})", "{v}[{v} > 2] = 0", "{x}.swapaxes_(0, -1)",
     "{v}.scatter_(0, torch.zeros_like({v}, dtype=torch.int64), 2)", "{v}.bernoulli_(1.0)",
 )  # fmt: skip
+_MASKS = (
+    "({v} > 2)", "({v} == 0)", "({v} != {w})", "({v} > {w}).clone()", "{v}.bool()", "~({v} > 0)",
+    "({v} % 2 == 1).flip(0)", "({v} > {v}.amax() - 2)",
+)  # fmt: skip
+# Writes at indices and where a mask says, and reads at them.
+_INDEXED = (
+    "{v}[{m}] = 5", "{v}[{m}] = {v}.new_tensor(5)", "{v}.masked_fill_({m}, 4)", "{v}[{i}] = {w}", "{v}[{i}] += 1",
+    "{v}.index_add_(0, {i}, {v}[{i}])", "{v}.index_copy_(0, {i}, {v}[{i}] * 2)", "{v}.index_fill_(0, {i}, 6)",
+    "{v}[{i}] = {v}[{i}].flip(0)", "{v}.copy_(torch.where({m}, {v} * 2, {w}))", "{v}.mul_({m})",
+    "{v}.scatter_(0, {v}.argsort(0, stable=True), {w})", "{v}.index_put_(({i},), {v}[:1], accumulate=True)",
+    "{v}.scatter_reduce_(0, torch.zeros_like({v}, dtype=torch.int64), {v}.clone(), 'amax')", "{v}[{m}] *= 2",
+    "{v}[..., -1] = {v}[..., 0]", "{v}[{i}, 0] = 9", "{v}.put_({i}, {v}.view(-1)[:2])", "{v}.diagonal().fill_(8)",
+    "{t} = torch.where({m}, {v}, 3)", "{t} = {v}[{i}]", "{t} = {v}.gather(0, {v}.argsort(0, stable=True))",
+    "{t} = {v}.masked_fill({m}, 2)", "{t} = {v}.index_put(({i},), {v}[:1])", "{t} = {v}.cumsum(0)",
+    "{t} = {v}.index_add(0, {i}, {v}[{i}])", "{t} = {v}.scatter(0, torch.zeros_like({v}, dtype=torch.int64), 3)",
+    "{t} = {v}.slice_scatter({v}[:1] * 2, 0, 0, 1)", "{t} = {v}.select_scatter({v}[-1], 0, 0)",
+    "{t} = {v}.sort(0, stable=True)[0]", "{t} = {v}.amax(-1, keepdim=True) - {v}", "{t} = {v}.sum(0) + {v}",
+)  # fmt: skip
+_GRADIENTS = (
+    "q = ({x}).detach().double().clone().requires_grad_(); z = q * 1", "z = z * 2", "z = z.clone()", "z.add_(1)",
+    "z[z > 2] = 0", "z[{i}] = q[:1] * 3", "z.masked_fill_(z < 0, 1)", "z = z.relu()", "z[0] = z[-1] * 2",
+    "z.index_add_(0, {i}, z[{i}].clone())", "z = torch.where(z > 1, z * 2, q)", "z = z.index_select(0, {i})",
+    "z = z.cummax(0)[0]", "z = z.masked_fill(z == 0, 3)", "z[{i}] *= 2", "z = z[z > -99].view(z.shape)",
+    "z = torch.cat([z, z[:1]])[1:]", "z = z.amax(0, keepdim=True) + z", "z = z.abs().clamp(max=9)", "z.mul_(z > 1)",
+    "z = F.pad(z, (1, 1))[..., 1:-1]", "z.copy_(z.detach().flip(0))", "z.data.clamp_(max=3)", "z.fill_diagonal_(1)",
+    "z.sum().backward(retain_graph=True)", "kept.append(z.detach()); z = z + 0", "z.index_put_(({i},), q[:1] * 2)",
+    "(z * z).sum().backward(retain_graph=True); kept.append(q.grad.clone()); q.grad = None",
+    "kept.append(torch.autograd.grad((z * z).sum(), q, retain_graph=True)[0])", "z = z.unfold(0, 2, 1).amax(-1)",
+)  # fmt: skip
+_INDICES = ("[0, 2]", "[1, 0]", "[-1, 0]", "[1]")
 _TRAINING = (
-
     "p = torch.nn.Parameter(({x}).detach().double().clone()); o = torch.optim.SGD([p], 0.5, momentum=0.5, fused=True)",
     "p = torch.nn.Parameter(({x}).detach().double().clone()); o = torch.optim.Adam([p], 0.5, fused=True)",
     "p = torch.nn.Parameter(({x}).detach().double().clone()); o = torch.optim.AdamW([p], 0.5)",
@@ -102,13 +132,24 @@ def _line(draw: random.Random, names: Names, count: int) -> str:
     if draw.random() < 0.3:
         view = draw.choice(_VIEWS).format(x=f"({view})")
     other = draw.choice(_VIEWS).format(x=y)
+    found = {"v": f"({view})", "w": f"({other})", "x": x, "y": y, "t": f"t{count}"}
+    found["i"] = f"torch.tensor({draw.choice(_INDICES)}).to(t0.device)"
+    masks = [k for k in tensors if names[k].dtype is torch.bool]
+    is_kept = masks and draw.random() < 0.6
+    found["m"] = draw.choice(masks) if is_kept else draw.choice(_MASKS).format(**found)
     kind = draw.random()
-    if kind < 0.45:
-        return f"t{count} = " + draw.choice(_COPIES).format(v=f"({view})", x=x)
-    if kind < 0.75:
-        return draw.choice(_WRITES).format(v=f"({view})", w=f"({other})", x=x, y=y)
-    if kind < 0.9:
-        return draw.choice(_TRAINING).format(x=x)
+    if kind < 0.3:
+        return f"t{count} = " + draw.choice(_COPIES).format(**found)
+    if kind < 0.5:
+        return draw.choice(_WRITES).format(**found)
+    if kind < 0.55:
+        return f"t{count} = " + draw.choice(_MASKS).format(**found)
+    if kind < 0.7:
+        return draw.choice(_INDEXED).format(**found)
+    if kind < 0.82:
+        return draw.choice(_GRADIENTS).format(**found)
+    if kind < 0.91:
+        return draw.choice(_TRAINING).format(**found)
     if kind < 0.95:
         return f"del {draw.choice(tensors)}" if len(tensors) > 2 else _CUT
     return _CUT
@@ -177,13 +218,14 @@ def _refusing() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "An output with one or more elements was resized")
+            warnings.filterwarnings("error", "Use of .* on expanded tensors is deprecated")
             yield
     finally:
         torch.set_warn_always(always)
 
 
 def _is_large(t: torch.Tensor) -> bool:
-    return t.numel() > 0 and not bool((t.abs() <= _MOST).all())
+    return t.numel() > 0 and t.dtype is not torch.bool and not bool((t.abs() <= _MOST).all())
 
 
 def _run(line: str, names: Names) -> None:

@@ -22,6 +22,7 @@ from ltc_core.executors.inductor.lowering import (
     gemm_lowering,
     index_put_lowering,
     mutation_repair,
+    overlap_repair,
     tile_repair,
 )
 from ltc_core.executors.inductor.lowering.lower import lower
@@ -80,6 +81,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         alias_repair.repaired(),
         fusion_repair.repaired(),
         mutation_repair.repaired(),
+        overlap_repair.repaired(),
         tile_repair.repaired(),
         shared_runtime.shared(),
         kernels.noted() as calls,
