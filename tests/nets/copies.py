@@ -74,7 +74,7 @@ _INDEXED = (
     "{v}[{m}] = 5", "{v}[{m}] = {v}.new_tensor(5)", "{v}.masked_fill_({m}, 4)", "{v}[{i}] = {w}", "{v}[{i}] += 1",
     "{v}.index_add_(0, {i}, {v}[{i}])", "{v}.index_copy_(0, {i}, {v}[{i}] * 2)", "{v}.index_fill_(0, {i}, 6)",
     "{v}[{i}] = {v}[{i}].flip(0)", "{v}.copy_(torch.where({m}, {v} * 2, {w}))", "{v}.mul_({m})",
-    "{v}.scatter_(0, {v}.argsort(0, stable=True), {w})", "{v}.index_put_(({i},), {v}[:1], accumulate=True)",
+    "{v}.scatter_(0, {v}.argsort(0, stable=True), {w})", "{v}.index_put_(({i},), {v}[:1].clone(), accumulate=True)",
     "{v}.scatter_reduce_(0, torch.zeros_like({v}, dtype=torch.int64), {v}.clone(), 'amax')", "{v}[{m}] *= 2",
     "{v}[..., -1] = {v}[..., 0]", "{v}[{i}, 0] = 9", "{v}.put_({i}, {v}.view(-1)[:2])", "{v}.diagonal().fill_(8)",
     "{t} = torch.where({m}, {v}, 3)", "{t} = {v}[{i}]", "{t} = {v}.gather(0, {v}.argsort(0, stable=True))",

@@ -18,6 +18,7 @@ from ltc_core.executors.inductor.compiler import kernels, shared_runtime
 from ltc_core.executors.inductor.compiler.request import decode
 from ltc_core.executors.inductor.lowering import (
     alias_repair,
+    dependency_repair,
     fusion_repair,
     gemm_lowering,
     index_put_lowering,
@@ -79,6 +80,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         V.set_aot_compilation(True),
         inductor_config.patch(options),
         alias_repair.repaired(),
+        dependency_repair.repaired(),
         fusion_repair.repaired(),
         mutation_repair.repaired(),
         overlap_repair.repaired(),

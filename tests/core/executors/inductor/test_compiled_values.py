@@ -115,13 +115,25 @@ def writes_to_windows(device):
     return [x, y]
 
 
+def gradients_of_pools(device):
+    # The sum of the gradients gets the loops of the pixel shuffle's, and reads what the max pool's has added up.
+    x = torch.arange(2 * 3 * 64.0).mul(7).remainder(31).view(2, 3, 8, 8).to(device).requires_grad_()
+    found = [
+        F.max_pool2d(x, 2), F.lp_pool2d(x.abs() + 1, 2, 2), F.pixel_shuffle(x[:, :1].expand(2, 4, 8, 8), 2)
+    ]
+    sum(f.square().sum() for f in found).backward()
+    return [*found, x.grad]
+
+
 PROGRAMS = [
     default_dtype, roundings, narrow_chains, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
     sums_in_tiles, packed_sequences, writes_to_windows,
 ]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
-for program, got in zip(PROGRAMS, found):
+found.append(gradients_of_pools(ltc.lazy_device()))
+ltc.mark_step(wait=True)
+for program, got in zip([*PROGRAMS, gradients_of_pools], found):
     for k, (a, b) in enumerate(zip(got, program("cpu"), strict=True)):
         tolerance = 1e-13 if b.dtype in (torch.float64, torch.complex128) else 1e-6
         tolerance = 0 if program is narrow_chains else tolerance
