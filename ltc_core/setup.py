@@ -34,7 +34,14 @@ from ltc_core.ops import (
 )
 from ltc_core.record import fast_path
 from ltc_core.report import recording
-from ltc_core.runtime import collective_tokens, device_hooks, devices, found_steps, switch_interval
+from ltc_core.runtime import (
+    collective_tokens,
+    device_hooks,
+    devices,
+    found_steps,
+    idle_collectives,
+    switch_interval,
+)
 from ltc_core.settings import warn_unknown
 from ltc_core.tensor import lazy_tensor
 from ltc_core.timeline import slices
@@ -99,6 +106,7 @@ def _register_fork_handlers() -> None:
         metrics.renew_lock,
         fast_path.after_fork_in_child,
         collective_tokens.renew_lock,
+        idle_collectives.after_fork_in_child,
         artifacts.after_fork_in_child,  # file locks of the compile cache are the parent's
         service.after_fork_in_child,
         closures.after_fork_in_child,

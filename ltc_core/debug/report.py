@@ -38,6 +38,7 @@ _CAUSES = {
     "OptimizerStep": "the end of a step that is not marked: optimizer.step()",
     "Upload": "the end of a step that is not marked: the next batch is moved to the device",
     "GraphLimit": "the loop was cut at its head: there was no mark_step for LTC_TRIM_GRAPH_SIZE ops",
+    "Collective": "other processes may wait for a collective of the graph",
     "Streaming": "a part of a step begins to run while the rest of the step is recorded",
     "Eager": "LTC_EAGER=1, a graph for each op",
 }

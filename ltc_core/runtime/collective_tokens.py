@@ -14,7 +14,7 @@ from ltc_core.runtime.devices import context, upload
 from ltc_core.tensor.handles import base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 
-__all__ = ["hand_over", "token"]
+__all__ = ["are_recorded", "hand_over", "token"]
 
 # (name of a group, index of a device) -> the token there
 _tokens: dict[tuple[str, int], LazyTensor] = {}
@@ -56,13 +56,25 @@ def hand_over(group: str | None = None) -> None:
 
     Cost: none where no collective is recorded; else a cut of its device's graph.
     """
-    with _lock:
-        tokens = list(_tokens.items())
-    for (name, index), found in tokens:
+    for (name, index), found in _all():
         if group in (None, name):
             _cut_if_recorded(found, index)
 
 
+def are_recorded() -> bool:
+    """Whether there are collectives that were recorded and not cut."""
+    return any(_is_recorded(found) for _, found in _all())
+
+
+def _all() -> list[tuple[tuple[str, int], LazyTensor]]:
+    with _lock:
+        return list(_tokens.items())
+
+
+def _is_recorded(found: LazyTensor) -> bool:
+    return base_of(found._h).value.buffer is None
+
+
 def _cut_if_recorded(found: LazyTensor, index: int) -> None:
-    if base_of(found._h).value.buffer is None:
+    if _is_recorded(found):
         context(index).cut("Collective")

@@ -1,7 +1,8 @@
 """Collectives of torch.distributed that are recorded in the graph: those of FSDP2 and of DTensor.
 
 They gather and scatter the parts of a divided tensor many times in a step. Recorded, a step stays one graph, which
-gathers a layer's parameters before it computes with them and frees them after. Calls that scripts make themselves, as
+gathers a layer's parameters before it computes with them and frees them after. Where the script goes on without
+recording, they are handed over meanwhile (`ltc_core.runtime.idle_collectives`). Calls that scripts make themselves, as
 `dist.all_reduce`, wait for their result as elsewhere (`ltc_core.api.c10d`, which asks here first).
 """
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed
 
 from ltc_core.api.verbs import is_lazy_tensor
+from ltc_core.runtime import idle_collectives
 from ltc_dist.collectives import ops
 from ltc_dist.collectives.c10d_lines import members_of
 from ltc_dist.collectives.process_group import Group, group_of_members
@@ -53,7 +55,10 @@ def record(group: Any, name: str, args: Sequence[Any], reduction: str) -> Any | 
     if recorder is None:
         return None
     members = members_of(group)
-    return recorder(group_of_members(members), args, reduction) if members else None
+    made = recorder(group_of_members(members), args, reduction) if members else None
+    if made is not None:
+        idle_collectives.watch()
+    return made
 
 
 def _reduction(group: Group, name: str) -> tuple[str, float] | None:
