@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -42,10 +43,14 @@ class Tier(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Durations of a step of the script, in nanoseconds, with a program's ops replayed and with its compiled code."""
+    """Durations of a step of the script, in nanoseconds, with a program's ops replayed and with its compiled code.
+
+    `measured_s`: when, in seconds since 1970.
+    """
 
     replay_ns: float
     compiled_ns: float
+    measured_s: float = dataclasses.field(default_factory=time.time, compare=False)
 
 
 class Watch(NamedTuple):

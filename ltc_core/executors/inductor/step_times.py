@@ -1,7 +1,8 @@
 """Durations of steps with replay and with compiled code, kept on disk for later runs of the script.
 
 The file lies beside the library of the graph's first compiled subgraph and goes with it. The keys of libraries tell
-machine, number of threads and numeric flags, so the durations are those of this machine. Used by `tiers`.
+machine, number of threads and numeric flags, so the durations are those of this machine. They are measured again after
+a day: other programs may have used its cores. Used by `tiers`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +29,8 @@ def file_of(root: Path, keys: Sequence[str]) -> Path:
 
 # Whether the script waits for each step -> name in the file.
 _NAMES = {True: "waited", False: "free"}
+_FIELDS = [field.name for field in dataclasses.fields(StepTimes)]
+_KEPT_S = 24 * 3600
 
 
 def read(path: Path) -> dict[bool, StepTimes]:
@@ -34,13 +38,16 @@ def read(path: Path) -> dict[bool, StepTimes]:
     try:
         kept = json.loads(path.read_text("utf-8"))
         found = {
-            is_waited: StepTimes(float(kept[name]["replay_ns"]), float(kept[name]["compiled_ns"]))
+            is_waited: StepTimes(*(float(kept[name][each]) for each in _FIELDS))
             for is_waited, name in _NAMES.items()
             if name in kept
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return found if all(min(dataclasses.astuple(each)) > 0 for each in found.values()) else {}
+    if not all(min(dataclasses.astuple(each)) > 0 for each in found.values()):
+        return {}
+    now = time.time()
+    return {key: each for key, each in found.items() if 0 <= now - each.measured_s < _KEPT_S}
 
 
 def write(path: Path, times: Mapping[bool, StepTimes]) -> None:

@@ -3,6 +3,7 @@
 What is built here runs the lowered FX graph as it is, so each test takes milliseconds.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,8 @@ def test_what_is_kept_of_steps_may_be_damaged(tmp_path: Path) -> None:
         '{"free": 1}',
         '{"free": {"replay_ns": 1}}',
         '{"free": {"replay_ns": "x", "compiled_ns": 1}}',
-        '{"free": {"replay_ns": 0, "compiled_ns": 1}}',
+        '{"free": {"replay_ns": 0, "compiled_ns": 1, "measured_s": 2e9}}',
+        '{"free": {"replay_ns": 1, "compiled_ns": 1}}',
     ):
         file.write_text(text)
         assert step_times.read(file) == {}
@@ -203,6 +205,15 @@ def test_what_is_kept_of_steps_may_be_damaged(tmp_path: Path) -> None:
         assert step_times.read(file) == times
     step_times.write(tmp_path / "gone" / "steps.json", times)  # nothing is said
     assert [path.name for path in tmp_path.iterdir()] == ["steps.json"]
+
+
+def test_what_is_kept_of_steps_is_measured_again_after_a_day(tmp_path: Path) -> None:
+    file, now = tmp_path / "steps.json", time.time()
+    new, old = StepTimes(1, 2, now - 3600), StepTimes(3, 4, now - 25 * 3600)
+    step_times.write(file, {True: new, False: old})
+    assert step_times.read(file) == {True: new}
+    step_times.write(file, {True: StepTimes(1, 2, now + 3600)})  # by another clock
+    assert step_times.read(file) == {}
 
 
 def test_compiled_code_stays_where_nothing_can_be_replayed(service: Service) -> None:
