@@ -23,7 +23,6 @@ from ltc_core.ops.distribution_checks import is_all_true
 from ltc_core.ops.in_place_view import IN_PLACE_VIEWS
 from ltc_core.ops.masks import index
 from ltc_core.ops.set_data import set_data
-from ltc_core.ops.torch_load import HostStorage
 from ltc_core.ops.uninitialized import check_possible
 from ltc_core.record.recorder import recorder
 from ltc_core.record.signature import NotRecordable
@@ -32,6 +31,7 @@ from ltc_core.runtime.devices import DeviceContext, checked, context, fetch, rea
 from ltc_core.settings import settings
 from ltc_core.shapes.shape_inference import infer
 from ltc_core.tensor.handles import Cell, Value, View, base_of, lens_of
+from ltc_core.tensor.host_storage import HostStorage
 from ltc_core.tensor.lazy_tensor import LazyTensor, set_handle, wrap
 from ltc_core.tensor.sharing import is_alone
 from ltc_core.thread_state import in_own_state
@@ -444,7 +444,7 @@ def _set_storage(args: Any, kwargs: Any) -> Any:
             else "set_ from a tensor, or assign `t.data = other`",
         )
     dtype = t._h.meta.dtype
-    count = storage.host.nbytes() // dtype.itemsize
+    count = storage.nbytes() // dtype.itemsize
     offset, size, stride = (
         (*geometry, ()) if len(geometry) == 2 else geometry or (0, (count,), (1,))
     )
@@ -453,7 +453,7 @@ def _set_storage(args: Any, kwargs: Any) -> Any:
     if whole is None:
         fills = offset == 0 and meta.dense and meta.numel == count
         shape = meta if fills else TensorMeta.packed((count,), dtype)
-        host = torch.empty(0, dtype=dtype).set_(storage.host, 0, shape.size, shape.stride)
+        host = storage.bytes_of(dtype, shape.size, shape.stride)
         ctx = context(storage.device.index)
         whole = storage.whole[dtype] = wrap(Cell(ctx.trace, ctx.upload(host, shape), shape))
     if offset == 0 and whole._h.meta is meta:

@@ -1,8 +1,7 @@
 """`torch.load(path, map_location=device)`: storages of a file become memory of the device.
 
-Lazy tensors have no storage, so PyTorch is given one that keeps the file's bytes in host memory and says that it
-lives on the device. When `torch.load` sets a tensor on it, `special` uploads the bytes, once for all tensors that
-share the storage: they alias each other here as they did when they were saved.
+PyTorch is given a `HostStorage` with the bytes of the file. When `torch.load` sets a tensor on it, `special` uploads
+them, once for all tensors that share the storage: they alias each other here as they did when they were saved.
 """
 
 from __future__ import annotations
@@ -14,35 +13,16 @@ import torch
 
 from ltc_core.runtime.devices import checked
 from ltc_core.settings import settings
-from ltc_core.tensor.lazy_tensor import LazyTensor
+from ltc_core.tensor.host_storage import HostStorage
 
-__all__ = ["HostStorage", "register_loading"]
+__all__ = ["register_loading"]
 
 _PRIORITY = 19  # before PyTorch's own entry for such devices, which needs device memory in C++
 
 
-class HostStorage(torch.UntypedStorage):
-    """A storage of the device whose bytes are still in `host`. `whole` holds its memory once it is uploaded."""
-
-    host: torch.UntypedStorage
-    whole: dict[torch.dtype, LazyTensor]
-    _device: torch.device
-
-    @classmethod
-    def on(cls, device: torch.device, host: torch.UntypedStorage) -> HostStorage:
-        made = cls(
-            1
-        )  # torch.load forgets storages without memory, and would make one for each tensor
-        made.host, made.whole, made._device = host, {}, device
-        return made
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._device
-
-
-def _tag(storage: Any) -> None:
-    """Leave storages that are saved to PyTorch's own rules."""
+def _tag(storage: Any) -> str | None:
+    """The location of a storage that is saved; None for those of other devices."""
+    return str(storage.device) if isinstance(storage, HostStorage) else None
 
 
 def _deserialize(storage: Any, location: str) -> Any:

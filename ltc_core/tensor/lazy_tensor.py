@@ -27,7 +27,7 @@ from ltc_core import errors, source
 from ltc_core.device import register
 from ltc_core.graph.ir import TensorMeta, contiguous_stride
 from ltc_core.settings import settings
-from ltc_core.tensor import pickling
+from ltc_core.tensor import host_storage, pickling
 from ltc_core.tensor.alive import alive
 from ltc_core.tensor.handles import Cell, Handle, Value, View, base_of, lens_of
 from ltc_core.tensor.storage import LazyStorage, identifier
@@ -343,8 +343,10 @@ class LazyTensor(torch.Tensor):
         plain = self.detach()
         if getattr(self, "_is_param", False):
             return torch._utils._rebuild_parameter, (plain, requires_grad, {})
-        pickling.check_pickled(self._h)
+        is_older = pickling.check_pickled(self._h)
         data = plain.cpu()
+        if is_older:
+            return host_storage.reduced(data, self.device, requires_grad)
         kept = _kept_copies.get()
         if kept is not None:
             kept.append(data)

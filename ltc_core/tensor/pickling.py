@@ -51,12 +51,18 @@ def check_handles(handles: Iterable[Handle]) -> None:
 _picklers: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
 
 
-def check_pickled(handle: Handle) -> None:
-    """Check one more tensor that the calling `torch.save` writes; other picklers are not checked."""
-    pickler = _calling_pickler()
-    if pickler is not None:
-        _picklers.setdefault(pickler, _Seen()).add(handle)
-        _tell_how_to_load()
+def check_pickled(handle: Handle) -> bool:
+    """Check one more tensor that the calling `torch.save` writes; other picklers are not checked.
+
+    Returns:
+        whether it writes its older format, in which the bytes of all tensors come last.
+    """
+    frame = _calling_save()
+    if frame is None:
+        return False
+    _picklers.setdefault(frame.f_locals["pickler"], _Seen()).add(handle)
+    _tell_how_to_load()
+    return bool(frame.f_code.co_name == _OLDER)
 
 
 _has_told = False
@@ -77,14 +83,17 @@ def _tell_how_to_load() -> None:
         )
 
 
-def _calling_pickler() -> Any:
-    """The pickler of the innermost `torch.save` on the stack; PyTorch does not pass it to `__reduce_ex__`."""
+_OLDER = "_legacy_save"
+
+
+def _calling_save() -> Any:
+    """The frame of the innermost `torch.save` on the stack; PyTorch does not pass its pickler to `__reduce_ex__`."""
     frame = sys._getframe(2)
     while frame is not None:
         if (
-            frame.f_code.co_name in ("_save", "_legacy_save")
+            frame.f_code.co_name in ("_save", _OLDER)
             and frame.f_globals.get("__name__") == "torch.serialization"
         ):
-            return frame.f_locals.get("pickler")
+            return frame
         frame = frame.f_back  # type: ignore[assignment]
     return None

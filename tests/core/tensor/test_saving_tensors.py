@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import ltc_core as ltc
 from ltc_core.errors import UnsupportedOpError
 from ltc_core.settings import settings
+from ltc_core.tensor.host_storage import HostStorage
 from tests import prepared
 
 ROOT = Path(__file__).parents[3]
@@ -32,9 +33,9 @@ def device() -> torch.device:
     return ltc.lazy_device()
 
 
-def there_and_back(data: Any, **load: Any) -> Any:
+def there_and_back(data: Any, is_older: bool = False, **load: Any) -> Any:
     file = io.BytesIO()
-    torch.save(data, file)
+    torch.save(data, file, _use_new_zipfile_serialization=not is_older)
     file.seek(0)
     return torch.load(file, **load)
 
@@ -92,6 +93,75 @@ def test_tensors_of_one_storage_share_it_on_the_device(device: torch.device) -> 
     loaded = there_and_back({"whole": whole, "row": whole[1]}, map_location=device)
     loaded["row"] += 1
     assert loaded["whole"].tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize(
+    "where", [None, "cpu", "ltc", {"cpu": "ltc:0", "ltc:0": "cpu"}, lambda s, place: s]
+)
+@pytest.mark.parametrize("kind", ["cpu", "ltc"])
+def test_files_of_the_older_format(kind: str, where: Any, device: torch.device) -> None:
+    """Their tensors are made before their bytes are read; files of models that were trained before 2020 have it."""
+    x = torch.arange(12.0).view(3, 4).to(kind)
+    data = {
+        "x": x * 2,
+        "turned": (x + 1).t(),
+        "part": (x * 3)[1:, ::2],
+        "half": x.to(torch.bfloat16),
+        "ints": torch.tensor([1, 2]).to(kind),
+        "empty": torch.zeros(0, 2).to(kind),
+        "parameter": nn.Parameter(x + 5),
+    }
+    loaded = there_and_back(data, is_older=True, map_location=where)
+    place = {"cpu": "ltc:0", "ltc": "cpu"}[kind] if type(where) is dict else where
+    wanted = torch.device(place if isinstance(place, str) else "cpu" if callable(where) else kind)
+    for name, t in data.items():
+        assert loaded[name].device.type == wanted.type, name
+        assert loaded[name].dtype == t.dtype and loaded[name].shape == t.shape, name
+        assert torch.equal(loaded[name].cpu(), t.cpu()), name
+    assert isinstance(loaded["parameter"], nn.Parameter) and loaded["parameter"].requires_grad
+
+
+def test_tensors_that_share_a_storage_in_the_older_format(device: torch.device) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    whole, row, turned = there_and_back([x, x[1], x.t()], is_older=True, map_location=device)
+    whole.add_(1)
+    assert row.tolist() == [5, 6, 7, 8] and turned.tolist() == (x + 1).t().tolist()
+
+
+def test_a_part_of_a_storage_has_its_bytes_when_they_are_read(device: torch.device) -> None:
+    """As in PyTorch's oldest files, which have views of storages."""
+    file = io.BytesIO()
+    torch.save(torch.arange(4.0).untyped_storage(), file, _use_new_zipfile_serialization=False)
+    file.seek(0)
+    storage = HostStorage.on(device, torch.zeros(4).untyped_storage())
+    t = torch.empty(0, device=device).set_(storage[8:16], 0, (2,), (1,))
+    assert t.tolist() == [0, 0]
+    file.seek(len(file.getvalue()) - 24)  # the number of bytes, and the bytes
+    storage._set_from_file(file, None, False, 1)
+    assert t.tolist() == [2, 3]
+
+
+def test_a_storage_is_loaded_to_the_device(device: torch.device) -> None:
+    """Pickled tensors have their storage in bytes; some libraries load it themselves, where they want it."""
+    data = pickle.dumps({"x": torch.arange(3.0, device=device), "y": torch.ones(2)})
+    places: list[Any] = []
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if name != "_load_from_bytes":
+                return super().find_class(module, name)
+
+            def load(content: bytes) -> Any:
+                found = torch.load(io.BytesIO(content), map_location=device)
+                places.append(found._untyped_storage.device)
+                return found
+
+            return load
+
+    loaded = Unpickler(io.BytesIO(data)).load()
+    assert places == [device, device]
+    assert loaded["x"].tolist() == [0, 1, 2] and loaded["y"].tolist() == [1, 1]
+    assert loaded["x"].device == loaded["y"].device == device
 
 
 def test_a_file_of_the_cpu_is_loaded_to_the_device(device: torch.device) -> None:
