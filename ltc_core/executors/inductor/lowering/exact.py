@@ -1,7 +1,8 @@
 """Decompositions of ops whose compiled results differ from ATen's by more than rounding.
 
 PyTorch's compiler emits `exp(x) - 1` for `expm1(x)`, `a - floor(a / b) * b` for `remainder(a, b)`, `floor(a / b)` for a
-floor division; its hyperbolic functions overflow early, and zeros that are not there enter its reductions of bytes.
+floor division; its hyperbolic functions overflow early, zeros that are not there enter its reductions of bytes, and its
+scaled sums of bools are integers.
 `lower` traces with `EXACT` added to the compiler's decompositions, so it also applies inside of other decompositions. A
 rule returns NotImplemented where the compiler is exact. Integer division by a possible zero runs op by op, where it
 raises (`partition`).
@@ -213,6 +214,13 @@ def _power_of_number(base: Any, exponent: Tensor) -> Any:
     return torch.full((), base, dtype=dtype, device=exponent.device).pow(exponent.to(dtype))
 
 
+def _add(a: Tensor, b: Tensor, *, alpha: Any = 1) -> Any:
+    """A scaled sum of bools: the compiler's has integers, which it writes over the end of the result."""
+    if alpha == 1 or torch.bool not in (a.dtype, b.dtype) or torch.result_type(a, b) != torch.bool:
+        return NotImplemented
+    return a | b if alpha else a | torch.zeros_like(b)
+
+
 _OF_BYTES = (
     aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
 )  # fmt: skip
@@ -228,6 +236,7 @@ EXACT: Mapping[torch._ops.OpOverload, Rule] = {
     **{op: _wide_of_bytes(op) for op in (*_EXTREMES, *_POSITIONS, *_PRODUCTS)},
     aten.abs.default: _abs,
     aten.acosh.default: _elementwise(_acosh),
+    aten.add.Tensor: _add,
     aten.asinh.default: _elementwise(_asinh),
     aten.atanh.default: _elementwise(_atanh),
     aten.cosh.default: _elementwise(_cosh),

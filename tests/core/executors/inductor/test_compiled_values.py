@@ -115,6 +115,12 @@ def writes_to_windows(device):
     return [x, y]
 
 
+def sums_of_bools(device):
+    x = (torch.arange(48) % 3 == 0).to(device)
+    y = ~(x >= x.flip(0))
+    return [torch.add(y, y, alpha=2).logical_not(), torch.add(x, y, alpha=0), torch.add(x, y, alpha=3) ^ x, x + y]
+
+
 def gradients_of_pools(device):
     # The sum of the gradients gets the loops of the pixel shuffle's, and reads what the max pool's has added up.
     x = torch.arange(2 * 3 * 64.0).mul(7).remainder(31).view(2, 3, 8, 8).to(device).requires_grad_()
@@ -127,7 +133,7 @@ def gradients_of_pools(device):
 
 PROGRAMS = [
     default_dtype, roundings, narrow_chains, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
-    sums_in_tiles, packed_sequences, writes_to_windows,
+    sums_in_tiles, packed_sequences, writes_to_windows, sums_of_bools,
 ]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
