@@ -1,8 +1,8 @@
 """Decompositions of ops whose compiled results differ from ATen's by more than rounding.
 
 PyTorch's compiler emits `exp(x) - 1` for `expm1(x)`, `a - floor(a / b) * b` for `remainder(a, b)`, `floor(a / b)` for a
-floor division; its hyperbolic functions overflow early, zeros that are not there enter its reductions of bytes, and its
-scaled sums of bools are integers.
+floor division; its hyperbolic functions overflow early, zeros that are not there enter its reductions of bytes, its
+scaled sums of bools are integers, and the position of its smallest bool is another one.
 `lower` traces with `EXACT` added to the compiler's decompositions, so it also applies inside of other decompositions. A
 rule returns NotImplemented where the compiler is exact. Integer division by a possible zero runs op by op, where it
 raises (`partition`).
@@ -103,12 +103,14 @@ def _wide_of_bytes(op: torch._ops.OpOverload) -> Rule:
     """Rule of a reduction of bytes, which computes in int32.
 
     The compiler fills a quarter of a vector of bytes and reduces all of it: the rest is zeros, so that the smallest of
-    positive numbers, the largest of negative ones and each product is zero.
+    positive numbers, the largest of negative ones and each product is zero. The position of its smallest bool is that
+    of the largest.
     """
+    narrow = (torch.int8, torch.uint8, *((torch.bool,) if op in _WITH_POSITIONS else ()))
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         dtype = kwargs.get("dtype") or (torch.int64 if op in _PRODUCTS else x.dtype)
-        if dtype not in (torch.int8, torch.uint8):
+        if dtype not in narrow:
             return NotImplemented
         named = {**kwargs, "dtype": torch.int32} if "dtype" in kwargs else kwargs
         wide = op(x.to(dtype).int(), *args, **named)
@@ -226,9 +228,10 @@ _OF_BYTES = (
 )  # fmt: skip
 
 _POSITIONS = (aten.argmax.default, aten.argmin.default)
+_WITH_POSITIONS = (aten.max.dim, aten.min.dim)
 _PRODUCTS = (aten.prod.default, aten.prod.dim_int)
 _EXTREMES = (
-    aten.amax.default, aten.amin.default, aten.max.default, aten.max.dim, aten.min.default, aten.min.dim,
+    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, *_WITH_POSITIONS,
 )  # fmt: skip
 
 EXACT: Mapping[torch._ops.OpOverload, Rule] = {

@@ -115,10 +115,13 @@ def writes_to_windows(device):
     return [x, y]
 
 
-def sums_of_bools(device):
+def bools(device):
     x = (torch.arange(48) % 3 == 0).to(device)
     y = ~(x >= x.flip(0))
-    return [torch.add(y, y, alpha=2).logical_not(), torch.add(x, y, alpha=0), torch.add(x, y, alpha=3) ^ x, x + y]
+    return [
+        torch.add(y, y, alpha=2).logical_not(), torch.add(x, y, alpha=0), torch.add(x, y, alpha=3) ^ x, x + y,
+        *x.min(0), *y.max(0), *x.view(6, 8).min(1), *x.view(6, 8).max(0),
+    ]
 
 
 def gradients_of_pools(device):
@@ -133,7 +136,7 @@ def gradients_of_pools(device):
 
 PROGRAMS = [
     default_dtype, roundings, narrow_chains, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
-    sums_in_tiles, packed_sequences, writes_to_windows, sums_of_bools,
+    sums_in_tiles, packed_sequences, writes_to_windows, bools,
 ]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
