@@ -66,7 +66,7 @@ def _fancy(args: Sequence[Any], metas: Metas) -> Iterator[Any]:
     dim = 0
     for index in args[1]:
         if index is not None and metas[index].dtype in (torch.bool, torch.uint8):
-            dim += len(metas[index].size)
+            dim += len(_size(index, metas))
             continue
         if index is not None:
             yield index, -size[dim], size[dim] - 1, None
@@ -160,6 +160,8 @@ def checks_of(node: Node, metas: Metas) -> list[Bound]:
 
 def _read(node: Node, item: Any, metas: Metas) -> Any:
     """An argument; for an operand that is written, its old value with the size of the part that the op sees."""
+    if type(item) in (list, tuple):  # a mask may be written where it says: `m[m] = False`
+        return [_read(node, each, metas) for each in item]
     if type(item) is not Write:
         return item
     value = _Part(node.writes[item.base])

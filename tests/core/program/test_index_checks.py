@@ -93,6 +93,16 @@ def test_the_part_that_a_lens_leads_to_has_the_size_that_counts() -> None:
         assert find_bounds(graph) == ([bound], set())
 
 
+def test_a_mask_that_is_written_where_it_says_has_no_bounds() -> None:
+    mask = TensorMeta.packed((9,), torch.bool)
+    rows = ViewStep(aten.slice.Tensor, (0, 2, 5))
+    for lens in ((), (rows,)):
+        args = (Write(0, lens), [Write(0, lens)], Ref(1))
+        node = Node(aten.index_put_.default, args, {}, 2, (mask,), (0,), result="self")
+        graph = Graph((node,), {0: mask, 1: meta()}, (2,), frozenset({0}))
+        assert find_bounds(graph) == ([], set())
+
+
 class TestWhereIndicesComeFrom:
     """One node makes them of input 1 (or of nothing); `embedding` reads them."""
 

@@ -32,6 +32,16 @@ def masked_writes(device: Device) -> Any:
     return x, x[x < 3]
 
 
+def masks_written_where_they_say(device: Device) -> Any:
+    x, y = table(device) > 5, table(device) % 2 == 0
+    x[x] = False
+    y[1:][y[1:]] = False
+    y.index_put_((y,), torch.tensor(False, device=device))
+    z = x == y
+    z[z] &= y[z]
+    return x, y, z
+
+
 def masks_on_the_cpu(device: Device) -> Any:
     x = table(device)
     x[torch.tensor([True, False, True])] *= 2
