@@ -124,6 +124,17 @@ def bools(device):
     ]
 
 
+def masks_in_parts(device):
+    x = torch.arange(64).view(4, 16).to(device)
+    found = []
+    for ids in (x, x.double(), x.float()):
+        mask = ids % 5 > 1
+        mask[:2] = ids[:2] * 3 == 6
+        mask[:, 3:7] = mask[:, :4] & (ids[:, 8:12] != 9)
+        found += [~mask, mask.float() * 2, F.pad(ids > 9, (1, 3)).int()]
+    return found
+
+
 def gradients_of_pools(device):
     # The sum of the gradients gets the loops of the pixel shuffle's, and reads what the max pool's has added up.
     x = torch.arange(2 * 3 * 64.0).mul(7).remainder(31).view(2, 3, 8, 8).to(device).requires_grad_()
@@ -136,7 +147,7 @@ def gradients_of_pools(device):
 
 PROGRAMS = [
     default_dtype, roundings, narrow_chains, zeros, bytes_reduced, flips, sums_at_indices, sums_into_their_source,
-    sums_in_tiles, packed_sequences, writes_to_windows, bools,
+    sums_in_tiles, packed_sequences, writes_to_windows, bools, masks_in_parts,
 ]
 found = [program(ltc.lazy_device()) for program in PROGRAMS]
 ltc.mark_step(wait=True)
