@@ -105,9 +105,8 @@ class OpSchema:
     def of(cls, op: torch._ops.OpOverload) -> OpSchema:
         """The one `OpSchema` of an overload: signatures compare it by identity."""
         known = cls._known.get(op)
-        if known is None:
-            known = cls._known[op] = cls(op)
-        return known
+        # Two threads may make one at the same time: both get that of the first.
+        return cls._known.setdefault(op, cls(op)) if known is None else known
 
     def __init__(self, op: torch._ops.OpOverload) -> None:
         schema = op._schema

@@ -1,7 +1,9 @@
 """What recording knows of an op, against ATen's own schemas: a few known ops, then all of them."""
 
 import functools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -154,6 +156,20 @@ def test_there_is_one_schema_an_overload() -> None:
 
 
 # -- all of ATen -----------------------------------------------------------------------------------
+
+
+def test_two_threads_that_make_one_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, make = threading.Barrier(2, timeout=30), OpSchema.__init__
+
+    def make_together(schema: OpSchema, op: Overload) -> None:
+        both.wait()
+        make(schema, op)
+
+    monkeypatch.setattr(OpSchema, "_known", {})
+    monkeypatch.setattr(OpSchema, "__init__", make_together)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(OpSchema.of, [torch.ops.aten.add.Tensor] * 2)
+    assert first is second
 
 
 def test_every_overload_of_aten_has_a_schema() -> None:
