@@ -2,8 +2,8 @@
 
 A program is a list of lines: views, ops that may copy or alias, writes, masks, gradients, optimizers, state kept by the
 user. What all its tensors hold at the end must be what they hold on the CPU: a copy that is not one shows itself by a
-later write.
-Programs run in lockstep, a hundred in a process: their steps are cut together, so the compiler is asked once for all.
+later write. Programs run in lockstep, a hundred in a process: their steps are cut together, so the compiler is asked
+once for all.
 """
 
 import argparse
@@ -109,6 +109,12 @@ _TRAINING = (
     "p.grad.sub_(p.grad.mean())",
 )  # fmt: skip
 
+# Kinds of lines: up to which number below one they are drawn, and how their lines begin.
+_KINDS = (
+    (0.3, _COPIES, "{t} = "), (0.5, _WRITES, ""), (0.55, _MASKS, "{t} = "), (0.7, _INDEXED, ""),
+    (0.82, _GRADIENTS, ""), (0.91, _TRAINING, ""),
+)  # fmt: skip
+
 
 def _start(number: int, device: Any) -> Names:
     generator = torch.Generator().manual_seed(number)
@@ -138,18 +144,9 @@ def _line(draw: random.Random, names: Names, count: int) -> str:
     is_kept = masks and draw.random() < 0.6
     found["m"] = draw.choice(masks) if is_kept else draw.choice(_MASKS).format(**found)
     kind = draw.random()
-    if kind < 0.3:
-        return f"t{count} = " + draw.choice(_COPIES).format(**found)
-    if kind < 0.5:
-        return draw.choice(_WRITES).format(**found)
-    if kind < 0.55:
-        return f"t{count} = " + draw.choice(_MASKS).format(**found)
-    if kind < 0.7:
-        return draw.choice(_INDEXED).format(**found)
-    if kind < 0.82:
-        return draw.choice(_GRADIENTS).format(**found)
-    if kind < 0.91:
-        return draw.choice(_TRAINING).format(**found)
+    for most, templates, begin in _KINDS:
+        if kind < most:
+            return (begin + draw.choice(templates)).format(**found)
     if kind < 0.95:
         return f"del {draw.choice(tensors)}" if len(tensors) > 2 else _CUT
     return _CUT

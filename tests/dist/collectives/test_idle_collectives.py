@@ -23,7 +23,7 @@ def test_a_process_that_waits_for_a_file_holds_nobody_up(tmp_path: Path) -> None
 
 
 class Device:
-    """A device with recorded collectives until they are handed over; `pause`: the step goes on, with no new op."""
+    """A device that has recorded collectives from `record` on, until they are handed over."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_recorded = False

@@ -218,7 +218,7 @@ def _power_of_number(base: Any, exponent: Tensor) -> Any:
 
 def _add(a: Tensor, b: Tensor, *, alpha: Any = 1) -> Any:
     """A scaled sum of bools: the compiler's has integers, which it writes over the end of the result."""
-    if alpha == 1 or torch.bool not in (a.dtype, b.dtype) or torch.result_type(a, b) != torch.bool:
+    if alpha == 1 or torch.result_type(a, b) != torch.bool:
         return NotImplemented
     return a | b if alpha else a | torch.zeros_like(b)
 

@@ -8,6 +8,7 @@ writes. The answer was no for `x[1:, 1:]` and `x`, so that `x[1:, 1:].index_add(
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -16,6 +17,9 @@ import torch
 from torch._inductor.fx_passes import reinplace
 
 __all__ = ["may_overlap", "repaired"]
+
+# All memory lies in it: views whose columns differ there end before the other begins.
+_ONE_ROW = sys.maxsize
 
 
 def repaired() -> Any:
@@ -43,10 +47,10 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     if not a.numel() or not b.numel():
         return False
-    if _is_apart(*_columns(a, 0), *_columns(b, 0)):
-        return False
-    rows = {s for t in (a, b) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1 and s > 1}
-    return not any(_has_other_columns(a, b, row) for row in rows)
+    strides = [
+        s for t in (a, b) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1 and s > 1
+    ]
+    return not any(_has_other_columns(a, b, row) for row in {_ONE_ROW, *strides})
 
 
 def _has_other_columns(a: torch.Tensor, b: torch.Tensor, row: int) -> bool:
@@ -55,16 +59,13 @@ def _has_other_columns(a: torch.Tensor, b: torch.Tensor, row: int) -> bool:
         steps = [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1 and s >= row]
         if any(s % row for s in steps) or _columns(t, row)[1] >= row:
             return False
-    return _is_apart(*_columns(a, row), *_columns(b, row))
+    (first, last), (other_first, other_last) = _columns(a, row), _columns(b, row)
+    return last < other_first or other_last < first
 
 
 def _columns(t: torch.Tensor, row: int) -> tuple[int, int]:
-    """The first and the last column of a tensor in rows of this size; 0: all memory is one row."""
-    offset = int(t.storage_offset())
-    first = offset % row if row else offset
-    inner = [(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if not row or s < row]
-    return first, first + sum(inner)
-
-
-def _is_apart(first: int, last: int, other_first: int, other_last: int) -> bool:
-    return last < other_first or other_last < first
+    """The first and the last column of a tensor in rows of this size."""
+    first = int(t.storage_offset()) % row
+    return first, first + sum(
+        (n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if s < row
+    )
