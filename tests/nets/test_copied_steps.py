@@ -57,14 +57,14 @@ def _of(step: Any) -> tuple[Any, ...]:
 _program = functools.cache(generate)
 
 
-def _recorded(number: int, cuts: list[Any], with_copies: bool) -> list[Any]:
+def _recorded(lines: list[str], cuts: list[Any], with_copies: bool) -> list[Any]:
     device = context(0)
     device.wait()
     device.trace.forget()
     device.compiler.forget()
     fast_path._native.copy_steps(with_copies)
     cuts.clear()
-    outcome(_program(number), [torch.device("ltc", 0)] * 2)
+    outcome(lines, [torch.device("ltc", 0)] * 2)
     ltc.mark_step()
     return list(cuts)
 
@@ -73,9 +73,30 @@ def test_copied_steps_are_those_that_python_makes(cuts: list[Any]) -> None:
     first = rotating_seed() * COUNT
     num_copied = 0
     for number in range(first, first + COUNT):
-        wanted = _recorded(number, cuts, with_copies=False)
+        wanted = _recorded(_program(number), cuts, with_copies=False)
         before = fast_path.num_fast_calls()
-        got = _recorded(number, cuts, with_copies=True)
+        got = _recorded(_program(number), cuts, with_copies=True)
         num_copied += fast_path.num_fast_calls() - before
         assert got == wanted, f"program {number}"
     assert num_copied > COUNT
+
+
+# The view of the second operand is a known step, that of the first is none.
+TWO_VIEWS = """
+t0 = make([4, 3], torch.float32, 681).to(d[1])
+t1 = make([1], torch.int64, 556).to(d[1])
+t2 = t0.copysign(t1)
+t2.copy_(t2.clone() * 2) if bool((t1 > 0).any()) else t1.square_()
+t3 = F.one_hot(safe(t1).to(torch.int64).abs() % 5, 5)
+t4 = t2.diagonal()
+t4[t4 != t4] = 0
+t6 = torch.where(t3 > 0)[0]
+cut()
+t7 = torch.dist(t4, t6)
+""".strip().splitlines()
+
+
+def test_views_are_recorded_in_the_order_of_the_operands(cuts: list[Any]) -> None:
+    wanted = _recorded(TWO_VIEWS, cuts, with_copies=False)
+    assert _recorded(TWO_VIEWS, cuts, with_copies=True) == wanted
+    assert [step[4] for step in wanted[-1][:2]] == ["aten.diagonal.default", "aten.unbind.int"]

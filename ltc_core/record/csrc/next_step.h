@@ -78,12 +78,18 @@ class NextStep : Operands {
       is_any_stale |= is_unwritten(is_part ? view_of.base.of(handle) : handle) ||
           (is_part && !is_written && !is_fresh(handle));
     });
-    if (is_any_stale && !PyErr_Occurred())
-      for_each_operand([&](PyObject* handle, bool) {
-        const bool is_part = is_type(handle, view_type);
-        made |= !PyErr_Occurred() && begin_memory(is_part ? view_of.base.of(handle) : handle);
-        made |= is_part && !PyErr_Occurred() && renew_view(handle);
-      });
+    bool goes_on = is_any_stale; // Python records those after the first that is no known step, too
+    for_each_operand([&](PyObject* handle, bool) {
+      const bool is_part = is_type(handle, view_type);
+      PyObject* memory = is_part ? view_of.base.of(handle) : handle;
+      const auto make = [&](bool is_stale, bool (NextStep::*record)(PyObject*), PyObject* operand) {
+        goes_on = goes_on && !PyErr_Occurred();
+        if (goes_on && is_stale)
+          made |= goes_on = (this->*record)(operand);
+      };
+      make(is_unwritten(memory), &NextStep::begin_memory, memory);
+      make(is_part && !is_fresh(handle), &NextStep::renew_view, handle);
+    });
     return made;
   }
 
