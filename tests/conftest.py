@@ -31,6 +31,8 @@ from tests import prepared
 # A compile takes ten seconds of both cores: only tests of compiled programs ask for it.
 os.environ.setdefault("LTC_COMPILE", "off")
 os.environ.setdefault("LTC_CHECK_GRAPHS", "1")
+# Tests use all cores, of which a compiler at idle priority would get nothing.
+os.environ.setdefault("LTC_COMPILE_PRIORITY", "normal")
 # Whether a step runs in parts is measured, and tests count programs.
 os.environ.setdefault("LTC_STREAMING", "never")
 # Tests run side by side: an OpenMP thread that spins while it waits takes a core from another test. Op by op that makes

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 from ltc_core.executors.artifacts import WORK
 from ltc_core.executors.inductor.compiler.compiler_variables import compiler_variables, is_decisive
+from ltc_core.executors.inductor.compiler.patience import Patience
 from ltc_core.settings import settings
 
 __all__ = ["Answer", "CompilerProcess"]
 
 _SCRIPT = Path(__file__).with_name("child.py")
-# To import PyTorch takes 2 s, but much longer on a busy machine at idle priority.
-_START_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 300.0  # of processor time; to import PyTorch takes 2 s
 _EXIT_GRACE_S = 5.0
 _SLICE_S = 1.0
 _LOG_TAIL_BYTES = 1 << 16
@@ -222,17 +222,17 @@ class CompilerProcess:
             fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
 
     def _receive(self, timeout_s: float) -> tuple[Any, ...] | None:
-        """Next message; None after the timeout.
+        """Next message; None after so much processor time, or if the process has used none for so long.
 
         Raises:
             _Gone: the process sends no more messages.
         """
         assert self._connection is not None and self._process is not None
-        deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
+        patience = Patience(self._process.pid, timeout_s)
+        while not patience.is_over():
             # In slices: a process that was forked meanwhile may hold the other end open, so EOF may never come.
             is_gone = _has_exited(self._process.pid)
-            if self._connection.poll(min(left, _SLICE_S)):
+            if self._connection.poll(min(patience.left_s, _SLICE_S)):
                 try:
                     message: tuple[Any, ...] = self._connection.recv()
                 except EOFError:

@@ -114,6 +114,16 @@ def do_full_disk(wanted: dict[str, str], directory: Path) -> None:
     os.fsync = sync
 
 
+def do_compute(wanted: dict[str, str], directory: Path) -> None:
+    """Use so much processor time, with naps of so many seconds in all: who gets little of a core has others."""
+    started, naps = time.process_time(), 100
+    for at in range(naps):
+        until = started + float(wanted["processor_s"]) * (at + 1) / naps
+        while time.process_time() < until:
+            pass
+        time.sleep(float(wanted["naps_s"]) / naps)
+
+
 def do_sleep(wanted: dict[str, str], directory: Path) -> None:
     _write(wanted["started"], [os.getpid()])
     time.sleep(float(wanted["seconds"]))

@@ -261,6 +261,16 @@ class TestCompilersThatFail:
         assert asker.ask(KEYS[1]).path is not None
         assert left_in(asker.root) == {KEYS[1]}
 
+    def test_one_that_computes_for_ever(self, asker: Asker) -> None:
+        with settings.override(compile_timeout_s=1.0):
+            outcome = asker.ask(KEYS[0], "compute", processor_s=1000, naps_s=0)
+        assert outcome.problem == "the compiler was not done after 1 s (LTC_COMPILE_TIMEOUT_S)"
+
+    def test_one_that_gets_little_of_the_cores_is_waited_for(self, asker: Asker) -> None:
+        with settings.override(compile_timeout_s=1.0):
+            outcome = asker.ask(KEYS[0], "compute", processor_s=0.4, naps_s=3)
+        assert outcome.problem == "" and outcome.path is not None and outcome.seconds > 3
+
     def test_one_that_cannot_be_imported(
         self, tmp_path: Path, new_asker: Callable[..., Asker]
     ) -> None:
@@ -389,10 +399,11 @@ class TestDisks:
         assert len(capfd.readouterr().err.splitlines()) == 1
 
     def test_another_process_builds_for_ever(self, asker: Asker) -> None:
-        """Its key is put off; others are served meanwhile; in the end it is given up."""
+        """Its key is put off; others are served meanwhile; in the end it is given up, for a step waits for it."""
         place = Artifacts(asker.root)
         place.prepare()
-        with settings.override(compile_timeout_s=1.0), place.claim(KEYS[0]):
+        sync = settings.override(compile="sync", compile_timeout_s=1.0)
+        with sync, place.claim(KEYS[0]):
             asker.submit(KEYS[0])
             asker.submit(KEYS[1])
             assert asker.service.wait_idle(WAIT_S)
@@ -400,6 +411,16 @@ class TestDisks:
         assert asker.outcomes[KEYS[1]].path is not None
         problem = asker.outcomes[KEYS[0]].problem
         assert problem == "another process was not done compiling it after 1 s"
+
+    def test_another_process_builds_for_long_and_no_step_waits(self, asker: Asker) -> None:
+        place = Artifacts(asker.root)
+        place.prepare()
+        with settings.override(compile="async", compile_timeout_s=1.0):
+            with place.claim(KEYS[0]):
+                asker.submit(KEYS[0])
+                assert not asker.service.wait_idle(2.0)
+            assert asker.service.wait_idle(WAIT_S)
+        assert asker.outcomes[KEYS[0]].path is not None
 
 
 class TestShutdown:

@@ -77,7 +77,8 @@ def test_a_loop_before_while_and_after_it_is_compiled(service: Service) -> None:
     assert "Of these runs, 6 were op by op (6 of them in C++) and 0 compiled." in text
     assert re.search(
         r"The last run was a graph of \d+ ops: op by op while it is compiled in the background, for \d+ s so far. "
-        r"Next: go on training; LTC_COMPILE=sync waits for the compiler before the first run;",
+        r"Next: go on training: the compiler takes what the steps leave of the cores "
+        r"\(LTC_COMPILE_PRIORITY=low gives it more, and slows them\); LTC_COMPILE=sync waits for the compiler before the first run;",
         text,
     )
     service.answer()
