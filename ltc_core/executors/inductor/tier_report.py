@@ -70,8 +70,8 @@ class State(enum.Enum):
 # What the user can do if the graph that ran last is in this state.
 _NEXT = {
     State.BUILDING: "go on training: the compiler takes what the steps leave of the cores "
-    "(LTC_COMPILE_PRIORITY=low gives it more, and slows them); LTC_COMPILE=sync waits for the compiler before the first "
-    "run; a later run of the script starts with what is compiled by the end of this one",
+    "(LTC_COMPILE_PRIORITY=low gives it more, and slows them); LTC_COMPILE=sync waits for the compiler before the "
+    "first run; a later run of the script starts with what is compiled by the end of this one",
     State.OFF: "LTC_COMPILE=async compiles graphs that come back",
     State.DYNAMIC: "pad inputs to one or two sizes, or LTC_DYNAMIC_SHAPES=never has each size compiled for itself",
     State.DROPPED: "train for longer, or LTC_COMPILE=sync waits for the compiler before the first run",

@@ -78,7 +78,8 @@ def test_a_loop_before_while_and_after_it_is_compiled(service: Service) -> None:
     assert re.search(
         r"The last run was a graph of \d+ ops: op by op while it is compiled in the background, for \d+ s so far. "
         r"Next: go on training: the compiler takes what the steps leave of the cores "
-        r"\(LTC_COMPILE_PRIORITY=low gives it more, and slows them\); LTC_COMPILE=sync waits for the compiler before the first run;",
+        r"\(LTC_COMPILE_PRIORITY=low gives it more, and slows them\); "
+        r"LTC_COMPILE=sync waits for the compiler before the first run;",
         text,
     )
     service.answer()
