@@ -1,8 +1,8 @@
 """Benchmarks: what a figure costs beside its peers, in one run, as a ratio.
 
-`python -m benchmarks.record`, `benchmarks.memory`, `benchmarks.distributed`, `benchmarks.peers` and
-`benchmarks.breadth`, or `make bench` for all. Each measures in processes of its own (`in_child`),
-prints a table in Markdown (`table`), or with `--json` what the table is made of.
+`python -m benchmarks.record`, `benchmarks.memory`, `benchmarks.compiling`, `benchmarks.distributed`,
+`benchmarks.peers` and `benchmarks.breadth`, or `make bench` for all. Each measures in processes of
+its own (`in_child`), prints a table in Markdown (`table`), or with `--json` what the table is made of.
 """
 
 import json

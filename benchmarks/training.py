@@ -43,6 +43,10 @@ class Loop:
         self.losses.append(loss)
         return loss
 
+    def free_step(self) -> None:
+        """Run a step that nobody waits for."""
+        self._step()
+
     def warm_up(self, steps: int, timeout_s: float) -> bool:
         """Run steps, each fetched, until at least so many were run and nothing is compiled any more.
 

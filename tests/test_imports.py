@@ -66,7 +66,10 @@ OF_THE_COMPILER = (
     "compiler.build_artifact",
     "compiler.child",
     "compiler.kernels",
-    *(f"lowering.{name}" for name in ("gemm", "gemm_lowering", "index_put_lowering", "lower")),
+    *(
+        f"lowering.{name}"
+        for name in ("gemm", "gemm_lowering", "index_put_lowering", "lower", "repairs")
+    ),
 )
 
 # What a file may not import: what is built on it, and what is no dependency in setup.cfg.

@@ -300,7 +300,10 @@ class DeviceContext:
             self.launcher.choose(
                 compiled, torch.get_num_threads(), self.reads.is_waited, Placement.WORKER
             )
-        is_handed = goes_on or has_begun or is_measured
+        given = Placement.WORKER if goes_on or has_begun else None
+        if is_measured and not has_begun:
+            # A whole step that is waited for overlaps with nothing in the worker.
+            given = Placement.HERE
         if seen is not None:
             self._note_counters()
         job = self.launcher.launch(
@@ -308,7 +311,7 @@ class DeviceContext:
             cut,
             is_awaited=is_awaited,
             is_waited=self.reads.is_waited,
-            is_handed=is_handed,
+            given=given,
             seen=seen,
             step=self._num_steps,
         )

@@ -84,7 +84,7 @@ class Launcher:
         *,
         is_awaited: bool,
         is_waited: bool,
-        is_handed: bool,
+        given: Placement | None,
         seen: Slice | None,
         step: int,
     ) -> Job | None:
@@ -93,14 +93,14 @@ class Launcher:
         Args:
             is_awaited: the caller is going to wait for the job.
             is_waited: the rhythm of steps.
-            is_handed: the worker is to run it.
+            given: where it runs; None: where it is quickest (`placement`).
             seen: the slice of the cut, if somebody watches.
             step: the number of the step.
         """
         num_threads = torch.get_num_threads()
-        placement = Placement.WORKER
-        if not is_handed:
-            placement = self.placement(compiled, num_threads, is_awaited, is_waited)
+        placement = given or self.placement(compiled, num_threads, is_awaited, is_waited)
+        if given is Placement.HERE:
+            spin_briefly(False)
         if placement is Placement.HERE and not self._worker.is_idle:
             placement = Placement.WORKER  # the next cut waits for it before the lock is taken
         if placement is not Placement.HERE and not self._worker.start():

@@ -8,7 +8,8 @@ worker). Where other processes use the cores, threads that wait must give them u
 is the other way round, so `Places` measures, and measures again when steps become slow.
 
 It begins in the worker. Where that is far quicker than recording and running one after the other would be, the thread
-that cuts is not tried: nine such steps are what a user sees first.
+that cuts is not tried: nine such steps are what a user sees first. Steps that are waited for overlap with nothing, so
+it is tried for them.
 One for each program, tier and rhythm of steps, made by `run_policy`.
 """
 
@@ -63,7 +64,7 @@ class Places:
     """
 
     __slots__ = (
-        "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lost_cores", "_medians", "_place",
+        "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lost_cores", "_may_overlap", "_medians", "_place",
         "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
@@ -85,6 +86,7 @@ class Places:
         self._runs: deque[int] = deque(maxlen=_UNSETTLED + _MEASURED)
         self._lost_cores = 0  # by this process, at the first sample
         self._is_busy = False
+        self._may_overlap = True
         self._medians: dict[Placement, float] = {}
 
     @property
@@ -123,6 +125,7 @@ class Places:
         may_spare: bool,
         limit_ns: float,
         given: Placement | None = None,
+        may_overlap: bool = True,
     ) -> Placement:
         """Placement for the next launch.
 
@@ -134,7 +137,9 @@ class Places:
             may_spare: whether the program may round as with fewer threads.
             limit_ns: the duration of a step in another tier: what is much slower is not measured to the end.
             given: where the launch runs anyway; it is measured all the same.
+            may_overlap: whether the next step can be recorded while the program runs.
         """
+        self._may_overlap = may_overlap
         if given is None and not self._count and not self._medians and not self.is_settled:
             self._place = self._next(num_threads, cost_ns, may_spare)
         self.chosen = given or self._place
@@ -231,7 +236,7 @@ class Places:
 
     def _overlaps(self) -> bool:
         """Whether steps in the worker were far quicker than recording and running in turn would be."""
-        return self._medians[Placement.WORKER] < _OVERLAPS * self._serial_ns
+        return self._may_overlap and self._medians[Placement.WORKER] < _OVERLAPS * self._serial_ns
 
     def _can_spare(self, num_threads: int, cost_ns: float) -> bool:
         """Whether recording takes longer than the program would with a thread less."""

@@ -4,15 +4,19 @@
 - `early`: as `ops`, and whatever came before is expected again, and begins to run while it is recorded.
 - `lowered`: partitioned, written down as for the compiler's process, read back and traced to FX graphs,
   which run as ATen: all that a compile does except PyTorch's compiler and g++, in milliseconds a graph.
+- `parts`: as `lowered`, and PyTorch's compiler compiles each part in this process; what the compiled code gives is
+  compared with what the FX graph does (`compared_part`). Seconds a graph.
 - `compiled`: as shared libraries, each compiled before its first run.
 
 Programs that a device has already are dropped at both ends of the block.
 """
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -37,15 +41,35 @@ from tests.core.stand_ins import Interpreted
 
 __all__ = ["TIERS", "tier"]
 
-TIERS = ("ops", "early", "lowered", "compiled")
+TIERS = ("ops", "early", "lowered", "parts", "compiled")
 
 
 # FX traces in one thread at a time; the workers of several devices lower at once.
 _tracing = threading.Lock()
 
 
+class Runner(Protocol):
+    """What runs a part."""
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+
 class _LoweredProgram(TieredProgram):
-    """A graph whose parts are traced as the compiler's process traces them, and run as ATen."""
+    """A graph whose parts are traced as the compiler's process traces them, and run as ATen.
+
+    Args:
+        make: what runs a part, of its FX graph.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        reference: Any,
+        hardware: torch.device,
+        make: Callable[[Lowered], Runner],
+    ) -> None:
+        super().__init__(graph, reference, hardware)
+        self._make = make
 
     def _start(self, scalars: Sequence[Any], flags: NumericFlags) -> None:
         refused: frozenset[str] = frozenset()
@@ -53,10 +77,7 @@ class _LoweredProgram(TieredProgram):
             parts = partition(self.graph, scalars, self._programs.varied, refused)
             try:
                 models: dict[int, Any] = {
-                    k: (Interpreted(found.module), found.returned)
-                    for k, part in enumerate(parts)
-                    if part.compiled
-                    for found in [_lowered(part)]
+                    k: _lowered(part, self._make) for k, part in enumerate(parts) if part.compiled
                 }
             except Refused as error:
                 assert error.op not in refused
@@ -67,15 +88,16 @@ class _LoweredProgram(TieredProgram):
             return
 
 
-def _lowered(part: Subgraph) -> Lowered:
+def _lowered(part: Subgraph, make: Callable[[Lowered], Runner]) -> tuple[Runner, Sequence[int]]:
     """Lower a part in a thread of its own, which has none of the modes of the thread that asks."""
     request = decode(encode(Request(part, "cpu", torch.get_num_threads(), NumericFlags.now())))
-    results: list[Lowered] = []
+    results: list[tuple[Runner, Sequence[int]]] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            results.append(lower(request.subgraph, request.device))
+            found = lower(request.subgraph, request.device)
+            results.append((make(found), found.returned))
         except BaseException as error:
             errors.append(error)
 
@@ -88,15 +110,34 @@ def _lowered(part: Subgraph) -> Lowered:
     return results[0]
 
 
+def _interpreted(lowered: Lowered) -> Runner:
+    return Interpreted(lowered.module)
+
+
+def _compared(lowered: Lowered) -> Runner:
+    from tests.nets.compared_part import ComparedPart  # imports PyTorch's compiler
+
+    before = copy.deepcopy(lowered.module)
+    try:
+        return ComparedPart(lowered)
+    except Exception:  # the compiler refuses the part, which then runs op by op
+        return Interpreted(before)
+
+
 class _LoweredExecutor(InductorExecutor):
+    def __init__(self, make: Callable[[Lowered], Runner]) -> None:
+        super().__init__()
+        self._make = make
+
     def compile(self, graph: Graph) -> Program:
-        return _LoweredProgram(graph, self.interpret(graph), self.hardware)
+        return _LoweredProgram(graph, self.interpret(graph), self.hardware, self._make)
 
 
 _EXECUTORS: dict[str, tuple[str, Callable[[], Executor]]] = {
     "ops": ("off", InductorExecutor),
     "early": ("off", InductorExecutor),
-    "lowered": ("sync", _LoweredExecutor),
+    "lowered": ("sync", partial(_LoweredExecutor, _interpreted)),
+    "parts": ("sync", partial(_LoweredExecutor, _compared)),
     "compiled": ("sync", InductorExecutor),
 }
 

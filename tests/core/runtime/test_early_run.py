@@ -19,6 +19,9 @@ from ltc_core import errors, metrics
 from ltc_core.executors.reference import replay
 from ltc_core.runtime import early_run, habit
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.launcher import Launcher
+from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.run_policy import RunPolicy
 from ltc_core.settings import settings
 from tests.core import child
 
@@ -280,6 +283,9 @@ EXIT = """
 import sys
 from ltc_core.runtime import early_run, habit
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.launcher import Launcher
+from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.run_policy import RunPolicy
 
 early_run._LEAST_NS = early_run._PART_NS = 1
 early_run.num_cores = lambda: 2
@@ -307,6 +313,26 @@ def test_steps_that_are_quicker_whole_stay_whole(monkeypatch: pytest.MonkeyPatch
     before = early()
     trained("ltc", 60, next(widths), lambda k: counts.append(early() - before))
     assert 0 < counts[30] == counts[-1]
+
+
+def test_whole_steps_that_are_measured_run_where_they_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they would if they stay whole: in the worker they would overlap with nothing."""
+    seen: list[tuple[bool, Placement | None]] = []
+    launch, device = Launcher.launch, context(0)
+
+    def note(
+        self: Launcher, compiled: Any, *args: Any, given: Placement | None, **more: Any
+    ) -> Any:
+        if device.early.is_measured(compiled):
+            seen.append((compiled.habit.choice.is_early, given))
+        return launch(self, compiled, *args, given=given, **more)
+
+    monkeypatch.setattr(Launcher, "launch", note)
+    monkeypatch.setattr(RunPolicy, "runs_here", lambda *_: False)  # in C++
+    trained("ltc", 40, next(widths))
+    assert set(seen) == {(True, Placement.WORKER), (False, Placement.HERE)}
 
 
 def test_programs_that_take_turns() -> None:

@@ -170,6 +170,13 @@ def test_where_the_overlap_gains_much_the_thread_that_cuts_is_not_tried() -> Non
         assert (HERE in places) is is_tried and places[-1] is WORKER
 
 
+def test_steps_that_are_waited_for_overlap_with_nothing_so_both_places_are_tried() -> None:
+    """What a run costs counts the threads that spin, so the worker's steps can look as if they overlapped."""
+    loop = Loop(here_ns=900, there_ns=1000, run_ns=1000)
+    loop.recording_ns, loop.is_waited = 900, True
+    assert loop.steps(60)[-1] is HERE
+
+
 def test_another_tier_is_measured_anew() -> None:
     loop = Loop(8, 10)
     assert loop.steps(60)[-1] is HERE

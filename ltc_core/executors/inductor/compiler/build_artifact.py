@@ -16,23 +16,13 @@ from torch._inductor.virtualized import V
 
 from ltc_core.executors.inductor.compiler import kernels, shared_runtime
 from ltc_core.executors.inductor.compiler.request import decode
-from ltc_core.executors.inductor.lowering import (
-    alias_repair,
-    dependency_repair,
-    fusion_repair,
-    gemm_lowering,
-    index_put_lowering,
-    mask_repair,
-    mutation_repair,
-    overlap_repair,
-    tile_repair,
-)
 from ltc_core.executors.inductor.lowering.lower import lower
 from ltc_core.executors.inductor.lowering.own_memory_lowering import Lowerings
+from ltc_core.executors.inductor.lowering.repairs import repaired
 
-__all__ = ["build"]
+__all__ = ["OPTIONS", "build"]
 
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,
     # The wrapper code runs once a step. To optimise it would take most of the compile time:
     # MLP of `benchmarks.peers`: 10.3 s with O0, 15.5 with O1, the same 1.4 ms a step.
@@ -65,11 +55,9 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
     request = decode(payload)
     torch.set_num_threads(request.num_threads)
     request.flags.apply()
-    gemm_lowering.register()
-    index_put_lowering.register()
     lowerings = Lowerings()
     options = {
-        **_OPTIONS,
+        **OPTIONS,
         "aot_inductor.output_path": str(directory / _LIBRARY),
         "aot_inductor.precompile_headers": _headers_pay(directory.parents[1]),
     }
@@ -80,13 +68,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         V.set_fake_mode(lowered.mode),
         V.set_aot_compilation(True),
         inductor_config.patch(options),
-        alias_repair.repaired(),
-        dependency_repair.repaired(),
-        fusion_repair.repaired(),
-        mask_repair.repaired(),
-        mutation_repair.repaired(),
-        overlap_repair.repaired(),
-        tile_repair.repaired(),
+        repaired(),
         shared_runtime.shared(),
         kernels.noted() as calls,
     ):
