@@ -29,6 +29,7 @@ from benchmarks.breadth_models import SUBJECTS
 from benchmarks.command_line import add_json, check, positive
 from benchmarks.peer_kinds import PEERS
 from benchmarks.peers import machine
+from ltc_core.executors.inductor.compiler.patience import processor_s
 
 _MODELS = ("unet", "vit", "lstm")
 _RHYTHMS = ("waited", "free")
@@ -111,11 +112,7 @@ def _send(number: int) -> None:
 
 
 def _processor_s() -> float:
-    total = 0.0
-    for process in _compiler():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:4])
-    return total
+    return sum(processor_s(process.pid) for process in psutil.Process().children())
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -124,19 +121,20 @@ def _processor_s() -> float:
 def report(figures: list[Figures]) -> str:
     """Return the table."""
     header = ["model", "threads", "steps", "alone ms", "beside the compiler", "compiler's cores"]
-    rows = [
-        [
-            each.model,
-            str(each.threads),
-            "waited for" if each.is_waited else "not waited for",
-            f"{each.alone_ms:.2f}",
-            f"{each.ratio:.2f}",
-            f"{each.cores:.2f}",
-        ]
-        for each in figures
-    ]
+    rows = map(_cells, figures)
     title = "Steps while the background compiler works, over those while it is stopped."
     return "\n".join([title, "", table(header, rows), "", machine()])
+
+
+def _cells(figures: Figures) -> list[str]:
+    return [
+        figures.model,
+        str(figures.threads),
+        "waited for" if figures.is_waited else "not waited for",
+        f"{figures.alone_ms:.2f}",
+        f"{figures.ratio:.2f}",
+        f"{figures.cores:.2f}",
+    ]
 
 
 def main() -> None:
@@ -159,7 +157,7 @@ def main() -> None:
             for rhythm in _RHYTHMS:
                 only = ("--only", model, str(threads), rhythm, "--rounds", str(args.rounds))
                 figures.append(_in_new_child(only, threads))
-                print(report(figures[-1:]).splitlines()[-3], file=sys.stderr, flush=True)
+                print(*_cells(figures[-1]), sep=", ", file=sys.stderr, flush=True)
     text = json.dumps([asdict(each) for each in figures], indent=2)
     if args.json and args.json != "-":
         Path(args.json).write_text(text)

@@ -57,6 +57,9 @@ class Placement(enum.Enum):
 class Places:
     """Measures the placements of one program, in one tier and one rhythm of steps, and chooses the fastest.
 
+    Args:
+        may_overlap: whether the next step can be recorded while the program runs.
+
     Attributes:
         chosen: where the last launch was to run.
         best_ns: duration of a step with the placement that was chosen; 0 while they are measured.
@@ -68,7 +71,8 @@ class Places:
         "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, may_overlap: bool) -> None:
+        self._may_overlap = may_overlap
         self._last_ns = self._last_cpu_ns = 0
         self.begin()
 
@@ -86,7 +90,6 @@ class Places:
         self._runs: deque[int] = deque(maxlen=_UNSETTLED + _MEASURED)
         self._lost_cores = 0  # by this process, at the first sample
         self._is_busy = False
-        self._may_overlap = True
         self._medians: dict[Placement, float] = {}
 
     @property
@@ -125,7 +128,6 @@ class Places:
         may_spare: bool,
         limit_ns: float,
         given: Placement | None = None,
-        may_overlap: bool = True,
     ) -> Placement:
         """Placement for the next launch.
 
@@ -137,9 +139,7 @@ class Places:
             may_spare: whether the program may round as with fewer threads.
             limit_ns: the duration of a step in another tier: what is much slower is not measured to the end.
             given: where the launch runs anyway; it is measured all the same.
-            may_overlap: whether the next step can be recorded while the program runs.
         """
-        self._may_overlap = may_overlap
         if given is None and not self._count and not self._medians and not self.is_settled:
             self._place = self._next(num_threads, cost_ns, may_spare)
         self.chosen = given or self._place

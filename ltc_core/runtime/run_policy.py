@@ -112,14 +112,7 @@ class RunPolicy:
             may_spare = may_choose and tier is Tier.COMPILED
             limit_ns = float("inf") if places.is_settled else self._best_ns()
             placement = places.choose(
-                now_ns,
-                cpu_ns,
-                num_threads,
-                self.cost.cost_ns,
-                may_spare,
-                limit_ns,
-                given,
-                not is_waited,
+                now_ns, cpu_ns, num_threads, self.cost.cost_ns, may_spare, limit_ns, given
             )
         if may_choose:
             self._choose_tier(program, choice, places, is_waited, is_disturbed)
@@ -139,7 +132,7 @@ class RunPolicy:
         key = is_waited, tier
         found = self._places.get(key)
         if found is None:
-            found = self._places[key] = Places()
+            found = self._places[key] = Places(may_overlap=not is_waited)
             if tier is Tier.REPLAY:
                 self._replay[is_waited] = found
         return found

@@ -4,6 +4,7 @@ It is the compiler as we use it, but for the wrapper, which is Python: seconds a
 found where it is, in the tensors of one part, not in what a program returns at its end.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,32 +38,20 @@ class PartDiffers(BaseException):
 class ComparedPart:
     """In the place of a part's library: what it gives is the FX graph's.
 
+    Not compared is a part that the compiler refuses, or in which there is memory that nobody writes.
+
     Args:
         lowered: the part.
-    Raises:
-        Exception: the compiler refuses the part.
     """
 
     def __init__(self, lowered: Lowered) -> None:
-        fakes = lowered.fakes
-        self._inputs = [(tuple(fake.shape), fake.stride(), fake.dtype) for fake in fakes]
+        self._inputs = [(tuple(fake.shape), fake.stride(), fake.dtype) for fake in lowered.fakes]
         self._module = copy.deepcopy(lowered.module)
-        self._is_defined = not any(
-            word in str(node.target) for node in lowered.module.graph.nodes for word in _UNWRITTEN
-        )
-        options = {
-            name: value for name, value in OPTIONS.items() if not name.startswith(_OF_LIBRARIES)
-        }
-        Lowerings()
-        with (
-            tracing(TracingContext(lowered.mode)),
-            V.set_fake_mode(lowered.mode),
-            inductor_config.patch({**options, "fx_graph_cache": False}),
-            repaired(),
-        ):
-            self._compiled: Callable[[list[Tensor]], Sequence[Any]] = compile_fx.compile_fx_inner(  # type: ignore[assignment]
-                lowered.module, fakes
-            )
+        self._compiled: Callable[[list[Tensor]], Sequence[Any]] | None = None
+        targets = [str(node.target) for node in self._module.graph.nodes]
+        if not any(word in target for target in targets for word in _UNWRITTEN):
+            with contextlib.suppress(Exception):  # it refuses the part
+                self._compiled = _compiled(lowered)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run both, each on copies of the inputs.
@@ -73,7 +62,7 @@ class ComparedPart:
         with torch.no_grad():
             wanted_inputs, inputs = self._copies(tensors), self._copies(tensors)
             wanted = list(self._module(*wanted_inputs))
-            if self._is_defined:
+            if self._compiled is not None:
                 results = list(self._compiled([*inputs]))
                 different = [
                     *_different("output", results, wanted), *_different("input", inputs, wanted_inputs),
@@ -90,6 +79,18 @@ class ComparedPart:
             torch.empty_strided(shape, strides, dtype=dtype).copy_(tensor)
             for tensor, (shape, strides, dtype) in zip(tensors, self._inputs, strict=True)
         ]
+
+
+def _compiled(lowered: Lowered) -> Any:
+    options = {name: value for name, value in OPTIONS.items() if not name.startswith(_OF_LIBRARIES)}
+    Lowerings()
+    with (
+        tracing(TracingContext(lowered.mode)),
+        V.set_fake_mode(lowered.mode),
+        inductor_config.patch({**options, "fx_graph_cache": False}),
+        repaired(),
+    ):
+        return compile_fx.compile_fx_inner(lowered.module, lowered.fakes)
 
 
 def _different(what: str, found: Sequence[Any], wanted: Sequence[Any]) -> Iterator[str]:

@@ -12,7 +12,6 @@ Programs that a device has already are dropped at both ends of the block.
 """
 
 import contextlib
-import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -117,11 +116,7 @@ def _interpreted(lowered: Lowered) -> Runner:
 def _compared(lowered: Lowered) -> Runner:
     from tests.nets.compared_part import ComparedPart  # imports PyTorch's compiler
 
-    before = copy.deepcopy(lowered.module)
-    try:
-        return ComparedPart(lowered)
-    except Exception:  # the compiler refuses the part, which then runs op by op
-        return Interpreted(before)
+    return ComparedPart(lowered)
 
 
 class _LoweredExecutor(InductorExecutor):

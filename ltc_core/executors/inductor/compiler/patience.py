@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-__all__ = ["Patience"]
+__all__ = ["Patience", "processor_s"]
 
 # The least part of a core that a process at idle priority gets of a busy core is 3 of 1,027.
 _HANGS = 0.001
@@ -27,7 +27,7 @@ class Patience:
     def __init__(self, pid: int, limit_s: float) -> None:
         self._pid = pid
         self._limit_s = limit_s
-        self._begun_s = self._used_s = _processor_s(pid)
+        self._begun_s = self._used_s = processor_s(pid)
         self._look_at_s = time.monotonic() + limit_s
 
     @property
@@ -40,7 +40,7 @@ class Patience:
         now = time.monotonic()
         if now < self._look_at_s:
             return False
-        before, self._used_s = self._used_s, _processor_s(self._pid)
+        before, self._used_s = self._used_s, processor_s(self._pid)
         is_spent = self._used_s - self._begun_s >= self._limit_s
         if is_spent or self._used_s - before < _HANGS * self._limit_s:
             return True
@@ -48,7 +48,7 @@ class Patience:
         return False
 
 
-def _processor_s(pid: int) -> float:
+def processor_s(pid: int) -> float:
     """Processor time of a process and of all that it has started; of those that have ended if they were waited for."""
     total = 0.0
     try:
