@@ -40,7 +40,8 @@ _PAUSE_S = 0.05  # between turns: the threads of the side before spin on for som
 _NONE = "-"
 
 _ENVIRON = {
-    "replay": {"LTC_COMPILE": "off"},
+    # As a script has it by default, until compiled code comes; here it never does.
+    "replay": {"LTC_COMPILE": "async", "LTC_COMPILE_AFTER": "1000000000"},
     # At once, not when the steps have taken as long as compiling may: the warm-up is short.
     "warm": {"LTC_COMPILE": "async", "LTC_COMPILE_AFTER": "3"},
 }

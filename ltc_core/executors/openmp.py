@@ -22,7 +22,14 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["after_fork_in_child", "can_spin_briefly", "release_team", "spin_briefly", "use_threads"]
+__all__ = [
+    "addresses",
+    "after_fork_in_child",
+    "can_spin_briefly",
+    "release_team",
+    "spin_briefly",
+    "use_threads",
+]
 
 _SOFT_PAUSE = 1  # omp_pause_soft
 _RUNTIME = "libgomp"  # other runtimes free the teams of all threads, or none
@@ -119,11 +126,21 @@ def use_threads(count: int) -> None:
         _set_mkl_threads(count)
 
 
+def addresses() -> tuple[int, int, int]:
+    """Those of the functions that set OpenMP's and MKL's threads of the calling thread, and free its team; 0: none."""
+    if _set_threads is None:
+        return 0, 0, 0
+    return _address_of(_set_threads), _address_of(_set_mkl_threads), _address_of(_pause)
+
+
+def _address_of(function: object | None) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0 if function else 0  # type: ignore[arg-type]
+
+
 def _file_of(function: object) -> str:
     """Name of the file that a C function was loaded from."""
     info = _DlInfo()
-    address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
-    found = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
+    found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(_address_of(function)), ctypes.byref(info))
     return os.path.basename(os.fsdecode(info.dli_fname)) if found and info.dli_fname else ""
 
 

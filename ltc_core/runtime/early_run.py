@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ltc_core import metrics
+from ltc_core.executors import core_sharing
 from ltc_core.executors.openmp import use_threads
 from ltc_core.executors.processor import num_cores
 from ltc_core.record.trace import Trace
@@ -241,12 +242,13 @@ class _Follower(Job):
         due: count of them at which that begins.
     """
 
-    __slots__ = ("_compiled", "_num_threads", "begun", "native")
+    __slots__ = ("_compiled", "_num_shared", "_num_threads", "begun", "native")
 
     def __init__(self, compiled: CompiledGraph, epoch: int, size: int, due: int) -> None:
         super().__init__(self._follow)
         self._compiled = compiled
         self._num_threads = torch.get_num_threads()
+        self._num_shared = self._num_threads if core_sharing.may_share(self._num_threads) else 0
         native, habit = compiled.program.native, compiled.habit
         assert native is not None
         self.native: Any = native
@@ -272,7 +274,11 @@ class _Follower(Job):
         compiled = self._compiled
         with slices.watched("run early") as seen:
             shorten(-1)
-            took_ns = self.native.follow(self.begun)
+            core_sharing.share(self._num_shared)
+            try:
+                took_ns = self.native.follow(self.begun)
+            finally:
+                core_sharing.share(0)
             if seen is not None:
                 seen.note(compiled.described(), computed_us=took_ns // 1000)
         cost_ns, elapsed_ns = compiled.begun_ns

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ltc_core import errors, metrics
+from ltc_core.executors import core_sharing
 from ltc_core.executors.openmp import use_threads
 from ltc_core.graph.ir import Graph, Node, TensorMeta, references
 from ltc_core.program.failure import NodeFailure
@@ -78,12 +79,13 @@ class Launch(Job):
         outputs: the buffers it fills.
         failures: failures are appended to it.
         num_threads: how many threads it computes with.
+        shares: whether it leaves one of them out while a step is recorded.
     """
 
     __slots__ = (
         "_compiled", "_cost_ns", "_device", "_earlier", "_failures", "_inputs", "_is_eager", "_memory",
-        "_num_threads", "_outputs", "_published", "_scalars", "_sized", "_started_ns", "_steps", "_watched", "arrow",
-        "step",
+        "_num_threads", "_outputs", "_published", "_scalars", "_shares", "_sized", "_started_ns", "_steps", "_watched",
+        "arrow", "step",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +99,7 @@ class Launch(Job):
         outputs: list[Buffer],
         failures: deque[Failure],
         num_threads: int,
+        shares: bool = False,
     ) -> None:
         super().__init__(self._run_to_end, self._lose_at_a_fork)
         self._device = device
@@ -108,6 +111,7 @@ class Launch(Job):
         self._outputs = outputs
         self._failures = failures
         self._num_threads = num_threads
+        self._shares = shares
         self._is_eager = settings.eager
         self._earlier: Sequence[Job] = ()
         self._started_ns = self._cost_ns = 0
@@ -194,7 +198,7 @@ class Launch(Job):
         _use_threads(self._num_threads)
         started_cpu = time.thread_time_ns()
         try:
-            next(self._steps)
+            self._advance(self._steps)
         except StopIteration as end:
             self._finish(end.value, time.thread_time_ns() - started_cpu)
         except BaseException as failure:
@@ -204,6 +208,16 @@ class Launch(Job):
             return False
         self._steps = None
         return True
+
+    def _advance(self, steps: Generator[None, None, list[Any]]) -> None:
+        if not self._shares:
+            next(steps)
+            return
+        core_sharing.share(self._num_threads)
+        try:
+            next(steps)
+        finally:
+            core_sharing.share(0)
 
     # -- its ends ------------------------------------------------------------------------------
 

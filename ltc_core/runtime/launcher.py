@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ltc_core import errors, metrics
-from ltc_core.executors import Executor
+from ltc_core.executors import Executor, core_sharing
 from ltc_core.executors.openmp import release_team, spin_briefly
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.program.novelty import novelty
@@ -116,7 +116,16 @@ class Launcher:
             if native is not None:
                 self._run_in_cpp(compiled, native, cut, inputs, outputs)
                 return None
-        launch = self._new_launch(compiled, inputs, cut.scalars, cut.sized, outputs, num_threads)
+        is_replay = placement is not Placement.HERE and compiled.program.tier is Tier.REPLAY
+        launch = self._new_launch(
+            compiled,
+            inputs,
+            cut.scalars,
+            cut.sized,
+            outputs,
+            num_threads,
+            shares=is_replay and core_sharing.may_share(num_threads),
+        )
         if seen is not None:
             launch.arrow, launch.step = seen.send_arrow(), step
         earlier = self._stand_in_line(compiled.lines, launch) if compiled.lines else []
@@ -241,6 +250,7 @@ class Launcher:
         sized: Mapping[int, TensorMeta],
         outputs: list[Buffer],
         num_threads: int,
+        shares: bool = False,
     ) -> Launch:
         return Launch(
             self._device,
@@ -252,6 +262,7 @@ class Launcher:
             outputs,
             self.failures,
             num_threads,
+            shares,
         )
 
     def _output_buffers(

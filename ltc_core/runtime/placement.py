@@ -2,14 +2,15 @@
 
 Program and recording share the cores. A program with a thread on each core can lose more time to recording than the
 overlap gains: each parallel loop waits for the core that records (ResNet-18 on two cores: 55 ms a
-step in the worker, 47 in the thread that cuts, 41 alone). Where recording takes as long as the program, it may be
-best to leave one core to it (MLP: 4.9 ms in the thread that cuts, 3.9 with one thread in the
-worker). Where other processes use the cores, threads that wait must give them up (see `openmp`). On other machines it
-is the other way round, so `Places` measures, and measures again when steps become slow.
+step in the worker, 47 in the thread that cuts, 41 alone). A replay in the worker leaves a core to recording as long as
+that goes on (`executors.core_sharing`). Compiled code has one number of threads for a run; where recording takes as
+long as that, one less may be best (MLP: 4.9 ms in the thread that cuts, 3.9 with one thread in the worker). Where other
+processes use the cores, threads that wait must give them up (see `openmp`). On other machines it is the other way
+round, so `Places` measures, and measures again when steps become slow.
 
 It begins in the worker. Where that is far quicker than recording and running one after the other would be, the thread
-that cuts is not tried: nine such steps are what a user sees first. Steps that are waited for overlap with nothing, so
-it is tried for them.
+that cuts is not tried: nine such steps are what a user sees first. Steps that are waited for overlap with nothing, and
+with a thread on each core it is not known what running in turn would take: there it is tried always.
 One for each program, tier and rhythm of steps, made by `run_policy`.
 """
 
@@ -21,6 +22,7 @@ import statistics
 from collections import deque
 
 from ltc_core.executors.openmp import can_spin_briefly
+from ltc_core.executors.processor import num_cores
 
 __all__ = ["Placement", "Places"]
 
@@ -44,7 +46,7 @@ class Placement(enum.Enum):
     Attributes:
         WORKER: in the worker.
         YIELDING: there, with OpenMP threads that give up their core where they wait for each other.
-        SPARING: there, with one thread less.
+        SPARING: there, with one thread less; compiled code only.
         HERE: in the thread that cuts.
     """
 
@@ -214,7 +216,7 @@ class Places:
         found = self._medians
         if Placement.WORKER not in found:
             return Placement.WORKER
-        if Placement.HERE not in found and not self._overlaps():
+        if Placement.HERE not in found and not self._overlaps(num_threads):
             return Placement.HERE  # it shows whether others use the cores
         if (
             self._is_busy
@@ -234,9 +236,14 @@ class Places:
         self.best_ns = found[best]
         return best
 
-    def _overlaps(self) -> bool:
-        """Whether steps in the worker were far quicker than recording and running in turn would be."""
-        return self._may_overlap and self._medians[Placement.WORKER] < _OVERLAPS * self._serial_ns
+    def _overlaps(self, num_threads: int) -> bool:
+        """Whether steps in the worker were far quicker than recording and running in turn would be.
+
+        Where each core has a thread, it is not known what running in turn would take.
+        """
+        if not self._may_overlap or num_threads >= num_cores() > 1:
+            return False
+        return self._medians[Placement.WORKER] < _OVERLAPS * self._serial_ns
 
     def _can_spare(self, num_threads: int, cost_ns: float) -> bool:
         """Whether recording takes longer than the program would with a thread less."""

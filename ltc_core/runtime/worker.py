@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from ltc_core.executors import core_sharing
 from ltc_core.timeline import slices
 
 __all__ = ["Job", "Worker", "held_up", "is_worker"]
@@ -68,13 +69,19 @@ class Job:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the job is done; False if that took longer than the time given. Raises what a handler raises."""
+        if self._is_done:
+            return True
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._is_done:
-            rest = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
-            if rest <= 0:
-                return False
-            if self._done.acquire(timeout=rest):
-                self._done.release()
+        try:
+            core_sharing.begin_wait()
+            while not self._is_done:
+                rest = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
+                if rest <= 0:
+                    return False
+                if self._done.acquire(timeout=rest):
+                    self._done.release()
+        finally:
+            core_sharing.end_wait()
         return True
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ltc_core.executors import core_sharing
 from ltc_core.executors.reference import element_groups
 from ltc_core.graph.ir import Node, Ref, Scalar, Write, references
 from ltc_core.graph.lens import real_view
@@ -94,6 +95,7 @@ def outcome(returned: Any) -> list[torch.Tensor] | Failed | None:
 @functools.cache
 def _set_up(native: Any) -> None:
     native.setup(Ref, Scalar, Write, _facts)
+    core_sharing.bind(native)
 
 
 def _loaded() -> Any:

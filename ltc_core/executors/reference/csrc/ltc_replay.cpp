@@ -307,7 +307,48 @@ PyObject* py_setup(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+template <typename Function>
+void read_address(PyObject* address, Function& function) {
+  function = reinterpret_cast<Function>(PyLong_AsVoidPtr(address));
+}
+
+PyObject* py_set_team(PyObject*, PyObject* args) {
+  PyObject *openmp, *mkl, *pause;
+  if (!PyArg_ParseTuple(args, "OOO:set_team", &openmp, &mkl, &pause))
+    return nullptr;
+  read_address(openmp, Team::set_openmp);
+  read_address(mkl, Team::set_mkl);
+  read_address(pause, Team::pause);
+  if (PyErr_Occurred())
+    return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_share(PyObject*, PyObject* count) {
+  const long num_threads = PyLong_AsLong(count);
+  if (num_threads == -1 && PyErr_Occurred())
+    return nullptr;
+  Team::share(static_cast<int>(num_threads));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_begin_wait(PyObject*, PyObject*) {
+  ++Team::num_waiting;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_end_wait(PyObject*, PyObject*) {
+  --Team::num_waiting;
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
+    {"set_team", py_set_team, METH_VARARGS,
+     "set_team(omp_set_num_threads, MKL_Set_Num_Threads_Local, omp_pause_resource_all): addresses; 0 where there is none."},
+    {"share", py_share, METH_O,
+     "share(count): this thread's runs compute with so many threads, one less while nobody waits; 0: as they are set."},
+    {"begin_wait", py_begin_wait, METH_NOARGS, "begin_wait(): a thread waits for a program, and needs no core."},
+    {"end_wait", py_end_wait, METH_NOARGS, "end_wait(): it goes on."},
     {"setup", py_setup, METH_VARARGS, "setup(Ref, Scalar, Write, facts): called once, before `program`."},
     {"number", py_number, METH_O, "number(tensor): the number of a tensor of one element; None where PyTorch has to be asked."},
     {"program", py_program, METH_VARARGS, 

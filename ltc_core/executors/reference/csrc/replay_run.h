@@ -6,6 +6,7 @@
 // beside a Python object goes.
 #pragma once
 #include "replay_arguments.h"
+#include "team.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -143,6 +144,7 @@ struct Run {
   void native(const Instruction& instruction) {
     if (instruction.call < 0 || (instruction.default_dtype && *instruction.default_dtype != default_dtype()))
       throw InPython();
+    Team::fit();
     const Call& call = program.calls[instruction.call];
     for (const auto& each : instruction.writes)
       write(each);
@@ -175,6 +177,7 @@ struct Run {
         check_numbers(argument);
     int32_t begin = 0;
     for (const int32_t end : group.ends) {
+      Team::fit();
       for (at = first; at < group.last; ++at) {
         const auto& instruction = program.code[at];
         const Call& call = program.calls[instruction.call];

@@ -1,0 +1,56 @@
+"""The thread that records and the programs in the worker share the cores: replay leaves one while a step is recorded.
+
+Where programs have a thread on each core, recording has none of its own. One of the threads waits for it, and the
+others for that one, in each parallel loop (a small T5 on two cores: 30 ms a step; 22 where recording and running take
+turns, 11 where they share). So a replay that shares computes with one thread less, and with all of them while a
+thread of the process waits for a program (`reference/csrc/team.h`). How many threads an op gets is a matter of time
+then, and some ops round by it: nothing is shared where each run of the script is to round alike.
+
+`runtime.worker` says who waits; what runs in the worker may `share`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ltc_core.executors import openmp
+from ltc_core.executors.processor import num_cores
+from ltc_core.settings import settings
+
+__all__ = ["begin_wait", "bind", "end_wait", "may_share", "share"]
+
+_native: Any = None  # the C++ part that runs programs, once it is loaded
+
+
+def bind(native: Any) -> None:
+    """Tell the C++ part, which is loaded now, how threads are set."""
+    global _native
+    native.set_team(*openmp.addresses())
+    _native = native
+
+
+def begin_wait() -> None:
+    """The calling thread waits for a program, and needs no core until `end_wait`. Cost: 0.1 us."""
+    if _native is not None:
+        _native.begin_wait()
+
+
+def end_wait() -> None:
+    """The calling thread goes on."""
+    if _native is not None:
+        _native.end_wait()
+
+
+def may_share(num_threads: int) -> bool:
+    """Whether a replay with so many threads should leave a core to recording, and may round by the time. Cost: 2 us."""
+    if settings.compile != "async" or torch.are_deterministic_algorithms_enabled():
+        return False
+    return _native is not None and num_threads >= num_cores() > 1
+
+
+def share(num_threads: int) -> None:
+    """Have replays of this thread leave one of so many threads out while nobody waits; 0: they do so no more."""
+    if _native is not None:
+        _native.share(num_threads)

@@ -1,0 +1,99 @@
+"""Replay in the worker leaves a core to the thread that records, and takes it back while that thread waits."""
+
+import pytest
+import torch
+
+from ltc_core.executors import core_sharing, openmp
+from ltc_core.executors.reference import replay
+from tests.core import child
+
+pytestmark = pytest.mark.skipif(replay.extension.load() is None, reason="no C++ compiler")
+
+# `counts()`: threads that the ops of one step have, while the script does something else and while it waits for them.
+PRELUDE = """
+import threading
+import torch
+import ltc_core as ltc
+from ltc_core.executors import core_sharing
+from ltc_core.runtime import placement
+from ltc_core.runtime.run_cost import RunCost
+from ltc_core.settings import settings
+
+device = ltc.lazy_device()
+torch.set_num_threads(2)
+core_sharing.num_cores = lambda: 2
+RunCost.is_small = False  # the worker runs each step
+RunCost.is_quicker_here = lambda cost, is_awaited: False
+placement._MEASURED = 1000
+found, noted, waits = {}, threading.Event(), threading.Event()
+
+def begin_wait(begin=core_sharing.begin_wait):
+    begin()
+    waits.set()
+
+core_sharing.begin_wait = begin_wait
+
+@torch.library.custom_op("sharing::note", mutates_args=())
+def note(x: torch.Tensor, name: str) -> torch.Tensor:
+    found[name] = torch.get_num_threads()
+    noted.set()
+    return x.clone()
+
+@torch.library.custom_op("sharing::hold", mutates_args=())
+def hold(x: torch.Tensor) -> torch.Tensor:
+    assert waits.wait(60)
+    return x.clone()
+
+for op in (note, hold):
+    op.register_fake(lambda x, *rest: torch.empty_like(x))
+
+def step():
+    for event in (noted, waits):
+        event.clear()
+    x = note(torch.ones(3, device=device) + 1, "goes on")
+    x = note(hold(x) + 1, "waits")
+    ltc.mark_step()
+    assert noted.wait(60)  # the script does something else
+    return x.tolist()
+
+def counts():
+    for _ in range(4):  # replayed from the second one on
+        assert step() == [3.0] * 3
+    return found["goes on"], found["waits"]
+"""
+
+
+@pytest.mark.skipif(not openmp.addresses()[0], reason="PyTorch's OpenMP runtime is not libgomp")
+def test_a_replay_has_a_thread_less_until_somebody_waits_for_it() -> None:
+    out, err = child.run(
+        """
+        assert counts() == (1, 2), found
+        with settings.override(compile="off"):  # each run rounds alike
+            assert counts() == (2, 2), found
+        torch.use_deterministic_algorithms(True)
+        assert counts() == (2, 2), found
+        torch.use_deterministic_algorithms(False)
+        core_sharing.num_cores = lambda: 3
+        assert counts() == (2, 2), found
+        """,
+        prelude=PRELUDE,
+        LTC_COMPILE="async",
+        LTC_COMPILE_AFTER="1000000",
+        LTC_REPLAY="always",
+    )
+    assert (out, err) == ("", "")
+
+
+def test_threads_are_set_only_where_the_calling_thread_keeps_them_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another runtime than libgomp would set them for all threads."""
+    monkeypatch.setattr(openmp, "_set_threads", None)
+    assert openmp.addresses() == (0, 0, 0)
+
+
+def test_a_thread_that_shares_has_its_threads_again_afterwards() -> None:
+    before = torch.get_num_threads()
+    core_sharing.share(before)
+    core_sharing.share(0)
+    assert torch.get_num_threads() == before
