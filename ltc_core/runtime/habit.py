@@ -24,7 +24,9 @@ _BLOCK = 5  # steps that are measured one way, the first of which does not count
 _NUM_BLOCKS = 4  # early, whole, early, whole
 _CLEAR = 1.1  # factor by which the other way was quicker than each of
 _CLEAR_STEPS = 3  # steps in a row: then the rest need not be measured
-_LASTS = 2000  # steps until it is measured again
+# Steps until it is measured again: at first few, since something else may have used the cores meanwhile; twice as many
+# each time that the same way is quicker.
+_FIRST_LASTS, _LASTS = 100, 2000
 
 
 class Choice:
@@ -36,6 +38,8 @@ class Choice:
     """
 
     def __init__(self) -> None:
+        self._lasts = _FIRST_LASTS
+        self._was_early: bool | None = None  # at the last measurement
         self._begin()
 
     def _begin(self) -> None:
@@ -46,7 +50,7 @@ class Choice:
     def rest(self) -> None:
         """Steps are whole for a while: what runs early is of no use."""
         self.is_early, self.is_known = False, True
-        self._count = _BLOCK * _NUM_BLOCKS
+        self._count, self._lasts = _BLOCK * _NUM_BLOCKS, _LASTS
 
     def put_off(self) -> None:
         """A step tells nothing about later ones: what is being measured begins anew."""
@@ -58,20 +62,26 @@ class Choice:
         self._count += 1
         measured = _BLOCK * _NUM_BLOCKS
         if self._count > measured:
-            if self._count == measured + _LASTS:
+            if self._count == measured + self._lasts:
                 self._begin()
-            return
+            return None
         if self._count % _BLOCK != 1:
             self._samples[self.is_early].append(took_ns)
         if self._is_clear():
             self._count = measured
-            self.is_early, self.is_known = not self.is_early, True
-            return
+            return self._end(not self.is_early)
         if self._count % _BLOCK == 0:
             self.is_early = not self.is_early
         if self._count == measured:
             early, whole = (statistics.median(self._samples[way]) for way in (True, False))
-            self.is_early, self.is_known = early < _GAIN * whole, True
+            self._end(early < _GAIN * whole)
+        return None
+
+    def _end(self, is_early: bool) -> None:
+        """It has been measured which way is quicker."""
+        self.is_early, self.is_known = is_early, True
+        self._lasts = min(2 * self._lasts, _LASTS) if is_early is self._was_early else _FIRST_LASTS
+        self._was_early = is_early
 
     def _is_clear(self) -> bool:
         """Whether the way that is measured is much slower than the other one."""

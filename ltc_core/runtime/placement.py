@@ -28,7 +28,9 @@ __all__ = ["Placement", "Places"]
 
 _UNSETTLED = 2  # launches after a change that are not measured, since the queue empties or fills
 _MEASURED = 7
-_LASTS = 2000  # launches until it is measured again
+# Launches until it is measured again: at first few, since something else may have used the cores meanwhile; twice as
+# many each time that the same placement is the fastest.
+_FIRST_LASTS, _LASTS = 100, 2000
 _SLOWER = 2.0  # factor by which steps must have become slower to measure again before
 _SLOW_FOR = 3  # times seven steps
 _HOPELESS = 3.0  # factor by which steps must be slower than other ones to end measuring early
@@ -69,13 +71,15 @@ class Places:
     """
 
     __slots__ = (
-        "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lost_cores", "_may_overlap", "_medians", "_place",
-        "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen", "sample_ns",
+        "_before", "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasts", "_lost_cores", "_may_overlap", "_medians",
+        "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
     def __init__(self, may_overlap: bool) -> None:
         self._may_overlap = may_overlap
         self._last_ns = self._last_cpu_ns = 0
+        self._before: Placement | None = None  # the fastest one of the last measurement
+        self._lasts = _FIRST_LASTS
         self.begin()
 
     def begin(self) -> None:
@@ -130,6 +134,7 @@ class Places:
         may_spare: bool,
         limit_ns: float,
         given: Placement | None = None,
+        may_begin: bool = True,
     ) -> Placement:
         """Placement for the next launch.
 
@@ -141,6 +146,7 @@ class Places:
             may_spare: whether the program may round as with fewer threads.
             limit_ns: the duration of a step in another tier: what is much slower is not measured to the end.
             given: where the launch runs anyway; it is measured all the same.
+            may_begin: whether it may be measured again, if nothing has become slow.
         """
         if given is None and not self._count and not self._medians and not self.is_settled:
             self._place = self._next(num_threads, cost_ns, may_spare)
@@ -156,14 +162,15 @@ class Places:
         if not self.is_settled:
             self._note_recording(cpu_ns, cost_ns)
         if self.is_settled:
-            if count >= _LASTS or self._has_slowed():
+            if (count >= self._lasts and may_begin) or self._has_slowed():
                 self.begin()
         elif len(self._samples) == _MEASURED or self._is_hopeless(limit_ns):
             if given is None:
                 self._end_placement(num_threads, cost_ns, may_spare)
                 self.chosen = self._place
             else:
-                self._place, self.best_ns = given, self._step_ns()
+                self._place = given
+                self._end(self._step_ns())
                 self._forget()
         return self.chosen
 
@@ -233,8 +240,15 @@ class Places:
         for place in (Placement.SPARING, Placement.HERE):
             if place in found and found[place] < _GAIN * found[best]:
                 best = place
-        self.best_ns = found[best]
+        self._place = best
+        self._end(found[best])
         return best
+
+    def _end(self, best_ns: float) -> None:
+        """It has been measured: `_place` is the fastest one."""
+        self.best_ns = best_ns
+        self._lasts = min(2 * self._lasts, _LASTS) if self._place is self._before else _FIRST_LASTS
+        self._before = self._place
 
     def _overlaps(self, num_threads: int) -> bool:
         """Whether steps in the worker were far quicker than recording and running in turn would be.

@@ -112,7 +112,14 @@ class RunPolicy:
             may_spare = may_choose and tier is Tier.COMPILED
             limit_ns = float("inf") if places.is_settled else self._best_ns()
             placement = places.choose(
-                now_ns, cpu_ns, num_threads, self.cost.cost_ns, may_spare, limit_ns, given
+                now_ns,
+                cpu_ns,
+                num_threads,
+                self.cost.cost_ns,
+                may_spare,
+                limit_ns,
+                given,
+                may_begin=not choice.is_measuring,
             )
         if may_choose:
             self._choose_tier(program, choice, places, is_waited, is_disturbed)

@@ -47,6 +47,17 @@ def test_it_is_measured_again_after_a_while() -> None:
     assert not all(steps(choice, 130, 100, 2100))
 
 
+def test_what_was_measured_once_is_soon_measured_again_and_what_stays_true_ever_later() -> None:
+    """Something else may have used the cores while it was measured for the first time."""
+    choice = Choice()
+    steps(choice, 130, 100, 20)
+    assert not choice.is_early
+    steps(choice, 100, 130, 150)
+    assert choice.is_early
+    steps(choice, 100, 130, 5000)
+    assert steps(choice, 100, 130, 4000).count(False) < 4000 / 100
+
+
 def test_what_is_measured_beside_a_compiler_does_not_decide() -> None:
     choice = Choice()
     steps(choice, 130, 100, 3)
