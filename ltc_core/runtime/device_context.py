@@ -11,12 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from ltc_core import debug, errors, metrics, progress, source
 from ltc_core.executors import make
+from ltc_core.executors.openmp import one_thread
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.passes import origins
@@ -52,6 +54,9 @@ _TRIE_STEPS = 300_000
 _STEPS_OF_NEW_GRAPHS = 50_000  # the same, where graphs do not come again
 
 _LONG_UPLOAD_BYTES = 1 << 29  # without a program in between: a model, not a batch
+
+# Smaller uploads, as a batch, are copied by one thread: a program may have the other cores.
+_LONG_COPY_BYTES = 1 << 25
 
 _STEP_ENDS = frozenset({"MarkStep", "OptimizerStep", "Upload"})  # reasons for a cut
 
@@ -528,6 +533,13 @@ class DeviceContext:
         self, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta]
     ) -> list[Value]:
         """Copy CPU tensors to the device, each with the dtype and the strides of its meta."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        with one_thread() if num_bytes < _LONG_COPY_BYTES else nullcontext():
+            return self._upload_all(tensors, metas)
+
+    def _upload_all(
+        self, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta]
+    ) -> list[Value]:
         tensors = [meta.laid_out(t) for t, meta in zip(tensors, metas, strict=True)]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         with slices.watched("upload", "transfers") as seen, metrics.timer("TransferToDeviceTime"):

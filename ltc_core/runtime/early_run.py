@@ -23,7 +23,7 @@ import torch
 
 from ltc_core import metrics
 from ltc_core.executors import core_sharing
-from ltc_core.executors.openmp import use_threads
+from ltc_core.executors.openmp import release_team, use_threads
 from ltc_core.executors.processor import num_cores
 from ltc_core.record.trace import Trace
 from ltc_core.runtime.habit import Choice, Context
@@ -123,6 +123,7 @@ class EarlyRuns:
             return None
         if compiled.program.native is None or not self._worker.start():
             return None
+        release_team()
         follower = _Follower(compiled, self._trace.epoch, self._size, due)
         self._worker.submit(follower)
         self._follower, self._trace.give_more = follower, follower.begun.give

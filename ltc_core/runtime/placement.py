@@ -71,8 +71,9 @@ class Places:
     """
 
     __slots__ = (
-        "_before", "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasts", "_lost_cores", "_may_overlap", "_medians",
-        "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen", "sample_ns",
+        "_before", "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasts", "_lost_cores", "_may_overlap",
+        "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen",
+        "sample_ns",
     )  # fmt: skip
 
     def __init__(self, may_overlap: bool) -> None:

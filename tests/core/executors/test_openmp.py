@@ -207,3 +207,24 @@ def test_brief_spinning_is_a_crowd_of_idle_threads() -> None:
 def test_a_user_who_has_said_how_threads_wait_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "100")
     assert not openmp.can_spin_briefly()
+
+
+@needs_libgomp
+def test_an_upload_makes_no_team() -> None:
+    """Its threads would spin where a program computes. What is as large as a model is copied by all threads."""
+    out, err = child.run(
+        """
+        import ltc_core as ltc
+        device = ltc.lazy_device()
+        torch.ones(3, device=device).tolist()
+        batch, model = torch.ones(300, 1000).t(), torch.ones(9_000_000)
+        release_team()
+        time.sleep(0.5)
+        alone = tasks()
+        for what in (batch, model):
+            what.to(device)
+            print(team(int(what is model)), torch.get_num_threads())
+        """,
+        prelude=PRELUDE,
+    )
+    assert (out, err) == ("0 2\n1 2\n", "")
