@@ -26,7 +26,7 @@ _CLEAR = 1.1  # factor by which the other way was quicker than each of
 _CLEAR_STEPS = 3  # steps in a row: then the rest need not be measured
 # Steps until it is measured again: at first few, since something else may have used the cores meanwhile; twice as many
 # each time that the same way is quicker.
-_FIRST_LASTS, _LASTS = 100, 2000
+_FIRST_LASTS, _LASTS = 40, 2000
 
 
 class Choice:

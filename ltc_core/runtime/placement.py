@@ -30,7 +30,7 @@ _UNSETTLED = 2  # launches after a change that are not measured, since the queue
 _MEASURED = 7
 # Launches until it is measured again: at first few, since something else may have used the cores meanwhile; twice as
 # many each time that the same placement is the fastest.
-_FIRST_LASTS, _LASTS = 100, 2000
+_FIRST_LASTS, _LASTS = 40, 2000
 _SLOWER = 2.0  # factor by which steps must have become slower to measure again before
 _SLOW_FOR = 3  # times seven steps
 _HOPELESS = 3.0  # factor by which steps must be slower than other ones to end measuring early

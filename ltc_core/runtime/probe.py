@@ -3,13 +3,14 @@
 A read of a recorded value usually ends the graph: all that was recorded before it runs, and the reader waits for that
 and for the steps before. Many reads need little of it. Libraries ask whether a mask is all ones, or how long the
 longest sequence is, in the middle of each forward pass. A probe runs the few ops that such a value depends on, in the
-thread that reads, on inputs that are there. The trace stays as it is: the step remains one graph, and runs beside the
-recording. Whatever needs the value later computes it again, with its graph.
+thread that reads, on inputs that are there, or will be once a program before has run. The trace stays as it is: the
+step remains one graph, and runs beside the recording. Whatever needs the value later computes it again, with its graph.
 
-A value is probed if it depends only on constants, and on integers and bools that the script gave: masks, lengths, ids,
-labels. What parameters enter is what a step is cut for. Its ops must draw no random numbers and run no collectives.
-They are few beside those recorded, or the script does not wait for its steps and the value is made of what it gave,
-or of no floats: then a cut would wait for the step before. Asked by `device_context` before it cuts for a read.
+A value is probed if it depends only on constants, and on integers and bools that were there when the step began, or
+since its last cut: masks, lengths, ids, labels, the experts that a router has chosen. What parameters enter is what a
+step is cut for. Its ops must draw no random numbers and run no collectives. They are few
+beside those recorded, or the script does not wait for its steps and the value is made of more than constants, or of no
+floats: then a cut would wait for the step before. Asked by `device_context` before it cuts for a read.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ltc_core.record.trace import Trace
 from ltc_core.runtime import execution_gate
 from ltc_core.runtime.program_cache import graph_of
 from ltc_core.settings import settings
+from ltc_core.tensor.buffer import Buffer
 from ltc_core.tensor.handles import Value
 from ltc_core.thread_state import in_own_state, num_dispatch_modes
 from ltc_core.timeline import slices
@@ -41,9 +43,9 @@ __all__ = ["Probe", "Probes"]
 _MOST_OPS = 64
 _MOST_BYTES = 1 << 20  # of the values, inputs included
 # Where the script waits anyway, a cut of few values costs as much as a probe.
-_LEAST_RECORDED = 32
+_LEAST_RECORDED = 8
 _SHARE = 4  # factor by which more values must be recorded than a probe has ops
-_MOST_READS = 4  # of one trace: a script that reads nothing else would record for ever
+_MOST_READS = 64  # of one trace: a script that reads nothing else would record for ever
 _MOST_NS = 500_000  # of a run: a value that takes longer is not computed twice
 _SLOW = 3  # runs of more than that: the first ones load kernels
 
@@ -110,10 +112,17 @@ class Probes:
         if num_dispatch_modes():  # they see the ops of a cut
             return None
         with trace.lock:
-            return self._data(value, goes_on)
+            found = self._data(value, goes_on)
+        if not isinstance(found, Buffer):
+            return found
+        found.wait_done()  # without the lock: a finalizer in the worker may record ops
+        with trace.lock:
+            found = self._data(value, goes_on)
+        return None if isinstance(found, Buffer) else found
 
     @uninterrupted  # a signal handler may cut, and then a program may write to the inputs
-    def _data(self, value: Value, goes_on: bool) -> Any | None:
+    def _data(self, value: Value, goes_on: bool) -> Any | Buffer | None:
+        """The data of a value; an input of it that has to be waited for; None if it needs a cut."""
         trace = self._trace
         step = trace.cursor
         if value.epoch != trace.epoch or value.buffer is not None:
@@ -122,7 +131,9 @@ class Probes:
         if probe is None or not probe.is_worth_it(trace.count, goes_on):
             return None
         inputs = self._inputs(probe)
-        if inputs is None or not self._count_read():
+        if inputs is None or isinstance(inputs, Buffer):
+            return inputs
+        if not self._count_read():
             return None
         probe.is_chosen = True
         started_ns = time.perf_counter_ns()
@@ -142,13 +153,15 @@ class Probes:
         self._num_reads += 1
         return self._num_reads <= _MOST_READS
 
-    def _inputs(self, probe: Probe) -> list[Any] | None:
-        """The data of a probe's inputs; None if a program made one."""
+    def _inputs(self, probe: Probe) -> list[Any] | Buffer | None:
+        """The data of a probe's inputs; one that a program makes now; None if one is lost."""
         rows = self._trace.inputs
         found = []
         for number in probe.inputs:
-            buffer = rows[bisect.bisect_left(rows, number, key=_number)][2]
-            if buffer is None or not buffer.is_given or buffer.data is None:
+            buffer: Buffer | None = rows[bisect.bisect_left(rows, number, key=_number)][2]
+            if buffer is not None and buffer.is_pending:
+                return buffer
+            if buffer is None or buffer.data is None:
                 return None
             found.append(buffer.data)
         return found

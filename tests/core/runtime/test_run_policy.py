@@ -13,6 +13,12 @@ from ltc_core.runtime.run_policy import RunPolicy
 WORKER, YIELDING, SPARING, HERE = Placement
 
 
+@pytest.fixture(autouse=True)
+def lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured lasts for as long as most of these loops."""
+    monkeypatch.setattr(placement, "_FIRST_LASTS", 100)
+
+
 def test_a_program_is_small_when_its_ops_are_short() -> None:
     cost = RunCost(10)
     assert not cost.is_small  # nothing is known of it yet
