@@ -27,6 +27,7 @@ __all__ = [
     "addresses",
     "after_fork_in_child",
     "can_spin_briefly",
+    "one_thread",
     "release_team",
     "spin_briefly",
     "use_threads",

@@ -68,6 +68,8 @@ def test_a_replay_has_a_thread_less_until_somebody_waits_for_it() -> None:
     out, err = child.run(
         """
         assert counts() == (1, 2), found
+        core_sharing.end_wait()  # of a wait that began before the C++ part was there
+        assert counts() == (1, 2), found
         with settings.override(compile="off"):  # each run rounds alike
             assert counts() == (2, 2), found
         torch.use_deterministic_algorithms(True)

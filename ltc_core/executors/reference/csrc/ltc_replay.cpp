@@ -338,7 +338,8 @@ PyObject* py_begin_wait(PyObject*, PyObject*) {
 }
 
 PyObject* py_end_wait(PyObject*, PyObject*) {
-  --Team::num_waiting;
+  if (Team::num_waiting > 0) // else it began before this module was loaded
+    --Team::num_waiting;
   Py_RETURN_NONE;
 }
 
