@@ -8,9 +8,9 @@ step remains one graph, and runs beside the recording. Whatever needs the value 
 
 A value is probed if it depends only on constants, and on integers and bools that were there when the step began, or
 since its last cut: masks, lengths, ids, labels, the experts that a router has chosen. What parameters enter is what a
-step is cut for. Its ops must draw no random numbers and run no collectives. They are few
-beside those recorded, or the script does not wait for its steps and the value is made of more than constants, or of no
-floats: then a cut would wait for the step before. Asked by `device_context` before it cuts for a read.
+step is cut for. Its ops must draw no random numbers and run no collectives. They are few beside those recorded, or the
+script does not wait for its steps and the value is made of more than constants, or of no floats: then a cut would wait
+for the step before. Asked by `device_context` before it cuts for a read.
 """
 
 from __future__ import annotations
@@ -111,14 +111,12 @@ class Probes:
                 return None
         if num_dispatch_modes():  # they see the ops of a cut
             return None
-        with trace.lock:
-            found = self._data(value, goes_on)
-        if not isinstance(found, Buffer):
-            return found
-        found.wait_done()  # without the lock: a finalizer in the worker may record ops
-        with trace.lock:
-            found = self._data(value, goes_on)
-        return None if isinstance(found, Buffer) else found
+        while True:
+            with trace.lock:
+                found = self._data(value, goes_on)
+            if not isinstance(found, Buffer):
+                return found
+            found.wait_done()  # without the lock: a finalizer in the worker may record ops
 
     @uninterrupted  # a signal handler may cut, and then a program may write to the inputs
     def _data(self, value: Value, goes_on: bool) -> Any | Buffer | None:
@@ -159,9 +157,11 @@ class Probes:
         found = []
         for number in probe.inputs:
             buffer: Buffer | None = rows[bisect.bisect_left(rows, number, key=_number)][2]
-            if buffer is not None and buffer.is_pending:
+            if buffer is not None and buffer.job is not None:
                 return buffer
-            if buffer is None or buffer.data is None:
+            if (
+                buffer is None or buffer.data is None
+            ):  # lost, or a program in this thread makes it now
                 return None
             found.append(buffer.data)
         return found
