@@ -40,6 +40,8 @@ __all__ = ["EarlyRuns"]
 _LEAST_NS = 700_000  # of recording, and of running
 _PART_NS = 1_000_000  # of recording
 _MOST_PARTS = 8
+# Between two reads, the first of which may run early: a step may end where nothing is read, and the next one read first.
+_MOST_CUTS = 2
 _MISSES = 5  # times in a row that another program was cut: then it runs whole for a while
 
 
@@ -168,23 +170,24 @@ class EarlyRuns:
         """The script goes on with a value that it has read. Cost: 1 us."""
         if seen.is_new:
             self._last, self._expected = None, None
-        step = seen.cuts[0] if len(seen.cuts) == 1 else None
+        is_one_step = len(seen.cuts) <= _MOST_CUTS
+        first, last = (seen.cuts[0], seen.cuts[-1]) if is_one_step else (None, None)
         if self._expected is not None:
-            self._judge(self._expected, step, seen.took_ns)
-        if self._last is not None and step is not None:
-            self._last.habit.note_next(step, self._context)
-        self._note_context(step)
-        self._last, self._expected = step, None
-        if step is not None:
-            step.habit.recorded_ns, step.habit.num_values = seen.recorded_ns, seen.num_values
-            following = step.habit.next(self._context)
+            self._judge(self._expected, first, seen.took_ns)
+        if self._last is not None and first is not None:
+            self._last.habit.note_next(first, self._context)
+        self._note_context(last)
+        self._last, self._expected = last, None
+        if first is not None and last is not None:
+            first.habit.recorded_ns, first.habit.num_values = seen.recorded_ns, seen.num_values
+            following = last.habit.next(self._context)
             if following is not None and self.may_gain(following):
                 self._expect(following)
 
-    def _note_context(self, step: CompiledGraph | None) -> None:
-        if step is None:
+    def _note_context(self, last: CompiledGraph | None) -> None:
+        if last is None:
             self._context = Context()
-        elif step is self._last:
+        elif last is self._last:
             self._context = self._context.again()
         else:
             self._context = Context(0 if self._last is None else id(self._last), 1)

@@ -142,6 +142,30 @@ def test_python_begins_a_step_and_c_gives_the_rest(monkeypatch: pytest.MonkeyPat
     assert 10 < num_early <= len(counts) < 2 * num_early
 
 
+def test_a_step_that_nobody_reads_and_a_value_of_the_next_one() -> None:
+    """As where a router is read in the middle of each step, and losses are not: two cuts between two reads."""
+    found = {}
+    before = early()
+    for device in ("ltc", "cpu"):
+        torch.manual_seed(0)
+        router, expert = (nn.Linear(8, 8).to(device) for _ in range(2))
+        optimizer = torch.optim.SGD([*router.parameters(), *expert.parameters()], lr=0.1)
+        rows, losses = [], []
+        for k in range(40):
+            x = (torch.linspace(-1, 1, 64).view(8, 8) + 0.01 * k).to(device)
+            scores = router(x).tanh()
+            rows.append((scores.sum(1) > 0).sum().item())
+            loss = (expert(x) * scores).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ltc.mark_step()
+            losses.append(loss.detach())
+        found[device] = rows + [loss.item() for loss in losses]
+    assert found["ltc"] == pytest.approx(found["cpu"], rel=1e-4)
+    assert early() - before > 15
+
+
 def test_a_branch_leaves_the_path() -> None:
     def between(k: int, x: torch.Tensor) -> torch.Tensor:
         return (x * 2).tanh() if k % 7 == 6 else x
