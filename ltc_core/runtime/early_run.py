@@ -40,7 +40,7 @@ __all__ = ["EarlyRuns"]
 _LEAST_NS = 700_000  # of recording, and of running
 _PART_NS = 1_000_000  # of recording
 _MOST_PARTS = 8
-# Between two reads, the first of which may run early: a step may end where nothing is read, and the next one read first.
+# Between two reads, the first of which may run early: a step may end unread, and a value of the next one be read.
 _MOST_CUTS = 2
 _MISSES = 5  # times in a row that another program was cut: then it runs whole for a while
 

@@ -24,9 +24,9 @@ _BLOCK = 5  # steps that are measured one way, the first of which does not count
 _NUM_BLOCKS = 4  # early, whole, early, whole
 _CLEAR = 1.1  # factor by which the other way was quicker than each of
 _CLEAR_STEPS = 3  # steps in a row: then the rest need not be measured
-# Steps until it is measured again: at first few, since something else may have used the cores meanwhile; twice as many
-# each time that the same way is quicker.
-_FIRST_LASTS, _LASTS = 40, 2000
+# Steps until it is measured again: at first few, since something else may have used the cores meanwhile; four times as
+# many each time that the same way is quicker.
+_FIRST_LASTS, _LASTS = 150, 2000
 
 
 class Choice:
@@ -80,7 +80,7 @@ class Choice:
     def _end(self, is_early: bool) -> None:
         """It has been measured which way is quicker."""
         self.is_early, self.is_known = is_early, True
-        self._lasts = min(2 * self._lasts, _LASTS) if is_early is self._was_early else _FIRST_LASTS
+        self._lasts = min(4 * self._lasts, _LASTS) if is_early is self._was_early else _FIRST_LASTS
         self._was_early = is_early
 
     def _is_clear(self) -> bool:

@@ -28,9 +28,9 @@ __all__ = ["Placement", "Places"]
 
 _UNSETTLED = 2  # launches after a change that are not measured, since the queue empties or fills
 _MEASURED = 7
-# Launches until it is measured again: at first few, since something else may have used the cores meanwhile; twice as
-# many each time that the same placement is the fastest.
-_FIRST_LASTS, _LASTS = 40, 2000
+# Launches until it is measured again: at first few, since something else may have used the cores meanwhile; four times
+# as many each time that the same placement is the fastest.
+_FIRST_LASTS, _LASTS = 150, 2000
 _SLOWER = 2.0  # factor by which steps must have become slower to measure again before
 _SLOW_FOR = 3  # times seven steps
 _HOPELESS = 3.0  # factor by which steps must be slower than other ones to end measuring early
@@ -248,7 +248,7 @@ class Places:
     def _end(self, best_ns: float) -> None:
         """It has been measured: `_place` is the fastest one."""
         self.best_ns = best_ns
-        self._lasts = min(2 * self._lasts, _LASTS) if self._place is self._before else _FIRST_LASTS
+        self._lasts = min(4 * self._lasts, _LASTS) if self._place is self._before else _FIRST_LASTS
         self._before = self._place
 
     def _overlaps(self, num_threads: int) -> bool:
