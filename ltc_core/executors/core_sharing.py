@@ -6,12 +6,13 @@ turns, 11 where they share). So a replay that shares computes with one thread le
 thread of the process waits for a program (`reference/csrc/team.h`). How many threads an op gets is a matter of time
 then, and some ops round by it: nothing is shared where each run of the script is to round alike.
 
-`runtime.worker` says who waits; what runs in the worker may `share`.
+`runtime.worker` says who waits; `sharing` calls what runs in the worker.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -19,13 +20,16 @@ from ltc_core.executors import openmp
 from ltc_core.executors.processor import num_cores
 from ltc_core.settings import settings
 
-__all__ = ["begin_wait", "bind", "end_wait", "may_share", "share"]
+__all__ = ["begin_wait", "bind", "end_wait", "may_share", "sharing"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _native: Any = None  # the C++ part that runs programs, once it is loaded
 
 
 def bind(native: Any) -> None:
-    """Tell the C++ part, which is loaded now, how threads are set."""
+    """Give the loaded C++ part the addresses of the functions of OpenMP and MKL that set threads."""
     global _native
     native.set_team(*openmp.addresses())
     _native = native
@@ -50,7 +54,12 @@ def may_share(num_threads: int) -> bool:
     return _native is not None and num_threads >= num_cores() > 1
 
 
-def share(num_threads: int) -> None:
-    """Have replays of this thread leave one of so many threads out while nobody waits; 0: they do so no more."""
-    if _native is not None:
-        _native.share(num_threads)
+def sharing(num_threads: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function whose replays leave out one of so many threads while nobody waits; 0: they leave out none."""
+    if not num_threads or _native is None:
+        return function(*args, **kwargs)
+    _native.share(num_threads)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _native.share(0)

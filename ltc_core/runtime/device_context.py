@@ -533,15 +533,14 @@ class DeviceContext:
         self, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta]
     ) -> list[Value]:
         """Copy CPU tensors to the device, each with the dtype and the strides of its meta."""
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        num_bytes = sum(meta.nbytes for meta in metas)
         with one_thread() if num_bytes < _LONG_COPY_BYTES else nullcontext():
-            return self._upload_all(tensors, metas)
+            return self._upload_all(tensors, metas, num_bytes)
 
     def _upload_all(
-        self, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta]
+        self, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta], num_bytes: int
     ) -> list[Value]:
         tensors = [meta.laid_out(t) for t, meta in zip(tensors, metas, strict=True)]
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
         with slices.watched("upload", "transfers") as seen, metrics.timer("TransferToDeviceTime"):
             if seen is not None:
                 line = source.user_line()

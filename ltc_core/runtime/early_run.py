@@ -278,11 +278,7 @@ class _Follower(Job):
         compiled = self._compiled
         with slices.watched("run early") as seen:
             shorten(-1)
-            core_sharing.share(self._num_shared)
-            try:
-                took_ns = self.native.follow(self.begun)
-            finally:
-                core_sharing.share(0)
+            took_ns = core_sharing.sharing(self._num_shared, self.native.follow, self.begun)
             if seen is not None:
                 seen.note(compiled.described(), computed_us=took_ns // 1000)
         cost_ns, elapsed_ns = compiled.begun_ns

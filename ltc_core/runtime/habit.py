@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ltc_core.graph.ir import Node
 from ltc_core.record.step import Step
+from ltc_core.runtime.lasting import Lasting
 
 __all__ = ["Choice", "Context", "Habit"]
 
@@ -24,9 +25,6 @@ _BLOCK = 5  # steps that are measured one way, the first of which does not count
 _NUM_BLOCKS = 4  # early, whole, early, whole
 _CLEAR = 1.1  # factor by which the other way was quicker than each of
 _CLEAR_STEPS = 3  # steps in a row: then the rest need not be measured
-# Steps until it is measured again: at first few, since something else may have used the cores meanwhile; four times as
-# many each time that the same way is quicker.
-_FIRST_LASTS, _LASTS = 150, 2000
 
 
 class Choice:
@@ -38,8 +36,7 @@ class Choice:
     """
 
     def __init__(self) -> None:
-        self._lasts = _FIRST_LASTS
-        self._was_early: bool | None = None  # at the last measurement
+        self._lasting = Lasting()
         self._begin()
 
     def _begin(self) -> None:
@@ -50,7 +47,8 @@ class Choice:
     def rest(self) -> None:
         """Steps are whole for a while: what runs early is of no use."""
         self.is_early, self.is_known = False, True
-        self._count, self._lasts = _BLOCK * _NUM_BLOCKS, _LASTS
+        self._count = _BLOCK * _NUM_BLOCKS
+        self._lasting.rest()
 
     def put_off(self) -> None:
         """A step tells nothing about later ones: what is being measured begins anew."""
@@ -62,7 +60,7 @@ class Choice:
         self._count += 1
         measured = _BLOCK * _NUM_BLOCKS
         if self._count > measured:
-            if self._count == measured + self._lasts:
+            if self._count == measured + self._lasting.steps:
                 self._begin()
             return None
         if self._count % _BLOCK != 1:
@@ -80,8 +78,7 @@ class Choice:
     def _end(self, is_early: bool) -> None:
         """It has been measured which way is quicker."""
         self.is_early, self.is_known = is_early, True
-        self._lasts = min(4 * self._lasts, _LASTS) if is_early is self._was_early else _FIRST_LASTS
-        self._was_early = is_early
+        self._lasting.note(is_early)
 
     def _is_clear(self) -> bool:
         """Whether the way that is measured is much slower than the other one."""

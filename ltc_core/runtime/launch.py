@@ -198,7 +198,7 @@ class Launch(Job):
         _use_threads(self._num_threads)
         started_cpu = time.thread_time_ns()
         try:
-            self._advance(self._steps)
+            core_sharing.sharing(self._num_threads if self._shares else 0, next, self._steps)
         except StopIteration as end:
             self._finish(end.value, time.thread_time_ns() - started_cpu)
         except BaseException as failure:
@@ -208,16 +208,6 @@ class Launch(Job):
             return False
         self._steps = None
         return True
-
-    def _advance(self, steps: Generator[None, None, list[Any]]) -> None:
-        if not self._shares:
-            next(steps)
-            return
-        core_sharing.share(self._num_threads)
-        try:
-            next(steps)
-        finally:
-            core_sharing.share(0)
 
     # -- its ends ------------------------------------------------------------------------------
 

@@ -23,14 +23,12 @@ from collections import deque
 
 from ltc_core.executors.openmp import can_spin_briefly
 from ltc_core.executors.processor import num_cores
+from ltc_core.runtime.lasting import Lasting
 
 __all__ = ["Placement", "Places"]
 
 _UNSETTLED = 2  # launches after a change that are not measured, since the queue empties or fills
 _MEASURED = 7
-# Launches until it is measured again: at first few, since something else may have used the cores meanwhile; four times
-# as many each time that the same placement is the fastest.
-_FIRST_LASTS, _LASTS = 150, 2000
 _SLOWER = 2.0  # factor by which steps must have become slower to measure again before
 _SLOW_FOR = 3  # times seven steps
 _HOPELESS = 3.0  # factor by which steps must be slower than other ones to end measuring early
@@ -71,16 +69,15 @@ class Places:
     """
 
     __slots__ = (
-        "_before", "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasts", "_lost_cores", "_may_overlap",
-        "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen",
+        "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasting", "_lost_cores", "_may_overlap", "_medians",
+        "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen",
         "sample_ns",
     )  # fmt: skip
 
     def __init__(self, may_overlap: bool) -> None:
         self._may_overlap = may_overlap
         self._last_ns = self._last_cpu_ns = 0
-        self._before: Placement | None = None  # the fastest one of the last measurement
-        self._lasts = _FIRST_LASTS
+        self._lasting = Lasting()
         self.begin()
 
     def begin(self) -> None:
@@ -163,15 +160,14 @@ class Places:
         if not self.is_settled:
             self._note_recording(cpu_ns, cost_ns)
         if self.is_settled:
-            if (count >= self._lasts and may_begin) or self._has_slowed():
+            if (count >= self._lasting.steps and may_begin) or self._has_slowed():
                 self.begin()
         elif len(self._samples) == _MEASURED or self._is_hopeless(limit_ns):
             if given is None:
                 self._end_placement(num_threads, cost_ns, may_spare)
                 self.chosen = self._place
             else:
-                self._place = given
-                self._end(self._step_ns())
+                self._end(given, self._step_ns())
                 self._forget()
         return self.chosen
 
@@ -241,15 +237,13 @@ class Places:
         for place in (Placement.SPARING, Placement.HERE):
             if place in found and found[place] < _GAIN * found[best]:
                 best = place
-        self._place = best
-        self._end(found[best])
+        self._end(best, found[best])
         return best
 
-    def _end(self, best_ns: float) -> None:
-        """It has been measured: `_place` is the fastest one."""
-        self.best_ns = best_ns
-        self._lasts = min(4 * self._lasts, _LASTS) if self._place is self._before else _FIRST_LASTS
-        self._before = self._place
+    def _end(self, best: Placement, best_ns: float) -> None:
+        """It has been measured which one is the fastest."""
+        self._place, self.best_ns = best, best_ns
+        self._lasting.note(best)
 
     def _overlaps(self, num_threads: int) -> bool:
         """Whether steps in the worker were far quicker than recording and running in turn would be.

@@ -96,6 +96,5 @@ def test_threads_are_set_only_where_the_calling_thread_keeps_them_for_itself(
 
 def test_a_thread_that_shares_has_its_threads_again_afterwards() -> None:
     before = torch.get_num_threads()
-    core_sharing.share(before)
-    core_sharing.share(0)
+    core_sharing.sharing(before, torch.get_num_threads)
     assert torch.get_num_threads() == before

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ltc_core.program.program import StepTimes, Tier
-from ltc_core.runtime import placement
+from ltc_core.runtime import lasting, placement
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.run_policy import RunPolicy
@@ -16,7 +16,7 @@ WORKER, YIELDING, SPARING, HERE = Placement
 @pytest.fixture(autouse=True)
 def lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured lasts for as long as most of these loops."""
-    monkeypatch.setattr(placement, "_FIRST_LASTS", 100)
+    monkeypatch.setattr(lasting, "_FIRST_STEPS", 100)
 
 
 def test_a_program_is_small_when_its_ops_are_short() -> None:
@@ -454,8 +454,8 @@ def test_what_was_measured_once_is_soon_measured_again_and_what_stays_true_ever_
 def test_compiled_code_and_replay_are_not_placed_anew_while_they_are_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("_FIRST_LASTS", "_LASTS"):
-        monkeypatch.setattr(placement, name, 12)
+    for name in ("_FIRST_STEPS", "_MOST_STEPS"):
+        monkeypatch.setattr(lasting, name, 12)
     loop = Loop(8, 10, sparing_ns=10)
     loop.steps(60)
     loop.program.build()

@@ -4,8 +4,6 @@
 // parallel loop waits for it. So a run that shares computes with one thread less while a step is recorded, and with all
 // while somebody waits for a program. Looked at before each instruction; see `executors/core_sharing.py`.
 #pragma once
-#include <ATen/Parallel.h>
-
 #include <atomic>
 
 namespace ltc {
