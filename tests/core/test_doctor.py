@@ -1,6 +1,7 @@
 """The report of `python -m ltc_core.doctor`: what it says of a machine that is well, and of one that is not."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,11 @@ def test_a_machine_that_is_well() -> None:
         "_ltc_record",
         "loaded in",
         "LTC_BUCKET_MB=16",
-        "by 0e+00",
     ):
         assert words in done.stdout
+    # Eager PyTorch's own losses differ in the last bits in one of 150 new processes on a busy machine.
+    difference = re.search(r"losses differ from eager's by (\S+) relative", done.stdout)
+    assert difference and float(difference[1]) < 1e-5
     assert done.stdout.endswith("\nno problems\n") and done.stderr == ""
 
 
