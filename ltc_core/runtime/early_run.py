@@ -26,7 +26,7 @@ from ltc_core.executors import core_sharing
 from ltc_core.executors.openmp import release_team, use_threads
 from ltc_core.executors.processor import num_cores
 from ltc_core.record.trace import Trace
-from ltc_core.runtime.habit import Choice, Context
+from ltc_core.runtime.habit import Context
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.reads import Seen
 from ltc_core.runtime.switch_interval import shorten
@@ -196,12 +196,14 @@ class EarlyRuns:
         """Note how the step ended that was expected to end in a program."""
         habit = expected.habit
         assert habit.choice is not None
-        if step is expected:
-            habit.misses = 0
+        # One of other sizes is a step of the same kind: what ran early in vain is part of what this way costs.
+        if step is not None and step.family is expected.family:
             if self._is_disturbed():
                 habit.choice.put_off()
             else:
                 habit.choice.note(took_ns)
+        if step is expected:
+            habit.misses = 0
         elif habit.choice.is_early:
             habit.misses += 1
             if habit.misses == _MISSES:
@@ -223,7 +225,7 @@ class EarlyRuns:
     def _expect(self, step: CompiledGraph) -> None:
         habit = step.habit
         if habit.choice is None:
-            habit.choice = Choice()
+            habit.choice = step.family.early_choice()
             assert step.path is not None
             habit.know_path(self._trace.path(step.path), step.graph.nodes)
         self._expected = step

@@ -26,6 +26,7 @@ from ltc_core.program.program import Program
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Step, Trace
 from ltc_core.report import recording
+from ltc_core.runtime.family import Families, Family
 from ltc_core.runtime.habit import Habit
 from ltc_core.runtime.run_policy import RunPolicy
 from ltc_core.settings import settings
@@ -51,6 +52,7 @@ class CompiledGraph:
         "begun_ns",
         "cause",
         "facts",
+        "family",
         "graph",
         "habit",
         "lines",
@@ -74,6 +76,7 @@ class CompiledGraph:
         input_slots: tuple[int, ...],
         outputs: tuple[tuple[int, int], ...],
         recorded: dict[str, int],
+        family: Family,
         known_cut: Any = None,
     ) -> None:
         self.graph = graph
@@ -83,7 +86,8 @@ class CompiledGraph:
         self.outputs = outputs
         self.recorded = recorded
         self.known_cut = known_cut
-        self.policy = RunPolicy(len(graph.nodes))
+        self.family = family
+        self.policy = RunPolicy(len(graph.nodes), family)
         self.path: Step | None = None
         self.key: Any = None
         self.cause: Cause | None = None
@@ -140,6 +144,7 @@ class ProgramCache:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self._known = KnownGraphs()
+        self._families = Families()
         self._recent: OrderedDict[int, CompiledGraph] = OrderedDict()
 
     def compile(
@@ -205,7 +210,8 @@ class ProgramCache:
                 outputs, is_donated, slots, results, program.peak_bytes, graph.dynamic
             )
         recorded = count_ops([step.node for step in path if step.node is not None])
-        return CompiledGraph(graph, program, slots, results, recorded, known_cut)
+        family = self._families.of(graph)
+        return CompiledGraph(graph, program, slots, results, recorded, family, known_cut)
 
     def _stores_as_recorded(self, graph: Graph) -> bool:
         """Whether the device stores the outputs in as many bytes as their metas say."""

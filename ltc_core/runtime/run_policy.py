@@ -8,6 +8,7 @@ One for each program, made by `program_cache`, asked by `device_context`.
 from __future__ import annotations
 
 from ltc_core.program.program import Program, Tier
+from ltc_core.runtime.family import Family
 from ltc_core.runtime.placement import Placement, Places
 from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.tier_choice import TierChoice
@@ -20,20 +21,19 @@ class RunPolicy:
 
     Args:
         size: its ops.
+        family: programs that share its measurements of places.
 
     Attributes:
         cost: what its runs cost.
     """
 
-    __slots__ = ("_choices", "_latest", "_places", "_replay", "cost")
+    __slots__ = ("_choices", "_family", "_latest", "cost")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, family: Family) -> None:
         self.cost = RunCost(size)
-        self._places: dict[tuple[bool, Tier], Places] = {}
+        self._family = family
         self._choices: dict[bool, TierChoice] = {}
         self._latest: Places | None = None  # that of the last launch
-        # Those of replay, by whether steps are waited for.
-        self._replay: list[Places | None] = [None, None]
 
     @property
     def is_here(self) -> bool:
@@ -59,13 +59,13 @@ class RunPolicy:
 
         In the worker it may have begun before it is cut. Where that was measured, it decides.
         """
-        measured = self._replay[True] if is_awaited else None
+        measured = self._family.replay[True] if is_awaited else None
         if measured is not None and measured.is_settled and measured.best is not Placement.HERE:
             return False
         return self.cost.is_quicker_here(is_awaited)
 
     def _is_settled_here(self, is_waited: bool) -> bool:
-        places = self._replay[is_waited]
+        places = self._family.replay[is_waited]
         return places is not None and places.is_settled and places.best is Placement.HERE
 
     def note_run(self, cost_ns: int, elapsed_ns: int) -> None:
@@ -98,7 +98,7 @@ class RunPolicy:
             is_disturbed: whether something uses the cores for a while, so that nothing is measured.
         """
         tier = program.tier
-        places = self._places_of(is_waited, tier)
+        places = self._family.places_of(is_waited, tier)
         if places is not self._latest:
             if self._latest is not None:
                 self._latest.pause()
@@ -132,17 +132,8 @@ class RunPolicy:
 
     def _best_ns(self) -> float:
         """Duration of the quickest steps that were measured."""
-        known = (places.best_ns for places in self._places.values() if places.is_settled)
+        known = (places.best_ns for places in self._family.places.values() if places.is_settled)
         return min(known, default=float("inf"))
-
-    def _places_of(self, is_waited: bool, tier: Tier) -> Places:
-        key = is_waited, tier
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = Places(may_overlap=not is_waited)
-            if tier is Tier.REPLAY:
-                self._replay[is_waited] = found
-        return found
 
     def _choose_tier(
         self,
@@ -160,7 +151,7 @@ class RunPolicy:
             elif is_disturbed:
                 return choice.put_off(program)
             else:
-                choice.note(tier, places, self._places_of(is_waited, Tier.REPLAY))
+                choice.note(tier, places, self._family.places_of(is_waited, Tier.REPLAY))
             if choice.times is not None:
                 program.note_steps(is_waited, choice.times)
                 choice.times = None

@@ -19,6 +19,7 @@ from ltc_core import errors, metrics
 from ltc_core.executors.reference import replay
 from ltc_core.runtime import early_run, habit
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.family import Families
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.run_policy import RunPolicy
@@ -45,6 +46,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     device = context(0)
     device.wait()
     device._follow_steps()
+    monkeypatch.setattr(device.compiler, "_families", Families())  # nothing was measured yet
     with settings.override(
         streaming="auto", replay="always", steps="marked", dynamic_shapes="never"
     ):
@@ -59,8 +61,8 @@ def early() -> int:
     return metrics.counter_value("EarlyRun") or 0
 
 
-# What was measured of a step is known: each test has a width of its own. With most of them a difference of one rounding
-# in the first step becomes one of a hundredth in 60 steps; with the first one it does not.
+# A program that is known is not made anew: each test has a width of its own. With most of them a difference of one
+# rounding in the first step becomes one of a hundredth in 60 steps; with the first one it does not.
 _STABLE = 16
 widths = itertools.count(_STABLE + 1)
 

@@ -6,6 +6,7 @@ import pytest
 
 from ltc_core.program.program import StepTimes, Tier
 from ltc_core.runtime import lasting, placement
+from ltc_core.runtime.family import Family
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.run_policy import RunPolicy
@@ -94,7 +95,7 @@ class Loop:
     def __init__(
         self, here_ns: int, there_ns: int, sparing_ns: int = 1, run_ns: int = 0, elapsed_ns: int = 1
     ) -> None:
-        self.policy = RunPolicy(10)
+        self.policy = RunPolicy(10, Family())
         self.program = FakeProgram()
         self.may_choose = True
         self.is_waited = False
@@ -327,7 +328,7 @@ def test_runs_that_are_not_placed_are_not_kept() -> None:
     loop.steps(2)
     for _ in range(1000):
         loop.policy.note_run(1, 1)
-    assert all(len(places._runs) < 20 for places in loop.policy._places.values())
+    assert all(len(places._runs) < 20 for places in loop.policy._family.places.values())
 
 
 def test_places_are_not_measured_while_something_is_compiled() -> None:

@@ -1,0 +1,66 @@
+"""What programs of one structure share, whatever their sizes: the measurements that say where they run, and if early.
+
+A common size gets a graph of its own beside the one of many sizes, and where sizes depend on the data, as those of a
+mixture of experts, there are dozens. Each of them comes too seldom to be measured by itself: from one of its launches
+to the next many steps pass. Made by `program_cache`, used by `run_policy` and `early_run`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+
+from ltc_core.graph.ir import Graph, references
+from ltc_core.program.program import Tier
+from ltc_core.runtime.habit import Choice
+from ltc_core.runtime.placement import Places
+
+__all__ = ["Families", "Family"]
+
+
+class Family:
+    """The programs of one structure and about one size.
+
+    Attributes:
+        places: by the rhythm of steps, whether they are waited for, and the tier.
+        replay: those of replay, by the rhythm.
+        choice: whether they run early; None before one has.
+    """
+
+    __slots__ = ("__weakref__", "choice", "places", "replay")
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[bool, Tier], Places] = {}
+        self.replay: list[Places | None] = [None, None]
+        self.choice: Choice | None = None
+
+    def places_of(self, is_waited: bool, tier: Tier) -> Places:
+        key = is_waited, tier
+        found = self.places.get(key)
+        if found is None:
+            found = self.places[key] = Places(may_overlap=not is_waited)
+            if tier is Tier.REPLAY:
+                self.replay[is_waited] = found
+        return found
+
+    def early_choice(self) -> Choice:
+        if self.choice is None:
+            self.choice = Choice()
+        return self.choice
+
+
+class Families:
+    """Those of the programs of one device."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[Hashable, Family] = weakref.WeakValueDictionary()
+
+    def of(self, graph: Graph) -> Family:
+        """That of a graph. Programs of half the size, and of twice, have another one. Cost: 0.2 us a node."""
+        size = sum(meta.nbytes for node in graph.nodes for meta in node.outs if meta is not None)
+        ops = tuple((node.op, references(node)) for node in graph.nodes)
+        key = hash((ops, graph.outputs)), size.bit_length()
+        family = self._known.get(key)
+        if family is None:
+            family = self._known[key] = Family()
+        return family
