@@ -173,7 +173,7 @@ class EarlyRuns:
         is_one_step = len(seen.cuts) <= _MOST_CUTS
         first, last = (seen.cuts[0], seen.cuts[-1]) if is_one_step else (None, None)
         if self._expected is not None:
-            self._judge(self._expected, first, seen.took_ns)
+            self._judge(self._expected, first, seen.now_ns)
         if self._last is not None and first is not None:
             self._last.habit.note_next(first, self._context)
         self._note_context(last)
@@ -192,7 +192,7 @@ class EarlyRuns:
         else:
             self._context = Context(0 if self._last is None else id(self._last), 1)
 
-    def _judge(self, expected: CompiledGraph, step: CompiledGraph | None, took_ns: int) -> None:
+    def _judge(self, expected: CompiledGraph, step: CompiledGraph | None, now_ns: int) -> None:
         """Note how the step ended that was expected to end in a program."""
         habit = expected.habit
         assert habit.choice is not None
@@ -201,7 +201,7 @@ class EarlyRuns:
             if self._is_disturbed():
                 habit.choice.put_off()
             else:
-                habit.choice.note(took_ns)
+                habit.choice.note(now_ns)
         if step is expected:
             habit.misses = 0
         elif habit.choice.is_early:

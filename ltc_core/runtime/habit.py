@@ -22,13 +22,16 @@ _MOST_CONTEXTS = 64
 _MOST_IN_A_ROW = 32
 _GAIN = 0.97  # factor by which steps must be quicker with it
 _BLOCK = 5  # steps that are measured one way, the first of which does not count
-_NUM_BLOCKS = 4  # early, whole, early, whole
-_CLEAR = 1.1  # factor by which the other way was quicker than each of
-_CLEAR_STEPS = 3  # steps in a row: then the rest need not be measured
+_NUM_BLOCKS = 4  # whole, early, whole, early
+_CLEAR = 1.1  # factor by which whole steps were quicker than each of
+_CLEAR_STEPS = 3  # early ones in a row: then the rest need not be measured
 
 
 class Choice:
-    """Which way steps that end in one program are quicker: measured in blocks of steps.
+    """Which way steps that end in one program are quicker: measured in blocks of steps that take turns.
+
+    Whole steps cost what eager's do, or little more, on any machine. So steps run early only if they were quicker in
+    each turn: one burst of other work does not decide.
 
     Attributes:
         is_early: whether the next one is to run early.
@@ -37,17 +40,20 @@ class Choice:
 
     def __init__(self) -> None:
         self._lasting = Lasting()
+        self._ended_ns = 0  # the last step; none before the first one, which does not count
         self._begin()
 
     def _begin(self) -> None:
-        self.is_early, self.is_known = True, False
+        self.is_early = self.is_known = False
         self._count = 0
-        self._samples: dict[bool, list[int]] = {True: [], False: []}
+        self._samples: list[int] = []  # of this block
+        self._whole_ns = 0.0  # of the whole block before
+        self._wins = 0  # turns in which early steps were quicker
 
     def rest(self) -> None:
         """Steps are whole for a while: what runs early is of no use."""
         self.is_early, self.is_known = False, True
-        self._count = _BLOCK * _NUM_BLOCKS
+        self._count = 0
         self._lasting.rest()
 
     def put_off(self) -> None:
@@ -55,37 +61,46 @@ class Choice:
         if not self.is_known:
             self._begin()
 
-    def note(self, took_ns: int) -> None:
-        """A step took so long, from read to read."""
+    def note(self, now_ns: int) -> None:
+        """A step has ended in a read.
+
+        It began where the last one of these ended: what runs early takes the cores from what comes before it, too.
+        """
+        took_ns, self._ended_ns = now_ns - self._ended_ns, now_ns
         self._count += 1
-        measured = _BLOCK * _NUM_BLOCKS
-        if self._count > measured:
-            if self._count == measured + self._lasting.steps:
+        if self.is_known:
+            if self._count == self._lasting.steps:
                 self._begin()
-            return None
+            return
         if self._count % _BLOCK != 1:
-            self._samples[self.is_early].append(took_ns)
-        if self._is_clear():
-            self._count = measured
-            return self._end(not self.is_early)
-        if self._count % _BLOCK == 0:
-            self.is_early = not self.is_early
-        if self._count == measured:
-            early, whole = (statistics.median(self._samples[way]) for way in (True, False))
-            self._end(early < _GAIN * whole)
-        return None
+            self._samples.append(took_ns)
+        if self.is_early and self._is_clearly_slower():
+            self._end(is_early=False)
+        elif self._count % _BLOCK == 0:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        median_ns = statistics.median(self._samples)
+        self._samples.clear()
+        if self.is_early:
+            self._wins += median_ns < _GAIN * self._whole_ns
+        else:
+            self._whole_ns = median_ns
+        self.is_early = not self.is_early
+        if self._count == _BLOCK * _NUM_BLOCKS:
+            self._end(is_early=self._wins == _NUM_BLOCKS // 2)
 
     def _end(self, is_early: bool) -> None:
         """It has been measured which way is quicker."""
         self.is_early, self.is_known = is_early, True
+        self._count = 0
+        self._samples.clear()
         self._lasting.note(is_early)
 
-    def _is_clear(self) -> bool:
-        """Whether the way that is measured is much slower than the other one."""
-        other, last = self._samples[not self.is_early], self._samples[self.is_early]
-        if not other or len(last) < _CLEAR_STEPS:
-            return False
-        return min(last[-_CLEAR_STEPS:]) > _CLEAR * statistics.median(other)
+    def _is_clearly_slower(self) -> bool:
+        """Whether the last early steps were much slower than whole ones."""
+        last = self._samples[-_CLEAR_STEPS:]
+        return len(last) == _CLEAR_STEPS and min(last) > _CLEAR * self._whole_ns
 
 
 class Context(NamedTuple):

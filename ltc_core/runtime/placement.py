@@ -9,8 +9,9 @@ processes use the cores, threads that wait must give them up (see `openmp`). On 
 round, so `Places` measures, and measures again when steps become slow.
 
 It begins in the worker. Where that is far quicker than recording and running one after the other would be, the thread
-that cuts is not tried: nine such steps are what a user sees first. Steps that are waited for overlap with nothing, and
-with a thread on each core it is not known what running in turn would take: there it is tried always.
+that cuts is not tried: nine such steps are what a user sees first. With a thread on each core it is not known what
+running in turn would take: there it is tried always. Steps that are waited for overlap with nothing: they begin in the
+thread that cuts, and are handed to the worker to see whether the script gains by what runs on after its read.
 One for each program, tier and rhythm of steps, made by `run_policy`.
 """
 
@@ -31,7 +32,7 @@ _UNSETTLED = 2  # launches after a change that are not measured, since the queue
 _MEASURED = 7
 _SLOWER = 2.0  # factor by which steps must have become slower to measure again before
 _SLOW_FOR = 3  # times seven steps
-_HOPELESS = 3.0  # factor by which steps must be slower than other ones to end measuring early
+_HOPELESS = 2.0  # factor by which steps must be slower than other ones to end measuring early
 _BUSY = 1  # times that a step must have lost a core to another thread, where cores are busy
 # Factor by which another placement must be faster than the worker, where a step costs the caller nothing.
 _GAIN = 0.97
@@ -218,6 +219,8 @@ class Places:
     def _next(self, num_threads: int, cost_ns: float, may_spare: bool) -> Placement:
         """The next placement to measure, or the best one after all are measured."""
         found = self._medians
+        if not self._may_overlap and Placement.HERE not in found:
+            return Placement.HERE
         if Placement.WORKER not in found:
             return Placement.WORKER
         if Placement.HERE not in found and not self._overlaps(num_threads):

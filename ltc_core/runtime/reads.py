@@ -27,6 +27,7 @@ class Seen(NamedTuple):
         took_ns: from read to read.
         recorded_ns, num_values: of the first cut: how long it was recorded, and its values.
         is_new: whether another thread read before: the time does not count.
+        now_ns: the time.
     """
 
     cuts: list[CompiledGraph]
@@ -34,6 +35,7 @@ class Seen(NamedTuple):
     recorded_ns: int
     num_values: int
     is_new: bool
+    now_ns: int
 
 
 class Reads:
@@ -110,4 +112,4 @@ class Reads:
         if not self._cuts:
             return None
         cuts, self._cuts = self._cuts, []
-        return Seen(cuts, took_ns, self._recorded_ns, self._num_values, is_new)
+        return Seen(cuts, took_ns, self._recorded_ns, self._num_values, is_new, now)
