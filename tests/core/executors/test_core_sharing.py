@@ -24,7 +24,7 @@ torch.set_num_threads(2)
 core_sharing.num_cores = lambda: 2
 RunCost.is_small = False  # the worker runs each step
 RunCost.is_quicker_here = lambda cost, is_awaited: False
-placement._MEASURED = 1000
+placement.Places._next = lambda *args: placement.Placement.WORKER
 found, noted, waits = {}, threading.Event(), threading.Event()
 
 def begin_wait(begin=core_sharing.begin_wait):
@@ -79,6 +79,68 @@ def test_a_replay_has_a_thread_less_until_somebody_waits_for_it() -> None:
         assert counts() == (2, 2), found
         """,
         prelude=PRELUDE,
+        LTC_COMPILE="async",
+        LTC_COMPILE_AFTER="1000000",
+        LTC_REPLAY="always",
+    )
+    assert (out, err) == ("", "")
+
+
+# `order()`: what comes first, the end of an op that runs with all threads, or that a script goes on which has waited.
+# The op ends when the script is about to go on, or when it has.
+ORDER = """
+events, begun, may_end = [], threading.Event(), threading.Event()
+
+@torch.library.custom_op("sharing::end", mutates_args=())
+def end(x: torch.Tensor) -> torch.Tensor:
+    begun.set()
+    assert may_end.wait(60)
+    events.append("op")
+    return x.clone()
+
+end.register_fake(lambda x: torch.empty_like(x))
+
+def order(script_is_first):
+    for _ in range(4):  # replayed from the second one on
+        for event in (waits, begun, may_end):
+            event.clear()
+        del events[:]
+        x = end(hold(torch.ones(3, device=device) + 1)) + 1
+        ltc.mark_step()
+        core_sharing.begin_wait()
+        assert begun.wait(60)
+        if not script_is_first:
+            may_end.set()
+        core_sharing.end_wait()
+        events.append("script")
+        may_end.set()
+        assert x.tolist() == [3.0] * 3
+    return events
+"""
+
+
+@pytest.mark.skipif(not openmp.addresses()[0], reason="PyTorch's OpenMP runtime is not libgomp")
+def test_who_has_waited_goes_on_when_there_is_a_core() -> None:
+    out, err = child.run(
+        """
+        core_sharing._MOST_WAIT_MS = 60_000
+        assert order(script_is_first=False) == ["op", "script"]
+        """,
+        prelude=PRELUDE + ORDER,
+        LTC_COMPILE="async",
+        LTC_COMPILE_AFTER="1000000",
+        LTC_REPLAY="always",
+    )
+    assert (out, err) == ("", "")
+
+
+@pytest.mark.skipif(not openmp.addresses()[0], reason="PyTorch's OpenMP runtime is not libgomp")
+def test_it_does_not_wait_for_an_op_that_blocks() -> None:
+    out, err = child.run(
+        """
+        assert order(script_is_first=True) == ["script", "op"]
+        """,
+        prelude=PRELUDE + ORDER,
         LTC_COMPILE="async",
         LTC_COMPILE_AFTER="1000000",
         LTC_REPLAY="always",

@@ -314,13 +314,16 @@ void read_address(PyObject* address, Function& function) {
 
 PyObject* py_set_team(PyObject*, PyObject* args) {
   PyObject *openmp, *mkl, *pause;
-  if (!PyArg_ParseTuple(args, "OOO:set_team", &openmp, &mkl, &pause))
+  long most_ms;
+  if (!PyArg_ParseTuple(args, "OOOl:set_team", &openmp, &mkl, &pause, &most_ms))
     return nullptr;
+  Team::most_wait = std::chrono::milliseconds(most_ms);
   read_address(openmp, Team::set_openmp);
   read_address(mkl, Team::set_mkl);
   read_address(pause, Team::pause);
   if (PyErr_Occurred())
     return nullptr;
+  pthread_atfork(nullptr, nullptr, Team::after_fork);
   Py_RETURN_NONE;
 }
 
@@ -333,23 +336,28 @@ PyObject* py_share(PyObject*, PyObject* count) {
 }
 
 PyObject* py_begin_wait(PyObject*, PyObject*) {
-  ++Team::num_waiting;
+  Team::begin_wait();
   Py_RETURN_NONE;
 }
 
 PyObject* py_end_wait(PyObject*, PyObject*) {
-  if (Team::num_waiting > 0) // else it began before this module was loaded
-    --Team::num_waiting;
+  Team::end_wait();
+  if (Team::is_crowded()) {
+    Py_BEGIN_ALLOW_THREADS
+    Team::await_core();
+    Py_END_ALLOW_THREADS
+  }
   Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
     {"set_team", py_set_team, METH_VARARGS,
-     "set_team(omp_set_num_threads, MKL_Set_Num_Threads_Local, omp_pause_resource_all): addresses; 0 where there is none."},
+     "set_team(omp_set_num_threads, MKL_Set_Num_Threads_Local, omp_pause_resource_all, most_ms): addresses; 0 where there\n"
+     "is none. How long `end_wait` may take."},
     {"share", py_share, METH_O,
      "share(count): this thread's runs compute with so many threads, one less while nobody waits; 0: as they are set."},
     {"begin_wait", py_begin_wait, METH_NOARGS, "begin_wait(): a thread waits for a program, and needs no core."},
-    {"end_wait", py_end_wait, METH_NOARGS, "end_wait(): it goes on."},
+    {"end_wait", py_end_wait, METH_NOARGS, "end_wait(): it goes on, once no run computes with all threads."},
     {"setup", py_setup, METH_VARARGS, "setup(Ref, Scalar, Write, facts): called once, before `program`."},
     {"number", py_number, METH_O, "number(tensor): the number of a tensor of one element; None where PyTorch has to be asked."},
     {"program", py_program, METH_VARARGS, 
