@@ -13,7 +13,7 @@ from ltc_core import metrics, native_extension, profiler, uninterrupted
 from ltc_core.api import c10d, closures, torch_compile, torch_export
 from ltc_core.debug import explain, frequent
 from ltc_core.device import module, register
-from ltc_core.executors import artifacts, host_memory, openmp, program_costs
+from ltc_core.executors import artifacts, core_sharing, host_memory, openmp, program_costs
 from ltc_core.executors.inductor import tier_report
 from ltc_core.executors.inductor.compiler import service
 from ltc_core.executors.reference import replay
@@ -111,6 +111,7 @@ def _register_fork_handlers() -> None:
         service.after_fork_in_child,
         closures.after_fork_in_child,
         openmp.after_fork_in_child,
+        core_sharing.after_fork_in_child,
         switch_interval.after_fork_in_child,
     ):
         os.register_at_fork(after_in_child=renew)

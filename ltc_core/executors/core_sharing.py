@@ -20,7 +20,7 @@ from ltc_core.executors import openmp
 from ltc_core.executors.processor import num_cores
 from ltc_core.settings import settings
 
-__all__ = ["begin_wait", "bind", "end_wait", "may_share", "sharing"]
+__all__ = ["after_fork_in_child", "begin_wait", "bind", "end_wait", "may_share", "sharing"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +32,7 @@ _native: Any = None  # the C++ part that runs programs, once it is loaded
 
 
 def bind(native: Any) -> None:
-    """Give the loaded C++ part the addresses of the functions of OpenMP and MKL that set threads."""
+    """Give the loaded C++ part the functions of OpenMP and MKL that set threads, and the longest wait for a core."""
     global _native
     native.set_team(*openmp.addresses(), _MOST_WAIT_MS)
     _native = native
@@ -48,6 +48,12 @@ def end_wait() -> None:
     """The calling thread goes on, once no run computes on its core. Cost: 0.1 us; 2 ms at most where one does."""
     if _native is not None:
         _native.end_wait()
+
+
+def after_fork_in_child() -> None:
+    """The threads that waited and the runs that computed are the parent's."""
+    if _native is not None:
+        _native.after_fork()
 
 
 def may_share(num_threads: int) -> bool:

@@ -225,7 +225,7 @@ class EarlyRuns:
     def _expect(self, step: CompiledGraph) -> None:
         habit = step.habit
         if habit.choice is None:
-            habit.choice = step.family.early_choice()
+            habit.choice = step.family.choice
             assert step.path is not None
             habit.know_path(self._trace.path(step.path), step.graph.nodes)
         self._expected = step

@@ -23,8 +23,8 @@ class Family:
 
     Attributes:
         places: by the rhythm of steps, whether they are waited for, and the tier.
-        replay: those of replay, by the rhythm.
-        choice: whether they run early; None before one has.
+        replay: those of replay, by the rhythm; None before a step of it.
+        choice: whether they run early.
     """
 
     __slots__ = ("__weakref__", "choice", "places", "replay")
@@ -32,7 +32,7 @@ class Family:
     def __init__(self) -> None:
         self.places: dict[tuple[bool, Tier], Places] = {}
         self.replay: list[Places | None] = [None, None]
-        self.choice: Choice | None = None
+        self.choice = Choice()
 
     def places_of(self, is_waited: bool, tier: Tier) -> Places:
         key = is_waited, tier
@@ -42,11 +42,6 @@ class Family:
             if tier is Tier.REPLAY:
                 self.replay[is_waited] = found
         return found
-
-    def early_choice(self) -> Choice:
-        if self.choice is None:
-            self.choice = Choice()
-        return self.choice
 
 
 class Families:

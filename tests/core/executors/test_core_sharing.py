@@ -8,6 +8,9 @@ from ltc_core.executors.reference import replay
 from tests.core import child
 
 pytestmark = pytest.mark.skipif(replay.extension.load() is None, reason="no C++ compiler")
+of_libgomp = pytest.mark.skipif(
+    not openmp.addresses()[0], reason="PyTorch's OpenMP runtime is not libgomp"
+)
 
 # `counts()`: threads that the ops of one step have, while the script does something else and while it waits for them.
 PRELUDE = """
@@ -63,9 +66,15 @@ def counts():
 """
 
 
-@pytest.mark.skipif(not openmp.addresses()[0], reason="PyTorch's OpenMP runtime is not libgomp")
+def check(code: str, prelude: str = PRELUDE) -> None:
+    """Run code in a process of its own, whose programs stay with replay."""
+    env = {"LTC_COMPILE": "async", "LTC_COMPILE_AFTER": "1000000", "LTC_REPLAY": "always"}
+    assert child.run(code, prelude=prelude, **env) == ("", "")
+
+
+@of_libgomp
 def test_a_replay_has_a_thread_less_until_somebody_waits_for_it() -> None:
-    out, err = child.run(
+    check(
         """
         assert counts() == (1, 2), found
         core_sharing.end_wait()  # of a wait that began before the C++ part was there
@@ -78,12 +87,7 @@ def test_a_replay_has_a_thread_less_until_somebody_waits_for_it() -> None:
         core_sharing.num_cores = lambda: 3
         assert counts() == (2, 2), found
         """,
-        prelude=PRELUDE,
-        LTC_COMPILE="async",
-        LTC_COMPILE_AFTER="1000000",
-        LTC_REPLAY="always",
     )
-    assert (out, err) == ("", "")
 
 
 # `order()`: what comes first, the end of an op that runs with all threads, or that a script goes on which has waited.
@@ -119,33 +123,25 @@ def order(script_is_first):
 """
 
 
-@pytest.mark.skipif(not openmp.addresses()[0], reason="PyTorch's OpenMP runtime is not libgomp")
+@of_libgomp
 def test_who_has_waited_goes_on_when_there_is_a_core() -> None:
-    out, err = child.run(
+    check(
         """
         core_sharing._MOST_WAIT_MS = 60_000
         assert order(script_is_first=False) == ["op", "script"]
         """,
-        prelude=PRELUDE + ORDER,
-        LTC_COMPILE="async",
-        LTC_COMPILE_AFTER="1000000",
-        LTC_REPLAY="always",
+        PRELUDE + ORDER,
     )
-    assert (out, err) == ("", "")
 
 
-@pytest.mark.skipif(not openmp.addresses()[0], reason="PyTorch's OpenMP runtime is not libgomp")
+@of_libgomp
 def test_it_does_not_wait_for_an_op_that_blocks() -> None:
-    out, err = child.run(
+    check(
         """
         assert order(script_is_first=True) == ["script", "op"]
         """,
-        prelude=PRELUDE + ORDER,
-        LTC_COMPILE="async",
-        LTC_COMPILE_AFTER="1000000",
-        LTC_REPLAY="always",
+        PRELUDE + ORDER,
     )
-    assert (out, err) == ("", "")
 
 
 def test_threads_are_set_only_where_the_calling_thread_keeps_them_for_itself(

@@ -323,7 +323,11 @@ PyObject* py_set_team(PyObject*, PyObject* args) {
   read_address(pause, Team::pause);
   if (PyErr_Occurred())
     return nullptr;
-  pthread_atfork(nullptr, nullptr, Team::after_fork);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_after_fork(PyObject*, PyObject*) {
+  Team::after_fork();
   Py_RETURN_NONE;
 }
 
@@ -354,6 +358,7 @@ PyMethodDef methods[] = {
     {"set_team", py_set_team, METH_VARARGS,
      "set_team(omp_set_num_threads, MKL_Set_Num_Threads_Local, omp_pause_resource_all, most_ms): addresses; 0 where there\n"
      "is none. How long `end_wait` may take."},
+    {"after_fork", py_after_fork, METH_NOARGS, "after_fork(): in a forked child, no thread waits and no run computes."},
     {"share", py_share, METH_O,
      "share(count): this thread's runs compute with so many threads, one less while nobody waits; 0: as they are set."},
     {"begin_wait", py_begin_wait, METH_NOARGS, "begin_wait(): a thread waits for a program, and needs no core."},

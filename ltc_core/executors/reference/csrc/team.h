@@ -7,8 +7,6 @@
 // Who has waited goes on once no run computes with all threads: it would take the core of one of them in the middle of an
 // instruction, and the others would spin until the kernel moves it to another core (4 to 15 ms of a step of 13).
 #pragma once
-#include <pthread.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
