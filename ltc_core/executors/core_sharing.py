@@ -3,7 +3,8 @@
 Where programs have a thread on each core, recording has none of its own. One of the threads waits for it, and the
 others for that one, in each parallel loop (a small T5 on two cores: 30 ms a step; 22 where recording and running take
 turns, 11 where they share). So a replay that shares computes with one thread less, and with all of them while a
-thread of the process waits for a program (`reference/csrc/team.h`). How many threads an op gets is a matter of time
+thread of the process waits for a program (`reference/csrc/team.h`); or it has one thread less all the time, if
+`runtime.placement` finds that quicker. How many threads an op gets is a matter of time
 then, and some ops round by it: nothing is shared where each run of the script is to round alike.
 
 `runtime.worker` says who waits; `sharing` calls what runs in the worker.
@@ -57,10 +58,10 @@ def after_fork_in_child() -> None:
 
 
 def may_share(num_threads: int) -> bool:
-    """Whether a replay with so many threads should leave a core to recording, and may round by the time. Cost: 2 us."""
+    """Whether a program with so many threads should leave a core to recording, and may round by time. Cost: 2 us."""
     if settings.compile != "async" or torch.are_deterministic_algorithms_enabled():
         return False
-    return _native is not None and num_threads >= num_cores() > 1
+    return num_threads >= num_cores() > 1
 
 
 def sharing(num_threads: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

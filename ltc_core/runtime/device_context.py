@@ -262,7 +262,9 @@ class DeviceContext:
         """
         programs = self.trace.cursor.programs or {}
         return any(
-            compiled.policy.is_here or (is_awaited and compiled.policy.is_quicker_here(True))
+            compiled.policy.is_here
+            or (is_awaited and compiled.policy.is_quicker_here(True))
+            or self.early.is_measured(compiled)
             for compiled in programs.copy().values()
         )
 
@@ -299,16 +301,14 @@ class DeviceContext:
             seen.note(compiled.described(), step=self._num_steps, reason=reason)
         goes_on = reason == "Streaming"
         self.reads.after_cut(compiled)
-        has_begun = self.early.after_cut(compiled)
-        is_measured = self.early.is_measured(compiled)
-        if has_begun and not is_measured:
-            self.launcher.choose(
-                compiled, torch.get_num_threads(), self.reads.is_waited, Placement.WORKER
-            )
-        given = Placement.WORKER if goes_on or has_begun else None
-        if is_measured and not has_begun:
+        given = self.early.after_cut(compiled)
+        if self.early.is_measured(compiled):
             # A whole step that is waited for overlaps with nothing in the worker.
-            given = Placement.HERE
+            given = given or Placement.HERE
+        elif given is not None:
+            self.launcher.choose(compiled, torch.get_num_threads(), self.reads.is_waited, given)
+        elif goes_on:
+            given = Placement.WORKER
         if seen is not None:
             self._note_counters()
         job = self.launcher.launch(

@@ -27,6 +27,7 @@ from ltc_core.executors.openmp import release_team, use_threads
 from ltc_core.executors.processor import num_cores
 from ltc_core.record.trace import Trace
 from ltc_core.runtime.habit import Context
+from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.reads import Seen
 from ltc_core.runtime.switch_interval import shorten
@@ -126,7 +127,9 @@ class EarlyRuns:
         if compiled.program.native is None or not self._worker.start():
             return None
         release_team()
-        follower = _Follower(compiled, self._trace.epoch, self._size, due)
+        place = compiled.habit.choice.early if compiled.habit.choice else None
+        place = place or Placement.WORKER
+        follower = _Follower(compiled, place, self._trace.epoch, self._size, due)
         self._worker.submit(follower)
         self._follower, self._trace.give_more = follower, follower.begun.give
         return follower
@@ -155,16 +158,17 @@ class EarlyRuns:
         if self._follower is not None:
             self._follower.begun.due = 0
 
-    def after_cut(self, compiled: CompiledGraph) -> bool:
-        """A program is about to be launched. Whether it has begun to run: then the worker has to go on with it."""
-        if self._follower is None:
-            return False
-        if compiled is not self._expected or compiled.program.native is not self._follower.native:
+    def after_cut(self, compiled: CompiledGraph) -> Placement | None:
+        """A program is about to be launched. Where it has begun to run, and has to go on; None if it has not."""
+        follower = self._follower
+        if follower is None:
+            return None
+        if compiled is not self._expected or compiled.program.native is not follower.native:
             self._drop()
-            return False
+            return None
         self._end()
         metrics.count("EarlyRun")
-        return True
+        return follower.place
 
     def after_read(self, seen: Seen) -> None:
         """The script goes on with a value that it has read. Cost: 1 us."""
@@ -201,7 +205,10 @@ class EarlyRuns:
             if self._is_disturbed():
                 habit.choice.put_off()
             else:
-                habit.choice.note(now_ns)
+                is_open = not habit.choice.is_known
+                habit.choice.note(
+                    now_ns, is_open and core_sharing.may_share(torch.get_num_threads())
+                )
         if step is expected:
             habit.misses = 0
         elif habit.choice.is_early:
@@ -243,18 +250,24 @@ class _Follower(Job):
 
     Args:
         compiled: what becomes of the step.
+        place: with all threads, or with one less.
         epoch: of the trace.
         size: values of the trace after which more is given.
         due: count of them at which that begins.
     """
 
-    __slots__ = ("_compiled", "_num_shared", "_num_threads", "begun", "native")
+    __slots__ = ("_compiled", "_num_shared", "_num_threads", "begun", "native", "place")
 
-    def __init__(self, compiled: CompiledGraph, epoch: int, size: int, due: int) -> None:
+    def __init__(
+        self, compiled: CompiledGraph, place: Placement, epoch: int, size: int, due: int
+    ) -> None:
         super().__init__(self._follow)
         self._compiled = compiled
+        self.place = place
         self._num_threads = torch.get_num_threads()
         self._num_shared = self._num_threads if core_sharing.may_share(self._num_threads) else 0
+        if self._num_shared and place is Placement.SPARING:
+            self._num_threads, self._num_shared = self._num_threads - 1, 0
         native, habit = compiled.program.native, compiled.habit
         assert native is not None
         self.native: Any = native

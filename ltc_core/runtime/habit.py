@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ltc_core.graph.ir import Node
 from ltc_core.record.step import Step
 from ltc_core.runtime.lasting import Lasting
+from ltc_core.runtime.placement import Placement
 
 __all__ = ["Choice", "Context", "Habit"]
 
@@ -22,7 +23,7 @@ _MOST_CONTEXTS = 64
 _MOST_IN_A_ROW = 32
 _GAIN = 0.97  # factor by which steps must be quicker with it
 _BLOCK = 5  # steps that are measured one way, the first of which does not count
-_NUM_BLOCKS = 4  # whole, early, whole, early
+_NUM_TURNS = 2  # of whole steps and each way of running early
 _CLEAR = 1.1  # factor by which whole steps were quicker than each of
 _CLEAR_STEPS = 3  # early ones in a row: then the rest need not be measured
 
@@ -31,10 +32,11 @@ class Choice:
     """Which way steps that end in one program are quicker: measured in blocks of steps that take turns.
 
     Whole steps cost what eager's do, or little more, on any machine. So steps run early only if they were quicker in
-    each turn: one burst of other work does not decide.
+    each turn: one burst of other work does not decide. With a thread on each core there are two ways to run early, with
+    one thread less and with all while the script waits (see `placement`).
 
     Attributes:
-        is_early: whether the next one is to run early.
+        early: where the next one is to run early; None: it is to run whole.
         is_known: whether it has been measured.
     """
 
@@ -44,15 +46,25 @@ class Choice:
         self._begin()
 
     def _begin(self) -> None:
-        self.is_early = self.is_known = False
-        self._count = 0
+        self.early: Placement | None = None
+        self.is_known = False
+        self._count = 0  # steps of this block, or since it is known
         self._samples: list[int] = []  # of this block
-        self._whole_ns = 0.0  # of the whole block before
-        self._wins = 0  # turns in which early steps were quicker
+        self._num_turns = 0
+        self._whole_ns = 0.0  # of this turn
+        self._medians: dict[
+            Placement, float
+        ] = {}  # of ways that may be quicker, the sum of all turns
+        self._left: list[Placement] = []  # ways of this turn that are left to be measured
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the next step is to run early."""
+        return self.early is not None
 
     def rest(self) -> None:
         """Steps are whole for a while: what runs early is of no use."""
-        self.is_early, self.is_known = False, True
+        self.early, self.is_known = None, True
         self._count = 0
         self._lasting.rest()
 
@@ -61,10 +73,14 @@ class Choice:
         if not self.is_known:
             self._begin()
 
-    def note(self, now_ns: int) -> None:
+    def note(self, now_ns: int, may_spare: bool) -> None:
         """A step has ended in a read.
 
         It began where the last one of these ended: what runs early takes the cores from what comes before it, too.
+
+        Args:
+            now_ns: the time.
+            may_spare: whether the program has a thread on each core, and may round as with one less.
         """
         took_ns, self._ended_ns = now_ns - self._ended_ns, now_ns
         self._count += 1
@@ -72,30 +88,48 @@ class Choice:
             if self._count == self._lasting.steps:
                 self._begin()
             return
-        if self._count % _BLOCK != 1:
+        if self._count > 1:
             self._samples.append(took_ns)
-        if self.is_early and self._is_clearly_slower():
-            self._end(is_early=False)
-        elif self._count % _BLOCK == 0:
-            self._end_block()
+        if self.early is not None and self._is_clearly_slower():
+            del self._medians[self.early]
+            self._next()
+        elif self._count == _BLOCK:
+            self._end_block(may_spare)
 
-    def _end_block(self) -> None:
+    def _end_block(self, may_spare: bool) -> None:
         median_ns = statistics.median(self._samples)
-        self._samples.clear()
-        if self.is_early:
-            self._wins += median_ns < _GAIN * self._whole_ns
-        else:
+        if self.early is None:
             self._whole_ns = median_ns
-        self.is_early = not self.is_early
-        if self._count == _BLOCK * _NUM_BLOCKS:
-            self._end(is_early=self._wins == _NUM_BLOCKS // 2)
+            if not self._num_turns:
+                ways = (Placement.SPARING, Placement.WORKER) if may_spare else (Placement.WORKER,)
+                self._medians = dict.fromkeys(ways, 0.0)
+            self._left = list(self._medians)
+        elif median_ns < _GAIN * self._whole_ns:
+            self._medians[self.early] += median_ns
+        else:
+            del self._medians[self.early]
+        self._next()
 
-    def _end(self, is_early: bool) -> None:
-        """It has been measured which way is quicker."""
-        self.is_early, self.is_known = is_early, True
+    def _next(self) -> None:
+        """Begin the next block, or end."""
         self._count = 0
         self._samples.clear()
-        self._lasting.note(is_early)
+        if self._left:
+            self.early = self._left.pop(0)
+            return
+        self._num_turns += 1
+        if self._medians and self._num_turns < _NUM_TURNS:
+            self.early = None
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        """It has been measured which way is quicker."""
+        self.early, self.is_known = (
+            min(self._medians, key=self._medians.__getitem__, default=None),
+            True,
+        )
+        self._lasting.note(self.early)
 
     def _is_clearly_slower(self) -> bool:
         """Whether the last early steps were much slower than whole ones."""

@@ -9,6 +9,7 @@ __all__ = ["Lasting"]
 
 _FIRST_STEPS, _MOST_STEPS = 150, 2000
 _GROWTH = 4
+_NOTHING = object()
 
 
 class Lasting:
@@ -21,7 +22,7 @@ class Lasting:
     __slots__ = ("_found", "steps")
 
     def __init__(self) -> None:
-        self._found: object = None
+        self._found: object = _NOTHING
         self.steps = _FIRST_STEPS
 
     def note(self, found: object) -> None:

@@ -106,8 +106,13 @@ class Launcher:
         if placement is not Placement.HERE and not self._worker.start():
             metrics.count("WorkerNotStarted")  # slower, but no value is lost
             placement = Placement.HERE
-        if placement is Placement.SPARING:
+        is_replay = placement is not Placement.HERE and compiled.program.tier is Tier.REPLAY
+        shares = (is_replay or placement is Placement.SPARING) and core_sharing.may_share(
+            num_threads
+        )
+        if shares and placement is Placement.SPARING:
             num_threads -= 1
+            shares = False
         inputs = [cut.inputs[k][2] for k in compiled.input_slots]
         cut.inputs = []  # those that are donated die at their last use
         outputs = self._output_buffers(compiled, cut, inputs)
@@ -116,15 +121,8 @@ class Launcher:
             if native is not None:
                 self._run_in_cpp(compiled, native, cut, inputs, outputs)
                 return None
-        is_replay = placement is not Placement.HERE and compiled.program.tier is Tier.REPLAY
         launch = self._new_launch(
-            compiled,
-            inputs,
-            cut.scalars,
-            cut.sized,
-            outputs,
-            num_threads,
-            shares=is_replay and core_sharing.may_share(num_threads),
+            compiled, inputs, cut.scalars, cut.sized, outputs, num_threads, shares
         )
         if seen is not None:
             launch.arrow, launch.step = seen.send_arrow(), step
@@ -335,6 +333,7 @@ class Launcher:
             num_threads,
             is_waited,
             is_async,
+            core_sharing.may_share(num_threads),
             given,
             self._executor.is_compiling,
         )

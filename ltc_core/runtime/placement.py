@@ -2,17 +2,19 @@
 
 Program and recording share the cores. A program with a thread on each core can lose more time to recording than the
 overlap gains: each parallel loop waits for the core that records (ResNet-18 on two cores: 55 ms a
-step in the worker, 47 in the thread that cuts, 41 alone). A replay in the worker leaves a core to recording as long as
-that goes on (`executors.core_sharing`). Compiled code has one number of threads for a run; where recording takes as
-long as that, one less may be best (MLP: 4.9 ms in the thread that cuts, 3.9 with one thread in the worker). Where other
-processes use the cores, threads that wait must give them up (see `openmp`). On other machines it is the other way
-round, so `Places` measures, and measures again when steps become slow.
+step in the worker, 47 in the thread that cuts, 41 alone). With one thread less it leaves that core to recording, and
+little is lost where its ops are too small for many threads (on two cores, a ViT: 9.7 ms a step, 13.8 with both
+threads, eager 11.4; diffusion 6.2 and 8.5, eager 7.7). Large ones need all threads: a replay in the worker leaves out
+one until somebody waits for a program (`executors.core_sharing`; ResNet-18 in eager 62 ms a step, 50 so, 81 with one
+thread). Where other processes use the cores, threads that wait must give them up (see `openmp`). On other machines it
+is the other way round, so `Places` measures, and measures again when steps become slow.
 
-It begins in the worker. Where that is far quicker than recording and running one after the other would be, the thread
-that cuts is not tried: nine such steps are what a user sees first. With a thread on each core it is not known what
-running in turn would take: there it is tried always. Steps that are waited for overlap with nothing: they begin in the
-thread that cuts, and are handed to the worker to see whether the script gains by what runs on after its read.
-One for each program, tier and rhythm of steps, made by `run_policy`.
+It begins in the worker, with one thread less if it has a thread on each core and its ops are small. Where that is far
+quicker than recording and running one after the other would be, the thread that cuts is not tried: nine such steps are
+what a user sees first. With a thread on each core it is not known what running in turn would take: there it is tried
+always. Steps that are waited for overlap with nothing: they begin in the thread that cuts, and are handed to the worker
+to see whether the script gains by what runs on after its read. One for each program, tier and rhythm of steps, made by
+`run_policy`.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ _MEASURED = 7
 _SLOWER = 2.0  # factor by which steps must have become slower to measure again before
 _SLOW_FOR = 3  # times seven steps
 _HOPELESS = 2.0  # factor by which steps must be slower than other ones to end measuring early
+_NEVER = float("inf")
 _BUSY = 1  # times that a step must have lost a core to another thread, where cores are busy
-# Factor by which another placement must be faster than the worker, where a step costs the caller nothing.
+# Factor by which another placement must be faster than the first one in the worker, where a step costs the caller
+# nothing.
 _GAIN = 0.97
 _OVERLAPS = (
     0.85  # steps in the worker, as a part of recording and running in turn, that need no comparison
@@ -47,7 +51,7 @@ class Placement(enum.Enum):
     Attributes:
         WORKER: in the worker.
         YIELDING: there, with OpenMP threads that give up their core where they wait for each other.
-        SPARING: there, with one thread less; compiled code only.
+        SPARING: there, with one thread less.
         HERE: in the thread that cuts.
     """
 
@@ -70,9 +74,9 @@ class Places:
     """
 
     __slots__ = (
-        "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasting", "_lost_cores", "_may_overlap", "_medians",
-        "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "best_ns", "chosen",
-        "sample_ns",
+        "_count", "_first", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasting", "_lost_cores", "_may_overlap",
+        "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "_was_given",
+        "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
     def __init__(self, may_overlap: bool) -> None:
@@ -95,6 +99,8 @@ class Places:
         self._runs: deque[int] = deque(maxlen=_UNSETTLED + _MEASURED)
         self._lost_cores = 0  # by this process, at the first sample
         self._is_busy = False
+        self._first = Placement.WORKER  # in the worker
+        self._was_given = False  # the only placement that was measured
         self._medians: dict[Placement, float] = {}
 
     @property
@@ -113,10 +119,10 @@ class Places:
         if not self.is_settled:
             self._forget()
 
-    def keep(self, given: Placement | None) -> Placement:
+    def keep(self, given: Placement | None, may_spare: bool) -> Placement:
         """Placement for a launch that tells nothing about the next ones: it is not measured."""
         self.pause()
-        self.chosen = given or (self._place if self.is_settled else Placement.WORKER)
+        self.chosen = given or (self._place if self.is_settled else _of_worker(may_spare))
         return self.chosen
 
     def note_run(self, elapsed_ns: int) -> None:
@@ -131,6 +137,7 @@ class Places:
         num_threads: int,
         cost_ns: float,
         may_spare: bool,
+        has_large_ops: bool,
         limit_ns: float,
         given: Placement | None = None,
         may_begin: bool = True,
@@ -142,13 +149,17 @@ class Places:
             cpu_ns: CPU time of the thread that launches, up to now.
             num_threads: available ones.
             cost_ns: CPU time of a run.
-            may_spare: whether the program may round as with fewer threads.
+            may_spare: whether it has a thread on each core, and may round as with one less.
+            has_large_ops: whether its ops are so large that they need all threads.
             limit_ns: the duration of a step in another tier: what is much slower is not measured to the end.
             given: where the launch runs anyway; it is measured all the same.
             may_begin: whether it may be measured again, if nothing has become slow.
         """
+        if given is None and self._was_given:
+            self.begin()
         if given is None and not self._count and not self._medians and not self.is_settled:
-            self._place = self._next(num_threads, cost_ns, may_spare)
+            self._first = _of_worker(may_spare and not has_large_ops)
+            self._place = self._next(num_threads, may_spare)
         self.chosen = given or self._place
         count, last = self._count, self._last_ns
         self._count, self._last_ns = count + 1, now_ns
@@ -165,26 +176,27 @@ class Places:
                 self.begin()
         elif len(self._samples) == _MEASURED or self._is_hopeless(limit_ns):
             if given is None:
-                self._end_placement(num_threads, cost_ns, may_spare)
+                self._end_placement(num_threads, may_spare)
                 self.chosen = self._place
             else:
                 self._end(given, self._step_ns())
                 self._forget()
+                self._was_given = True
         return self.chosen
 
     def _note_recording(self, cpu_ns: int, cost_ns: float) -> None:
-        if self.sample_ns and self._place is Placement.WORKER:
+        if self.sample_ns and self._place in (Placement.WORKER, Placement.SPARING):
             self._recorded.append(cpu_ns - self._last_cpu_ns)
             self._serial_ns = statistics.median(self._recorded) + cost_ns
         self._last_cpu_ns = cpu_ns
 
-    def _end_placement(self, num_threads: int, cost_ns: float, may_spare: bool) -> None:
+    def _end_placement(self, num_threads: int, may_spare: bool) -> None:
         if self._place is Placement.HERE:
             lost = _lost_cores() - self._lost_cores
             self._is_busy = lost > _BUSY * len(self._samples)
         self._medians[self._place] = self._step_ns()
         self._forget()
-        self._place = self._next(num_threads, cost_ns, may_spare)
+        self._place = self._next(num_threads, may_spare)
 
     def _forget(self) -> None:
         self._samples.clear()
@@ -216,29 +228,26 @@ class Places:
             return launches
         return max(launches, statistics.median(self._runs))
 
-    def _next(self, num_threads: int, cost_ns: float, may_spare: bool) -> Placement:
+    def _next(self, num_threads: int, may_spare: bool) -> Placement:
         """The next placement to measure, or the best one after all are measured."""
-        found = self._medians
+        found, first = self._medians, self._first
         if not self._may_overlap and Placement.HERE not in found:
             return Placement.HERE
-        if Placement.WORKER not in found:
-            return Placement.WORKER
+        if first not in found:
+            return first
         if Placement.HERE not in found and not self._overlaps(num_threads):
             return Placement.HERE  # it shows whether others use the cores
-        if (
-            self._is_busy
-            and num_threads > 1
-            and can_spin_briefly()
-            and Placement.YIELDING not in found
-        ):
+        other = _of_worker(may_spare and first is Placement.WORKER)
+        if other not in found and not self._is_far_ahead(first):
+            return other
+        can_yield = self._is_busy and num_threads > 1 and can_spin_briefly()
+        if can_yield and Placement.YIELDING not in found:
             return Placement.YIELDING
-        if Placement.SPARING not in found and may_spare and self._can_spare(num_threads, cost_ns):
-            return Placement.SPARING
-        best = Placement.WORKER
-        if found.get(Placement.YIELDING, float("inf")) < found[best]:
+        best = first
+        if found.get(Placement.YIELDING, _NEVER) < found[best]:
             best = Placement.YIELDING
-        for place in (Placement.SPARING, Placement.HERE):
-            if place in found and found[place] < _GAIN * found[best]:
+        for place in (other, Placement.HERE):
+            if found.get(place, _NEVER) < _GAIN * found[best]:
                 best = place
         self._end(best, found[best])
         return best
@@ -247,6 +256,11 @@ class Places:
         """It has been measured which one is the fastest."""
         self._place, self.best_ns = best, best_ns
         self._lasting.note(best)
+
+    def _is_far_ahead(self, place: Placement) -> bool:
+        """Whether steps were far quicker there than in the thread that cuts."""
+        found = self._medians
+        return found[place] < _OVERLAPS * found.get(Placement.HERE, 0)
 
     def _overlaps(self, num_threads: int) -> bool:
         """Whether steps in the worker were far quicker than recording and running in turn would be.
@@ -257,10 +271,10 @@ class Places:
             return False
         return self._medians[Placement.WORKER] < _OVERLAPS * self._serial_ns
 
-    def _can_spare(self, num_threads: int, cost_ns: float) -> bool:
-        """Whether recording takes longer than the program would with a thread less."""
-        recording_ns = self._medians.get(Placement.HERE, self._serial_ns) - cost_ns
-        return num_threads > 1 and recording_ns > cost_ns / num_threads
+
+def _of_worker(may_spare: bool) -> Placement:
+    """Where programs run in the worker until it has been measured."""
+    return Placement.SPARING if may_spare else Placement.WORKER
 
 
 def _lost_cores() -> int:

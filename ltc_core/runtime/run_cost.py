@@ -1,4 +1,4 @@
-"""What a run of one program costs, and whether that is so little that handing it to the worker would cost more.
+"""What a run of one program costs: whether that is so little that handing it to the worker would cost more.
 
 Made by `run_policy`; `launch` notes each run.
 """
@@ -10,6 +10,7 @@ __all__ = ["RunCost"]
 # A program that holds the GIL runs where it is cut if its ops are so short that the GIL bounds it: in the worker
 # each of them would wait for the recording thread.
 _SMALL_OP_NS = 20_000
+_LARGE_OP_NS = 100_000
 _SMALL_RUN_NS = 5_000_000
 _HANDOVER_NS = 100_000
 _AWAITED_NS = 1_000_000  # runs that the caller waits for, and that are not worth a measurement
@@ -41,6 +42,11 @@ class RunCost:
         """Whether a program that holds the GIL is faster where it is cut."""
         cost = self.cost_ns
         return 0 < cost < _SMALL_RUN_NS and cost < _SMALL_OP_NS * self._size
+
+    @property
+    def has_large_ops(self) -> bool:
+        """Whether its ops are so large that a thread less is likely to cost more than recording does."""
+        return self.cost_ns >= _LARGE_OP_NS * self._size
 
     def is_quicker_here(self, is_awaited: bool) -> bool:
         """Whether a run takes no longer than to hand it over; the caller can do nothing else if it waits for it."""

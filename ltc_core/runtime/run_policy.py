@@ -82,6 +82,7 @@ class RunPolicy:
         num_threads: int,
         is_waited: bool,
         may_choose: bool,
+        may_spare: bool,
         given: Placement | None = None,
         is_disturbed: bool = False,
     ) -> Placement:
@@ -93,7 +94,8 @@ class RunPolicy:
             cpu_ns: CPU time of the thread that launches, up to now.
             num_threads: available ones.
             is_waited: the rhythm of steps.
-            may_choose: whether runs may round otherwise than before: as with fewer threads, and as in another tier.
+            may_choose: whether runs may round otherwise than before, as in another tier.
+            may_spare: whether they have a thread on each core, and may round as with one less.
             given: where the launch runs anyway.
             is_disturbed: whether something uses the cores for a while, so that nothing is measured.
         """
@@ -107,9 +109,8 @@ class RunPolicy:
         if choice is None:
             choice = self._choices[is_waited] = TierChoice()
         if is_disturbed:
-            placement = places.keep(given)
+            placement = places.keep(given, may_spare)
         else:
-            may_spare = may_choose and tier is Tier.COMPILED
             limit_ns = float("inf") if places.is_settled else self._best_ns()
             placement = places.choose(
                 now_ns,
@@ -117,6 +118,7 @@ class RunPolicy:
                 num_threads,
                 self.cost.cost_ns,
                 may_spare,
+                self.cost.has_large_ops,
                 limit_ns,
                 given,
                 may_begin=not choice.is_measuring,

@@ -90,6 +90,21 @@ def test_a_replay_has_a_thread_less_until_somebody_waits_for_it() -> None:
     )
 
 
+@of_libgomp
+def test_a_program_has_a_thread_less_even_if_somebody_waits_for_it_where_that_is_quickest() -> None:
+    check(
+        """
+        placement.Places._next = lambda *args: placement.Placement.SPARING
+        assert counts() == (1, 1), found
+        torch.use_deterministic_algorithms(True)  # each run rounds alike
+        assert counts() == (2, 2), found
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+        assert counts() == (1, 1), found
+        """,
+    )
+
+
 # `order()`: what comes first, the end of an op that runs with all threads, or that a script goes on which has waited.
 # The op ends when the script is about to go on, or when it has.
 ORDER = """

@@ -16,6 +16,7 @@ from torch import nn
 
 import ltc_core as ltc
 from ltc_core import errors, metrics
+from ltc_core.executors import core_sharing
 from ltc_core.executors.reference import replay
 from ltc_core.runtime import early_run, habit
 from ltc_core.runtime.devices import context
@@ -23,6 +24,7 @@ from ltc_core.runtime.family import Families
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.run_policy import RunPolicy
+from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
 from tests.core import child
 
@@ -341,24 +343,64 @@ def test_steps_that_are_quicker_whole_stay_whole(monkeypatch: pytest.MonkeyPatch
     assert 0 < counts[30] == counts[-1]
 
 
-def test_whole_steps_that_are_measured_run_where_they_are_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As they would if they stay whole: in the worker they would overlap with nothing."""
-    seen: list[tuple[bool, Placement | None]] = []
+def ways(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Placement | None, Placement | None]]:
+    """Of the steps that are measured: where they run early, and where the rest of them was to be launched."""
+    seen = set()
     launch, device = Launcher.launch, context(0)
 
     def note(
         self: Launcher, compiled: Any, *args: Any, given: Placement | None, **more: Any
     ) -> Any:
         if device.early.is_measured(compiled):
-            seen.append((compiled.habit.choice.is_early, given))
+            seen.add((compiled.habit.choice.early, given))
         return launch(self, compiled, *args, given=given, **more)
 
     monkeypatch.setattr(Launcher, "launch", note)
     monkeypatch.setattr(RunPolicy, "runs_here", lambda *_: False)  # in C++
     trained("ltc", 40, next(widths))
-    assert set(seen) == {(True, Placement.WORKER), (False, Placement.HERE)}
+    return seen
+
+
+def test_whole_steps_that_are_measured_run_where_they_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they would if they stay whole: in the worker they would overlap with nothing."""
+    assert ways(monkeypatch) == {(Placement.WORKER, Placement.WORKER), (None, Placement.HERE)}
+
+
+def test_a_whole_step_that_is_measured_does_not_queue_behind_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would run in the worker, and overlap as one that runs early does."""
+    is_idle = []
+    launch, device = Launcher.launch, context(0)
+
+    def note(self: Launcher, *args: Any, given: Placement | None, **more: Any) -> Any:
+        if given is Placement.HERE:
+            is_idle.append(device.worker.is_idle)
+        return launch(self, *args, given=given, **more)
+
+    monkeypatch.setattr(Launcher, "launch", note)
+    monkeypatch.setattr(RunPolicy, "runs_here", lambda *_: False)  # in C++
+    monkeypatch.setattr(RunPolicy, "is_here", False)  # as if the steps before had run early
+    monkeypatch.setattr(RunPolicy, "is_quicker_here", lambda *_: False)
+    device.worker.start()
+    trained("ltc", 12, next(widths), lambda k: device.worker.submit(Job(lambda: time.sleep(0.01))))
+    assert is_idle and all(is_idle)
+
+
+def test_with_a_thread_on_each_core_one_less_is_measured_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = []
+    use_threads = early_run.use_threads
+    monkeypatch.setattr(early_run, "use_threads", lambda n: (counts.append(n), use_threads(n)))
+    monkeypatch.setattr(core_sharing, "may_share", lambda num_threads: num_threads > 1)
+    torch.set_num_threads(2)
+    seen = ways(monkeypatch)
+    assert {early for early, _ in seen} == {None, Placement.SPARING, Placement.WORKER}
+    assert all(given is (early or Placement.HERE) for early, given in seen)
+    assert counts.count(1) >= 1
 
 
 def test_programs_that_take_turns() -> None:

@@ -3,7 +3,7 @@
 import torch
 
 from ltc_core.runtime.devices import context
-from ltc_core.runtime.family import Families, Family
+from ltc_core.runtime.family import Families
 from ltc_core.settings import settings
 
 
@@ -52,10 +52,9 @@ def test_a_family_is_forgotten_with_its_last_program() -> None:
     families = Families()
     with settings.override(dynamic_shapes="never"):
         family = families.of(graph_of_a_step(22))
-        family.early_choice().rest()
+        family.choice.rest()
         del family
-        assert not families.of(graph_of_a_step(22)).early_choice().is_known
-    assert Family().choice is None
+        assert not families.of(graph_of_a_step(22)).choice.is_known
 
 
 def test_a_graph_of_many_sizes_is_measured_with_those_of_one() -> None:

@@ -1,6 +1,11 @@
 """Whether steps run early is measured in steps of the script: no longer than it takes to tell."""
 
+import pytest
+
 from ltc_core.runtime.habit import Choice, Context, Habit
+from ltc_core.runtime.placement import Placement
+
+SPARING, WORKER = Placement.SPARING, Placement.WORKER
 
 
 def steps(choice: Choice, early_ns: int, whole_ns: int, count: int) -> list[bool]:
@@ -13,7 +18,7 @@ def steps(choice: Choice, early_ns: int, whole_ns: int, count: int) -> list[bool
 
 
 def step(choice: Choice, took_ns: int) -> None:
-    choice.note(choice._ended_ns + took_ns)
+    choice.note(choice._ended_ns + took_ns, may_spare=False)
 
 
 def test_steps_are_whole_until_early_ones_were_quicker_in_each_turn() -> None:
@@ -28,12 +33,35 @@ def test_what_is_much_slower_early_is_given_up_at_the_first_try() -> None:
     assert ways.count(True) == 4 and choice.is_known and not choice.is_early
 
 
-def test_what_is_close_is_measured_to_the_end() -> None:
+def test_what_was_not_quicker_in_the_first_turn_has_no_second_one() -> None:
     for early_ns, is_early in ((100, True), (104, False)):
         choice = Choice()
         ways = steps(choice, early_ns, 104, 20)
-        assert ways.count(True) == 10
+        assert ways.count(True) == (10 if is_early else 5)
         assert choice.is_known and choice.is_early is is_early
+
+
+@pytest.mark.parametrize(
+    "sparing_ns, all_ns, num_early, wanted",
+    [
+        (80, 90, (10, 10), SPARING),
+        (90, 80, (10, 10), WORKER),
+        (90, 130, (10, 4), SPARING),
+        (130, 90, (4, 10), WORKER),
+        (130, 99, (4, 5), None),
+    ],
+)
+def test_with_a_thread_on_each_core_there_are_two_ways_to_run_early(
+    sparing_ns: int, all_ns: int, num_early: tuple[int, int], wanted: Placement | None
+) -> None:
+    choice = Choice()
+    took = {None: 100, SPARING: sparing_ns, WORKER: all_ns}
+    ways = []
+    while not choice.is_known:
+        ways.append(choice.early)
+        choice.note(choice._ended_ns + took[choice.early], may_spare=True)
+    assert choice.early is wanted
+    assert (ways.count(SPARING), ways.count(WORKER)) == num_early
 
 
 def test_one_slow_step_decides_nothing() -> None:

@@ -98,6 +98,7 @@ class Loop:
         self.policy = RunPolicy(10, Family())
         self.program = FakeProgram()
         self.may_choose = True
+        self.may_spare = False  # fewer threads than cores, or each run is to round alike
         self.is_waited = False
         self.is_disturbed = False  # something else is compiled
         self.is_early = False  # whether what is replayed has begun before it is launched
@@ -121,6 +122,7 @@ class Loop:
                 num_threads,
                 self.is_waited,
                 self.may_choose,
+                self.may_spare,
                 WORKER if is_early else None,
                 self.is_disturbed,
             )
@@ -351,26 +353,71 @@ def test_a_place_that_was_given_for_a_while_does_not_replace_the_best_one() -> N
     assert set(loop.steps(20)) == {HERE}
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_waited", [False, True])
 class TestAThreadLess:
-    def compiled(self, here_ns: int, there_ns: int, sparing_ns: int, run_ns: int) -> Loop:
-        loop = Loop(here_ns, there_ns, sparing_ns, run_ns)
-        loop.program.can_replay = False
-        loop.program.build()
+    """Programs with a thread on each core."""
+
+    def loop(
+        self, is_compiled: bool, is_waited: bool, here_ns: int, there_ns: int, sparing_ns: int
+    ) -> Loop:
+        loop = Loop(here_ns, there_ns, sparing_ns)
+        loop.may_spare, loop.is_waited = True, is_waited
+        loop.program.can_replay = not is_compiled
+        if is_compiled:
+            loop.program.build()
         return loop
 
-    def test_is_tried_where_recording_takes_longer_than_it_would_cost(self) -> None:
-        for sparing_ns, wanted in ((70, SPARING), (99, HERE)):
-            places = self.compiled(90, 110, sparing_ns, run_ns=50).steps(80)
-            assert SPARING in places and set(places[50:]) == {wanted}
+    @pytest.mark.parametrize(
+        "here_ns, there_ns, sparing_ns, wanted",
+        [(90, 110, 80, SPARING), (80, 110, 90, HERE), (90, 80, 90, WORKER)],
+    )
+    def test_the_quickest_is_kept(
+        self,
+        is_compiled: bool,
+        is_waited: bool,
+        here_ns: int,
+        there_ns: int,
+        sparing_ns: int,
+        wanted: Placement,
+    ) -> None:
+        loop = self.loop(is_compiled, is_waited, here_ns, there_ns, sparing_ns)
+        places = loop.steps(80)
+        assert places[0] is (HERE if is_waited else SPARING)
+        assert set(places[:40]) == {HERE, SPARING, WORKER} and set(places[40:]) == {wanted}
 
-    def test_is_not_tried_where_the_program_needs_all(self) -> None:
-        assert SPARING not in self.compiled(90, 110, 1, run_ns=80).steps(80)
+    def test_large_ops_have_all_threads_first(self, is_compiled: bool, is_waited: bool) -> None:
+        loop = self.loop(is_compiled, is_waited, 90, 110, 80)
+        loop.run_ns = 10 * 200_000
+        loop.policy.note_run(loop.run_ns, loop.elapsed_ns)
+        places = loop.steps(80)
+        assert places[10 if is_waited else 0] is WORKER and places[-1] is SPARING
 
-    def test_is_not_tried_where_there_is_one(self) -> None:
-        assert SPARING not in self.compiled(90, 110, 1, run_ns=10).steps(80, num_threads=1)
+    def test_all_threads_are_not_tried_where_one_less_is_far_ahead(
+        self, is_compiled: bool, is_waited: bool
+    ) -> None:
+        places = self.loop(is_compiled, is_waited, 100, 10, 80).steps(80)
+        assert set(places[:30]) == {HERE, SPARING} and set(places[30:]) == {SPARING}
 
-    def test_is_not_tried_where_ops_are_replayed(self) -> None:
-        assert SPARING not in Loop(90, 110, 1, run_ns=50).steps(80)
+    def test_it_leaves_a_core_to_what_else_is_compiled(
+        self, is_compiled: bool, is_waited: bool
+    ) -> None:
+        loop = self.loop(is_compiled, is_waited, 90, 110, 80)
+        loop.is_disturbed = True
+        assert set(loop.steps(20)) == {SPARING}
+
+    def test_not_where_each_run_is_to_round_alike(self, is_compiled: bool, is_waited: bool) -> None:
+        loop = self.loop(is_compiled, is_waited, 90, 110, 1)
+        loop.may_spare = False
+        assert set(loop.steps(80)) == {HERE, WORKER}
+
+
+def test_a_place_that_was_given_only_is_not_chosen() -> None:
+    loop = Loop(8, 10)
+    loop.is_waited = loop.is_early = True
+    assert set(loop.steps(40)) == {WORKER}
+    loop.is_early = False
+    assert loop.steps(60)[-1] is HERE
 
 
 def test_a_step_that_is_interrupted_now_and_then_does_not_decide() -> None:
