@@ -27,7 +27,7 @@ from ltc_core.executors.openmp import release_team, use_threads
 from ltc_core.executors.processor import num_cores
 from ltc_core.record.trace import Trace
 from ltc_core.runtime.habit import Context
-from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.placement import Placement, in_worker
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.reads import Seen
 from ltc_core.runtime.switch_interval import shorten
@@ -205,10 +205,7 @@ class EarlyRuns:
             if self._is_disturbed():
                 habit.choice.put_off()
             else:
-                is_open = not habit.choice.is_known
-                habit.choice.note(
-                    now_ns, is_open and core_sharing.may_share(torch.get_num_threads())
-                )
+                habit.choice.note(now_ns, () if habit.choice.is_known else _ways(expected))
         if step is expected:
             habit.misses = 0
         elif habit.choice.is_early:
@@ -241,6 +238,12 @@ class EarlyRuns:
             self._size = -(-habit.num_values // num_parts)
             self._due = self._size
             self._run_at(self._due)
+
+
+def _ways(compiled: CompiledGraph) -> tuple[Placement, ...]:
+    """Where a program may run early."""
+    may_spare = core_sharing.may_share(torch.get_num_threads())
+    return in_worker(may_spare, compiled.policy.cost.has_large_ops)
 
 
 class _Follower(Job):

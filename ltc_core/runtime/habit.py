@@ -32,8 +32,8 @@ class Choice:
     """Which way steps that end in one program are quicker: measured in blocks of steps that take turns.
 
     Whole steps cost what eager's do, or little more, on any machine. So steps run early only if they were quicker in
-    each turn: one burst of other work does not decide. With a thread on each core there are two ways to run early, with
-    one thread less and with all while the script waits (see `placement`).
+    each turn: one burst of other work does not decide. With a thread on each core there may be two ways to run early,
+    with one thread less and with all while the script waits (see `placement`).
 
     Attributes:
         early: where the next one is to run early; None: it is to run whole.
@@ -73,14 +73,14 @@ class Choice:
         if not self.is_known:
             self._begin()
 
-    def note(self, now_ns: int, may_spare: bool) -> None:
+    def note(self, now_ns: int, ways: Sequence[Placement]) -> None:
         """A step has ended in a read.
 
         It began where the last one of these ended: what runs early takes the cores from what comes before it, too.
 
         Args:
             now_ns: the time.
-            may_spare: whether the program has a thread on each core, and may round as with one less.
+            ways: where it may run early.
         """
         took_ns, self._ended_ns = now_ns - self._ended_ns, now_ns
         self._count += 1
@@ -94,14 +94,13 @@ class Choice:
             del self._medians[self.early]
             self._next()
         elif self._count == _BLOCK:
-            self._end_block(may_spare)
+            self._end_block(ways)
 
-    def _end_block(self, may_spare: bool) -> None:
+    def _end_block(self, ways: Sequence[Placement]) -> None:
         median_ns = statistics.median(self._samples)
         if self.early is None:
             self._whole_ns = median_ns
             if not self._num_turns:
-                ways = (Placement.SPARING, Placement.WORKER) if may_spare else (Placement.WORKER,)
                 self._medians = dict.fromkeys(ways, 0.0)
             self._left = list(self._medians)
         elif median_ns < _GAIN * self._whole_ns:

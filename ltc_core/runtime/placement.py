@@ -9,12 +9,11 @@ one until somebody waits for a program (`executors.core_sharing`; ResNet-18 in e
 thread). Where other processes use the cores, threads that wait must give them up (see `openmp`). On other machines it
 is the other way round, so `Places` measures, and measures again when steps become slow.
 
-It begins in the worker, with one thread less if it has a thread on each core and its ops are small. Where that is far
-quicker than recording and running one after the other would be, the thread that cuts is not tried: nine such steps are
-what a user sees first. With a thread on each core it is not known what running in turn would take: there it is tried
-always. Steps that are waited for overlap with nothing: they begin in the thread that cuts, and are handed to the worker
-to see whether the script gains by what runs on after its read. One for each program, tier and rhythm of steps, made by
-`run_policy`.
+It begins in the worker (`in_worker`). Where that is far quicker than recording and running one after the other would
+be, the thread that cuts is not tried: nine such steps are what a user sees first. With a thread on each core it is not
+known what running in turn would take: there it is tried always. Steps that are waited for overlap with nothing: they
+begin in the thread that cuts, and are handed to the worker to see whether the script gains by what runs on after its
+read. One for each program, tier and rhythm of steps, made by `run_policy`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ltc_core.executors.openmp import can_spin_briefly
 from ltc_core.executors.processor import num_cores
 from ltc_core.runtime.lasting import Lasting
 
-__all__ = ["Placement", "Places"]
+__all__ = ["Placement", "Places", "in_worker"]
 
 _UNSETTLED = 2  # launches after a change that are not measured, since the queue empties or fills
 _MEASURED = 7
@@ -74,8 +73,8 @@ class Places:
     """
 
     __slots__ = (
-        "_count", "_first", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasting", "_lost_cores", "_may_overlap",
-        "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "_was_given",
+        "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasting", "_lost_cores", "_may_overlap",
+        "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "_was_given", "_ways",
         "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
@@ -99,7 +98,7 @@ class Places:
         self._runs: deque[int] = deque(maxlen=_UNSETTLED + _MEASURED)
         self._lost_cores = 0  # by this process, at the first sample
         self._is_busy = False
-        self._first = Placement.WORKER  # in the worker
+        self._ways: tuple[Placement, ...] = (Placement.WORKER,)  # in the worker
         self._was_given = False  # the only placement that was measured
         self._medians: dict[Placement, float] = {}
 
@@ -119,10 +118,10 @@ class Places:
         if not self.is_settled:
             self._forget()
 
-    def keep(self, given: Placement | None, may_spare: bool) -> Placement:
+    def keep(self, given: Placement | None, ways: tuple[Placement, ...]) -> Placement:
         """Placement for a launch that tells nothing about the next ones: it is not measured."""
         self.pause()
-        self.chosen = given or (self._place if self.is_settled else _of_worker(may_spare))
+        self.chosen = given or (self._place if self.is_settled else ways[0])
         return self.chosen
 
     def note_run(self, elapsed_ns: int) -> None:
@@ -136,8 +135,7 @@ class Places:
         cpu_ns: int,
         num_threads: int,
         cost_ns: float,
-        may_spare: bool,
-        has_large_ops: bool,
+        ways: tuple[Placement, ...],
         limit_ns: float,
         given: Placement | None = None,
         may_begin: bool = True,
@@ -149,8 +147,7 @@ class Places:
             cpu_ns: CPU time of the thread that launches, up to now.
             num_threads: available ones.
             cost_ns: CPU time of a run.
-            may_spare: whether it has a thread on each core, and may round as with one less.
-            has_large_ops: whether its ops are so large that they need all threads.
+            ways: those in the worker, see `in_worker`.
             limit_ns: the duration of a step in another tier: what is much slower is not measured to the end.
             given: where the launch runs anyway; it is measured all the same.
             may_begin: whether it may be measured again, if nothing has become slow.
@@ -158,8 +155,8 @@ class Places:
         if given is None and self._was_given:
             self.begin()
         if given is None and not self._count and not self._medians and not self.is_settled:
-            self._first = _of_worker(may_spare and not has_large_ops)
-            self._place = self._next(num_threads, may_spare)
+            self._ways = ways
+            self._place = self._next(num_threads)
         self.chosen = given or self._place
         count, last = self._count, self._last_ns
         self._count, self._last_ns = count + 1, now_ns
@@ -176,7 +173,7 @@ class Places:
                 self.begin()
         elif len(self._samples) == _MEASURED or self._is_hopeless(limit_ns):
             if given is None:
-                self._end_placement(num_threads, may_spare)
+                self._end_placement(num_threads)
                 self.chosen = self._place
             else:
                 self._end(given, self._step_ns())
@@ -185,18 +182,18 @@ class Places:
         return self.chosen
 
     def _note_recording(self, cpu_ns: int, cost_ns: float) -> None:
-        if self.sample_ns and self._place in (Placement.WORKER, Placement.SPARING):
+        if self.sample_ns and self._place is self._ways[0]:
             self._recorded.append(cpu_ns - self._last_cpu_ns)
             self._serial_ns = statistics.median(self._recorded) + cost_ns
         self._last_cpu_ns = cpu_ns
 
-    def _end_placement(self, num_threads: int, may_spare: bool) -> None:
+    def _end_placement(self, num_threads: int) -> None:
         if self._place is Placement.HERE:
             lost = _lost_cores() - self._lost_cores
             self._is_busy = lost > _BUSY * len(self._samples)
         self._medians[self._place] = self._step_ns()
         self._forget()
-        self._place = self._next(num_threads, may_spare)
+        self._place = self._next(num_threads)
 
     def _forget(self) -> None:
         self._samples.clear()
@@ -228,25 +225,25 @@ class Places:
             return launches
         return max(launches, statistics.median(self._runs))
 
-    def _next(self, num_threads: int, may_spare: bool) -> Placement:
+    def _next(self, num_threads: int) -> Placement:
         """The next placement to measure, or the best one after all are measured."""
-        found, first = self._medians, self._first
+        found, first = self._medians, self._ways[0]
         if not self._may_overlap and Placement.HERE not in found:
             return Placement.HERE
         if first not in found:
             return first
         if Placement.HERE not in found and not self._overlaps(num_threads):
             return Placement.HERE  # it shows whether others use the cores
-        other = _of_worker(may_spare and first is Placement.WORKER)
-        if other not in found and not self._is_far_ahead(first):
-            return other
+        for place in self._ways[1:]:
+            if place not in found and not self._is_far_ahead(first):
+                return place
         can_yield = self._is_busy and num_threads > 1 and can_spin_briefly()
         if can_yield and Placement.YIELDING not in found:
             return Placement.YIELDING
         best = first
         if found.get(Placement.YIELDING, _NEVER) < found[best]:
             best = Placement.YIELDING
-        for place in (other, Placement.HERE):
+        for place in (*self._ways[1:], Placement.HERE):
             if found.get(place, _NEVER) < _GAIN * found[best]:
                 best = place
         self._end(best, found[best])
@@ -269,12 +266,19 @@ class Places:
         """
         if not self._may_overlap or num_threads >= num_cores() > 1:
             return False
-        return self._medians[Placement.WORKER] < _OVERLAPS * self._serial_ns
+        return self._medians[self._ways[0]] < _OVERLAPS * self._serial_ns
 
 
-def _of_worker(may_spare: bool) -> Placement:
-    """Where programs run in the worker until it has been measured."""
-    return Placement.SPARING if may_spare else Placement.WORKER
+def in_worker(may_spare: bool, has_large_ops: bool) -> tuple[Placement, ...]:
+    """Placements in the worker that are worth measuring, the most promising one first.
+
+    Args:
+        may_spare: whether the program has a thread on each core, and may round as with one less.
+        has_large_ops: whether its ops are so large that they need all threads.
+    """
+    if not may_spare:
+        return (Placement.WORKER,)
+    return (Placement.WORKER, Placement.SPARING) if has_large_ops else (Placement.SPARING,)
 
 
 def _lost_cores() -> int:

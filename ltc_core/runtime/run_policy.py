@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ltc_core.program.program import Program, Tier
 from ltc_core.runtime.family import Family
-from ltc_core.runtime.placement import Placement, Places
+from ltc_core.runtime.placement import Placement, Places, in_worker
 from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.tier_choice import TierChoice
 
@@ -108,8 +108,9 @@ class RunPolicy:
         choice = self._choices.get(is_waited)
         if choice is None:
             choice = self._choices[is_waited] = TierChoice()
+        ways = in_worker(may_spare, self.cost.has_large_ops)
         if is_disturbed:
-            placement = places.keep(given, may_spare)
+            placement = places.keep(given, ways)
         else:
             limit_ns = float("inf") if places.is_settled else self._best_ns()
             placement = places.choose(
@@ -117,8 +118,7 @@ class RunPolicy:
                 cpu_ns,
                 num_threads,
                 self.cost.cost_ns,
-                may_spare,
-                self.cost.has_large_ops,
+                ways,
                 limit_ns,
                 given,
                 may_begin=not choice.is_measuring,

@@ -23,6 +23,7 @@ from ltc_core.runtime.devices import context
 from ltc_core.runtime.family import Families
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.run_policy import RunPolicy
 from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
@@ -313,6 +314,7 @@ from ltc_core.runtime import early_run, habit
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.run_policy import RunPolicy
 
 early_run._LEAST_NS = early_run._PART_NS = 1
@@ -389,18 +391,21 @@ def test_a_whole_step_that_is_measured_does_not_queue_behind_the_one_before(
     assert is_idle and all(is_idle)
 
 
-def test_with_a_thread_on_each_core_one_less_is_measured_too(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("has_large_ops", [False, True])
+def test_with_a_thread_on_each_core_one_less_is_measured(
+    has_large_ops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []
     use_threads = early_run.use_threads
     monkeypatch.setattr(early_run, "use_threads", lambda n: (counts.append(n), use_threads(n)))
     monkeypatch.setattr(core_sharing, "may_share", lambda num_threads: num_threads > 1)
+    monkeypatch.setattr(RunCost, "has_large_ops", has_large_ops)
     torch.set_num_threads(2)
     seen = ways(monkeypatch)
-    assert {early for early, _ in seen} == {None, Placement.SPARING, Placement.WORKER}
+    with_all = {Placement.WORKER} if has_large_ops else set()
+    assert {early for early, _ in seen} == {None, Placement.SPARING, *with_all}
     assert all(given is (early or Placement.HERE) for early, given in seen)
-    assert counts.count(1) >= 1
+    assert 1 in counts
 
 
 def test_programs_that_take_turns() -> None:

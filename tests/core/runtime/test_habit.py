@@ -18,7 +18,7 @@ def steps(choice: Choice, early_ns: int, whole_ns: int, count: int) -> list[bool
 
 
 def step(choice: Choice, took_ns: int) -> None:
-    choice.note(choice._ended_ns + took_ns, may_spare=False)
+    choice.note(choice._ended_ns + took_ns, (WORKER,))
 
 
 def test_steps_are_whole_until_early_ones_were_quicker_in_each_turn() -> None:
@@ -51,7 +51,7 @@ def test_what_was_not_quicker_in_the_first_turn_has_no_second_one() -> None:
         (130, 99, (4, 5), None),
     ],
 )
-def test_with_a_thread_on_each_core_there_are_two_ways_to_run_early(
+def test_each_way_to_run_early_is_measured_and_the_quickest_is_kept(
     sparing_ns: int, all_ns: int, num_early: tuple[int, int], wanted: Placement | None
 ) -> None:
     choice = Choice()
@@ -59,7 +59,7 @@ def test_with_a_thread_on_each_core_there_are_two_ways_to_run_early(
     ways = []
     while not choice.is_known:
         ways.append(choice.early)
-        choice.note(choice._ended_ns + took[choice.early], may_spare=True)
+        choice.note(choice._ended_ns + took[choice.early], (WORKER, SPARING))
     assert choice.early is wanted
     assert (ways.count(SPARING), ways.count(WORKER)) == num_early
 

@@ -368,11 +368,19 @@ class TestAThreadLess:
             loop.program.build()
         return loop
 
+    @pytest.mark.parametrize("here_ns, sparing_ns, wanted", [(90, 80, SPARING), (80, 90, HERE)])
+    def test_small_ops_have_a_thread_less_in_the_worker(
+        self, is_compiled: bool, is_waited: bool, here_ns: int, sparing_ns: int, wanted: Placement
+    ) -> None:
+        places = self.loop(is_compiled, is_waited, here_ns, 1, sparing_ns).steps(80)
+        assert places[0] is (HERE if is_waited else SPARING)
+        assert set(places[:30]) == {HERE, SPARING} and set(places[30:]) == {wanted}
+
     @pytest.mark.parametrize(
         "here_ns, there_ns, sparing_ns, wanted",
         [(90, 110, 80, SPARING), (80, 110, 90, HERE), (90, 80, 90, WORKER)],
     )
-    def test_the_quickest_is_kept(
+    def test_large_ops_have_all_threads_first(
         self,
         is_compiled: bool,
         is_waited: bool,
@@ -381,23 +389,21 @@ class TestAThreadLess:
         sparing_ns: int,
         wanted: Placement,
     ) -> None:
-        loop = self.loop(is_compiled, is_waited, here_ns, there_ns, sparing_ns)
-        places = loop.steps(80)
-        assert places[0] is (HERE if is_waited else SPARING)
+        places = self.large(is_compiled, is_waited, here_ns, there_ns, sparing_ns).steps(80)
+        assert places[0] is (HERE if is_waited else WORKER) and places[10] is not SPARING
         assert set(places[:40]) == {HERE, SPARING, WORKER} and set(places[40:]) == {wanted}
 
-    def test_large_ops_have_all_threads_first(self, is_compiled: bool, is_waited: bool) -> None:
-        loop = self.loop(is_compiled, is_waited, 90, 110, 80)
-        loop.run_ns = 10 * 200_000
-        loop.policy.note_run(loop.run_ns, loop.elapsed_ns)
-        places = loop.steps(80)
-        assert places[10 if is_waited else 0] is WORKER and places[-1] is SPARING
-
-    def test_all_threads_are_not_tried_where_one_less_is_far_ahead(
+    def test_a_thread_less_is_not_tried_where_all_are_far_ahead(
         self, is_compiled: bool, is_waited: bool
     ) -> None:
-        places = self.loop(is_compiled, is_waited, 100, 10, 80).steps(80)
-        assert set(places[:30]) == {HERE, SPARING} and set(places[30:]) == {SPARING}
+        places = self.large(is_compiled, is_waited, 100, 80, 10).steps(80)
+        assert set(places[:30]) == {HERE, WORKER} and set(places[30:]) == {WORKER}
+
+    def large(self, is_compiled: bool, is_waited: bool, *lengths: int) -> Loop:
+        loop = self.loop(is_compiled, is_waited, *lengths)
+        loop.run_ns = 10 * 200_000
+        loop.policy.note_run(loop.run_ns, loop.elapsed_ns)
+        return loop
 
     def test_it_leaves_a_core_to_what_else_is_compiled(
         self, is_compiled: bool, is_waited: bool
