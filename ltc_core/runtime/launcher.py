@@ -21,7 +21,7 @@ from ltc_core.program.novelty import novelty
 from ltc_core.program.program import Tier
 from ltc_core.record.trace import Cut
 from ltc_core.runtime.launch import Failure, Launch, note_run
-from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.placement import Placement, Places
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.worker import Job, Worker
 from ltc_core.settings import settings
@@ -66,6 +66,7 @@ class Launcher:
         self._worker = worker
         self.failures = failures
         self._worker_has_team = False
+        self._latest: Places | None = None  # those of the last launch that was placed
 
     @property
     def is_alone(self) -> bool:
@@ -325,18 +326,22 @@ class Launcher:
 
         Where each run of the script is to round alike, neither threads nor tiers are chosen by time.
         """
-        is_async = settings.compile == "async"
-        return compiled.policy.choose(
+        now_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+        if self._latest is not None:
+            self._latest.note_next(now_ns, cpu_ns)
+        placement = compiled.policy.choose(
             compiled.program,
-            time.perf_counter_ns(),
-            time.thread_time_ns(),
+            now_ns,
+            cpu_ns,
             num_threads,
             is_waited,
-            is_async,
+            settings.compile == "async",
             core_sharing.may_share(num_threads),
             given,
             self._executor.is_compiling,
         )
+        self._latest = compiled.policy.latest
+        return placement
 
     def _release_team_of_worker(self) -> None:
         """Free the OpenMP threads of the worker, which is idle."""

@@ -69,18 +69,20 @@ class Places:
     Attributes:
         chosen: where the last launch was to run.
         best_ns: duration of a step with the placement that was chosen; 0 while they are measured.
-        sample_ns: from the launch before to the last one; 0 if it does not count.
+        sample_ns: from the last launch to the next one of any program; 0 if it does not count.
     """
 
     __slots__ = (
-        "_count", "_is_busy", "_last_cpu_ns", "_last_ns", "_lasting", "_lost_cores", "_may_overlap",
-        "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns", "_slow", "_was_given", "_ways",
-        "best_ns", "chosen", "sample_ns",
+        "_count", "_is_busy", "_is_given", "_last_cost_ns", "_last_cpu_ns", "_last_ns", "_lasting",
+        "_lost_cores", "_may_overlap", "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns",
+        "_slow", "_was_given", "_ways", "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
     def __init__(self, may_overlap: bool) -> None:
         self._may_overlap = may_overlap
         self._last_ns = self._last_cpu_ns = 0
+        self._last_cost_ns = 0.0
+        self._is_given = False  # the place of the last launch
         self._lasting = Lasting()
         self.begin()
 
@@ -91,7 +93,7 @@ class Places:
         self.sample_ns = 0
         self._slow = 0  # how often in a row a step was much slower than the best
         self._count = 0  # launches with this placement
-        self._samples: list[int] = []  # from launch to launch
+        self._samples: list[int] = []  # from a launch to the next one
         self._recorded: list[int] = []  # CPU time of the thread that launches, in the meantime
         self._serial_ns = float("inf")  # a step that is recorded and run in turn, by CPU time
         # In the worker. Some runs are not placed, because they cost too little.
@@ -114,7 +116,7 @@ class Places:
 
     def pause(self) -> None:
         """The program is launched otherwise for a while: the next launches do not count."""
-        self._last_ns = 0
+        self._last_ns = self.sample_ns = 0
         if not self.is_settled:
             self._forget()
 
@@ -158,16 +160,11 @@ class Places:
             self._ways = ways
             self._place = self._next(num_threads)
         self.chosen = given or self._place
-        count, last = self._count, self._last_ns
-        self._count, self._last_ns = count + 1, now_ns
-        is_first = count <= _UNSETTLED and given is None and not self.is_settled
-        self.sample_ns = 0 if is_first or not last else now_ns - last
+        self._is_given = given is not None
+        count, self._count = self._count, self._count + 1
+        self._last_ns, self._last_cpu_ns, self._last_cost_ns = now_ns, cpu_ns, cost_ns
         if count == _UNSETTLED and not self.is_settled:
             self._lost_cores = _lost_cores()
-        if self.sample_ns:
-            self._samples.append(self.sample_ns)
-        if not self.is_settled:
-            self._note_recording(cpu_ns, cost_ns)
         if self.is_settled:
             if (count >= self._lasting.steps and may_begin) or self._has_slowed():
                 self.begin()
@@ -181,11 +178,22 @@ class Places:
                 self._was_given = True
         return self.chosen
 
-    def _note_recording(self, cpu_ns: int, cost_ns: float) -> None:
-        if self.sample_ns and self._place is self._ways[0]:
+    def note_next(self, now_ns: int, cpu_ns: int) -> None:
+        """The next program is launched, this one or another: the last launch of this one has taken until now.
+
+        Args:
+            now_ns: the time.
+            cpu_ns: CPU time of the thread that launches, up to now.
+        """
+        last, self._last_ns = self._last_ns, 0
+        is_first = self._count <= _UNSETTLED and not self._is_given and not self.is_settled
+        self.sample_ns = 0 if is_first or not last else now_ns - last
+        if not self.sample_ns:
+            return
+        self._samples.append(self.sample_ns)
+        if not self.is_settled and self._place is self._ways[0]:
             self._recorded.append(cpu_ns - self._last_cpu_ns)
-            self._serial_ns = statistics.median(self._recorded) + cost_ns
-        self._last_cpu_ns = cpu_ns
+            self._serial_ns = statistics.median(self._recorded) + self._last_cost_ns
 
     def _end_placement(self, num_threads: int) -> None:
         if self._place is Placement.HERE:

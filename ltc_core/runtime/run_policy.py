@@ -40,6 +40,11 @@ class RunPolicy:
         """Whether the last launch that was placed was to run in the thread that cuts."""
         return self._latest is not None and self._latest.chosen is Placement.HERE
 
+    @property
+    def latest(self) -> Places | None:
+        """Those of the last launch that was placed."""
+        return self._latest
+
     def is_measuring(self, is_waited: bool) -> bool:
         """Whether each launch is to be placed: a place was chosen by time, or replay and compiled code compete."""
         choice = self._choices.get(is_waited)

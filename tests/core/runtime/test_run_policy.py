@@ -7,7 +7,7 @@ import pytest
 from ltc_core.program.program import StepTimes, Tier
 from ltc_core.runtime import lasting, placement
 from ltc_core.runtime.family import Family
-from ltc_core.runtime.placement import Placement
+from ltc_core.runtime.placement import Placement, Places
 from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.run_policy import RunPolicy
 
@@ -97,6 +97,7 @@ class Loop:
     ) -> None:
         self.policy = RunPolicy(10, Family())
         self.program = FakeProgram()
+        self.latest: Places | None = None
         self.may_choose = True
         self.may_spare = False  # fewer threads than cores, or each run is to round alike
         self.is_waited = False
@@ -115,6 +116,8 @@ class Loop:
         places = []
         for _ in range(n):
             is_early = self.is_early and self.program.tier is Tier.REPLAY
+            if self.latest is not None:
+                self.latest.note_next(self.now_ns, self.cpu_ns)
             place = self.policy.choose(
                 self.program,  # type: ignore[arg-type]
                 self.now_ns,
@@ -126,6 +129,7 @@ class Loop:
                 WORKER if is_early else None,
                 self.is_disturbed,
             )
+            self.latest = self.policy.latest
             places.append(place)
             self.now_ns += self.lengths[place]
             self.cpu_ns += self.recording_ns
@@ -208,6 +212,16 @@ def test_another_rhythm_is_measured_anew_and_the_first_one_is_remembered() -> No
     assert loop.steps(60)[-1] is WORKER
     loop.is_waited, loop.lengths = False, {HERE: 8, WORKER: 10, SPARING: 10}
     assert set(loop.steps(60)) == {HERE}
+
+
+def test_programs_that_take_turns_do_not_count_each_other_s_steps() -> None:
+    """As those of a mixture of experts, or of batches of many lengths."""
+    short, long = Loop(8, 10), Loop(3000, 1000)
+    for _ in range(60):
+        for one, other in ((short, long), (long, short)):
+            one.steps(1)
+            other.now_ns, other.latest = one.now_ns, one.latest
+    assert short.steps(1) == [HERE] and long.steps(1) == [WORKER]
 
 
 class Contest:
