@@ -21,7 +21,15 @@ from ltc_core.executors import openmp
 from ltc_core.executors.processor import num_cores
 from ltc_core.settings import settings
 
-__all__ = ["after_fork_in_child", "begin_wait", "bind", "end_wait", "may_share", "sharing"]
+__all__ = [
+    "after_fork_in_child",
+    "begin_wait",
+    "bind",
+    "end_wait",
+    "may_share",
+    "sharing",
+    "takes_all_cores",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,6 +69,11 @@ def may_share(num_threads: int) -> bool:
     """Whether a program with so many threads should leave a core to recording, and may round by time. Cost: 2 us."""
     if settings.compile != "async" or torch.are_deterministic_algorithms_enabled():
         return False
+    return takes_all_cores(num_threads)
+
+
+def takes_all_cores(num_threads: int) -> bool:
+    """Whether a program with so many threads leaves no core to recording, unless it shares."""
     return num_threads >= num_cores() > 1
 
 

@@ -179,10 +179,10 @@ class DeviceContext:
         return job
 
     def _note_cut(self, reason: str, compiled: CompiledGraph, elapsed_ns: int) -> None:
-        if reason in _STEP_ENDS:
-            self._num_steps += 1
+        is_marked = reason in _STEP_ENDS
+        self._num_steps += is_marked
         if reason != "Streaming":
-            self.reads.end_step()
+            self.reads.end_step(is_marked)
             self._is_past_limit = reason == "GraphLimit"
         self._uploads.end()
         metrics.count("ExecuteComputation")
@@ -217,7 +217,7 @@ class DeviceContext:
                 compiled, made, started_ns, started_cpu_ns, self.reads.is_waited
             )
             self.compiler.note_found(compiled)
-            self.reads.after_cut(compiled)
+            self.reads.after_cut(compiled, is_awaited)
             self.streaming.after_cut(goes_on=False)
             self.early.after_cut(compiled)
             if is_awaited and reason != "Wait":
@@ -300,7 +300,7 @@ class DeviceContext:
         if seen is not None:
             seen.note(compiled.described(), step=self._num_steps, reason=reason)
         goes_on = reason == "Streaming"
-        self.reads.after_cut(compiled)
+        self.reads.after_cut(compiled, is_awaited)
         given = self.early.after_cut(compiled)
         if self.early.is_measured(compiled):
             # A whole step that is waited for overlaps with nothing in the worker.
@@ -316,6 +316,7 @@ class DeviceContext:
             cut,
             is_awaited=is_awaited,
             is_waited=self.reads.is_waited,
+            is_in_parts=self.reads.is_in_parts,
             given=given,
             seen=seen,
             step=self._num_steps,

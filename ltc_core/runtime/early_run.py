@@ -185,7 +185,9 @@ class EarlyRuns:
         if first is not None and last is not None:
             first.habit.recorded_ns, first.habit.num_values = seen.recorded_ns, seen.num_values
             following = last.habit.next(self._context)
-            if following is not None and self.may_gain(following):
+            # See `Launcher.placement`.
+            stays_here = seen.is_in_parts and core_sharing.takes_all_cores(torch.get_num_threads())
+            if following is not None and not stays_here and self.may_gain(following):
                 self._expect(following)
 
     def _note_context(self, last: CompiledGraph | None) -> None:

@@ -16,7 +16,7 @@ from ltc_core.runtime.program_cache import CompiledGraph
 __all__ = ["MOST_CUTS", "Reads", "Seen"]
 
 MOST_CUTS = 5  # that are remembered: a script that reads nothing cuts for ever
-_CHANGED = 3  # cuts in a row that are of the other rhythm
+_CHANGED = 3  # cuts, or steps, in a row that are of the other rhythm
 
 
 class Seen(NamedTuple):
@@ -27,6 +27,7 @@ class Seen(NamedTuple):
         took_ns: from read to read.
         recorded_ns, num_values: of the first cut: how long it was recorded, and its values.
         is_new: whether another thread read before: the time does not count.
+        is_in_parts: see `Reads`.
         now_ns: the time.
     """
 
@@ -35,6 +36,7 @@ class Seen(NamedTuple):
     recorded_ns: int
     num_values: int
     is_new: bool
+    is_in_parts: bool
     now_ns: int
 
 
@@ -47,6 +49,8 @@ class Reads:
     Attributes:
         is_waited: whether the script reads a value after each cut, and so waits for each step, or goes on without. A
             few cuts in a row change it: a script that reads every tenth loss does not wait.
+        is_in_parts: whether steps, from mark to mark, are cut by reads before they end, as those of a mixture of
+            experts that asks which rows go where. A few steps in a row change it.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -58,6 +62,9 @@ class Reads:
         self._was_read = False  # since the last cut
         self._num_others = 0  # cuts in a row of the other rhythm
         self.is_waited = False
+        self._was_cut = False  # by a read, since the last mark
+        self._num_other_steps = 0  # in a row, which are in parts or not
+        self.is_in_parts = False
 
     @property
     def is_of_reader(self) -> bool:
@@ -74,12 +81,19 @@ class Reads:
             self._recorded_ns = time.perf_counter_ns() - self._resumed_ns
             self._num_values = self._trace.count
 
-    def after_cut(self, compiled: CompiledGraph) -> None:
+    def after_cut(self, compiled: CompiledGraph, is_awaited: bool) -> None:
+        self._was_cut |= is_awaited
         if len(self._cuts) < MOST_CUTS:
             self._cuts.append(compiled)
 
-    def end_step(self) -> None:
+    def end_step(self, is_marked: bool) -> None:
         """What was cut ends a step, or is one: the rhythm may be another now."""
+        if is_marked:
+            is_other = self._was_cut != self.is_in_parts
+            self._num_other_steps = self._num_other_steps + 1 if is_other else 0
+            if self._num_other_steps == _CHANGED:
+                self.is_in_parts, self._num_other_steps = self._was_cut, 0
+            self._was_cut = False
         self._num_others = 0 if self._was_read == self.is_waited else self._num_others + 1
         if self._num_others == _CHANGED:
             self.is_waited, self._num_others = self._was_read, 0
@@ -87,7 +101,7 @@ class Reads:
 
     def skip(self, now_ns: int) -> None:
         """C++ has cut and read meanwhile (`known_reads`), until now."""
-        self._was_read, self._num_others = True, 0
+        self._was_read, self._was_cut, self._num_others = True, True, 0
         self._resumed_ns = now_ns
         self._cuts = []
 
@@ -112,4 +126,6 @@ class Reads:
         if not self._cuts:
             return None
         cuts, self._cuts = self._cuts, []
-        return Seen(cuts, took_ns, self._recorded_ns, self._num_values, is_new, now)
+        return Seen(
+            cuts, took_ns, self._recorded_ns, self._num_values, is_new, self.is_in_parts, now
+        )

@@ -171,3 +171,52 @@ def test_a_thread_that_shares_has_its_threads_again_afterwards() -> None:
     before = torch.get_num_threads()
     core_sharing.sharing(before, torch.get_num_threads)
     assert torch.get_num_threads() == before
+
+
+# `places()`: where the programs of a step run, the first of which a read cuts.
+PARTS = """
+import torch
+import ltc_core as ltc
+from ltc_core.executors import core_sharing
+from ltc_core.runtime.launcher import Launcher
+from ltc_core.runtime.run_cost import RunCost
+from ltc_core.runtime.run_policy import RunPolicy
+
+device = ltc.lazy_device()
+torch.set_num_threads(2)
+RunCost.is_quicker_here = lambda cost, is_awaited: False  # small as they are
+RunPolicy.runs_here = lambda *args: False  # in C++
+found = []
+
+def placement(self, *args, of=Launcher.placement):
+    place = of(self, *args)
+    found.append(place.name)
+    return place
+
+Launcher.placement = placement
+
+def places():
+    x = torch.ones(64, 64, device=device)
+    for step in range(40):
+        if step == 10:
+            del found[:]
+        y = (x @ x).tanh()
+        y.sum().item()
+        y = (y @ x).exp()
+        ltc.mark_step()
+    assert len(found) == 60
+    return set(found)
+"""
+
+
+@pytest.mark.parametrize(("num_cores", "is_here"), [(2, True), (4, False)])
+def test_programs_of_one_step_with_a_thread_on_each_core_run_in_one_place(
+    num_cores: int, is_here: bool
+) -> None:
+    check(
+        f"""
+        core_sharing.num_cores = lambda: {num_cores}
+        assert (places() == {{"HERE"}}) is {is_here}, found
+        """,
+        PARTS,
+    )

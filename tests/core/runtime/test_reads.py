@@ -15,10 +15,10 @@ def reads() -> Any:
     return Reads(SimpleNamespace(count=7))  # type: ignore[arg-type]
 
 
-def cut(there: Any, program: str) -> None:
+def cut(there: Any, program: str, is_awaited: bool = False, is_marked: bool = True) -> None:
     there.before_cut()
-    there.after_cut(program)
-    there.end_step()
+    there.after_cut(program, is_awaited)
+    there.end_step(is_marked)
 
 
 def test_cuts_between_two_reads_are_told_once() -> None:
@@ -68,3 +68,29 @@ def test_a_rhythm_changes_when_a_few_steps_in_a_row_are_of_the_other() -> None:
     assert rhythms("rrrr....") == "..rrrr.."
     assert rhythms(".........r" * 3) == "." * 30
     assert rhythms("r." * 9) == "." * 18
+
+
+def in_parts(script: str) -> str:
+    """After each marked step of a script, whether steps are in parts; `r`: a read cuts the step before its end."""
+    there, found = reads(), ""
+    for step in script:
+        if step == "r":
+            cut(there, FIRST, is_awaited=True, is_marked=False)
+        if step == "c":
+            there.skip(1)  # C++ has done the same
+        cut(there, SECOND)
+        found += "p" if there.is_in_parts else "."
+    return found
+
+
+def test_a_step_is_in_parts_if_reads_cut_it_before_its_end() -> None:
+    assert in_parts("rrrr....") == "..pppp.."
+    assert in_parts("cccc....") == "..pppp.."
+    assert in_parts("r." * 9) == "." * 18
+
+
+def test_reads_between_steps_that_nobody_marks_make_no_parts() -> None:
+    there = reads()
+    for _ in range(20):
+        cut(there, FIRST, is_awaited=True, is_marked=False)
+    assert not there.is_in_parts
