@@ -109,7 +109,7 @@ def test_beside_a_program_in_the_worker(
     """One thread has no OpenMP team, which would keep the cores from the program here."""
 
     def placed(
-        self: Any, compiled: Any, num_threads: int, is_awaited: bool, is_waited: bool
+        self: Any, compiled: Any, num_threads: int, is_awaited: bool, *rhythm: bool
     ) -> Placement:
         return Placement.HERE if is_awaited else Placement.WORKER
 
