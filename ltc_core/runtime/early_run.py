@@ -72,6 +72,7 @@ class EarlyRuns:
         self._expected: CompiledGraph | None = None
         self._due = 0  # count of values at which it begins to run; 0: at none
         self._size = 0  # of the parts after the first
+        self._place = Placement.WORKER
         self._follower: _Follower | None = None  # runs the step, if it has begun to run
 
     # -- while a step is recorded --------------------------------------------------------------
@@ -127,9 +128,7 @@ class EarlyRuns:
         if compiled.program.native is None or not self._worker.start():
             return None
         release_team()
-        place = compiled.habit.choice.early if compiled.habit.choice else None
-        place = place or Placement.WORKER
-        follower = _Follower(compiled, place, self._trace.epoch, self._size, due)
+        follower = _Follower(compiled, self._place, self._trace.epoch, self._size, due)
         self._worker.submit(follower)
         self._follower, self._trace.give_more = follower, follower.begun.give
         return follower
@@ -235,7 +234,8 @@ class EarlyRuns:
             assert step.path is not None
             habit.know_path(self._trace.path(step.path), step.graph.nodes)
         self._expected = step
-        if habit.choice.is_early:
+        if habit.choice.early is not None:
+            self._place = habit.choice.early
             num_parts = max(2, min(_MOST_PARTS, habit.recorded_ns // _PART_NS))
             self._size = -(-habit.num_values // num_parts)
             self._due = self._size

@@ -52,9 +52,8 @@ class Choice:
         self._samples: list[int] = []  # of this block
         self._num_turns = 0
         self._whole_ns = 0.0  # of this turn
-        self._medians: dict[
-            Placement, float
-        ] = {}  # of ways that may be quicker, the sum of all turns
+        # Way that may be quicker -> the sum of its turns' medians.
+        self._medians: dict[Placement, float] = {}
         self._left: list[Placement] = []  # ways of this turn that are left to be measured
 
     @property
@@ -124,10 +123,8 @@ class Choice:
 
     def _end(self) -> None:
         """It has been measured which way is quicker."""
-        self.early, self.is_known = (
-            min(self._medians, key=self._medians.__getitem__, default=None),
-            True,
-        )
+        self.early = min(self._medians, key=self._medians.__getitem__, default=None)
+        self.is_known = True
         self._lasting.note(self.early)
 
     def _is_clearly_slower(self) -> bool:

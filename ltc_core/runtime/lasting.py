@@ -7,7 +7,7 @@ from __future__ import annotations
 
 __all__ = ["Lasting"]
 
-_FIRST_STEPS, _MOST_STEPS = 150, 2000
+_FIRST_STEPS, _MOST_STEPS = 60, 2000
 _GROWTH = 4
 _NOTHING = object()
 

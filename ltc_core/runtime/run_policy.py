@@ -113,7 +113,8 @@ class RunPolicy:
         choice = self._choices.get(is_waited)
         if choice is None:
             choice = self._choices[is_waited] = TierChoice()
-        ways = in_worker(may_spare, self.cost.has_large_ops)
+        # Compiled code has fewer and larger ops than its graph.
+        ways = in_worker(may_spare, tier is Tier.COMPILED or self.cost.has_large_ops)
         if is_disturbed:
             placement = places.keep(given, ways)
         else:

@@ -367,67 +367,65 @@ def test_a_place_that_was_given_for_a_while_does_not_replace_the_best_one() -> N
     assert set(loop.steps(20)) == {HERE}
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("is_waited", [False, True])
 class TestAThreadLess:
     """Programs with a thread on each core."""
 
-    def loop(
-        self, is_compiled: bool, is_waited: bool, here_ns: int, there_ns: int, sparing_ns: int
-    ) -> Loop:
-        loop = Loop(here_ns, there_ns, sparing_ns)
+    def loop(self, is_waited: bool, *lengths: int) -> Loop:
+        loop = Loop(*lengths)
         loop.may_spare, loop.is_waited = True, is_waited
-        loop.program.can_replay = not is_compiled
+        return loop
+
+    def large(self, is_waited: bool, is_compiled: bool, *lengths: int) -> Loop:
+        loop = self.loop(is_waited, *lengths)
         if is_compiled:
+            loop.program.can_replay = False
             loop.program.build()
+        else:
+            loop.run_ns = 10 * 200_000
+            loop.policy.note_run(loop.run_ns, loop.elapsed_ns)
         return loop
 
     @pytest.mark.parametrize("here_ns, sparing_ns, wanted", [(90, 80, SPARING), (80, 90, HERE)])
     def test_small_ops_have_a_thread_less_in_the_worker(
-        self, is_compiled: bool, is_waited: bool, here_ns: int, sparing_ns: int, wanted: Placement
+        self, is_waited: bool, here_ns: int, sparing_ns: int, wanted: Placement
     ) -> None:
-        places = self.loop(is_compiled, is_waited, here_ns, 1, sparing_ns).steps(80)
+        places = self.loop(is_waited, here_ns, 1, sparing_ns).steps(80)
         assert places[0] is (HERE if is_waited else SPARING)
         assert set(places[:30]) == {HERE, SPARING} and set(places[30:]) == {wanted}
 
+    @pytest.mark.parametrize("is_compiled", [False, True])
     @pytest.mark.parametrize(
         "here_ns, there_ns, sparing_ns, wanted",
         [(90, 110, 80, SPARING), (80, 110, 90, HERE), (90, 80, 90, WORKER)],
     )
-    def test_large_ops_have_all_threads_first(
+    def test_large_ops_and_compiled_code_have_all_threads_first(
         self,
-        is_compiled: bool,
         is_waited: bool,
+        is_compiled: bool,
         here_ns: int,
         there_ns: int,
         sparing_ns: int,
         wanted: Placement,
     ) -> None:
-        places = self.large(is_compiled, is_waited, here_ns, there_ns, sparing_ns).steps(80)
+        places = self.large(is_waited, is_compiled, here_ns, there_ns, sparing_ns).steps(80)
         assert places[0] is (HERE if is_waited else WORKER) and places[10] is not SPARING
         assert set(places[:40]) == {HERE, SPARING, WORKER} and set(places[40:]) == {wanted}
 
+    @pytest.mark.parametrize("is_compiled", [False, True])
     def test_a_thread_less_is_not_tried_where_all_are_far_ahead(
-        self, is_compiled: bool, is_waited: bool
+        self, is_waited: bool, is_compiled: bool
     ) -> None:
-        places = self.large(is_compiled, is_waited, 100, 80, 10).steps(80)
+        places = self.large(is_waited, is_compiled, 100, 80, 10).steps(80)
         assert set(places[:30]) == {HERE, WORKER} and set(places[30:]) == {WORKER}
 
-    def large(self, is_compiled: bool, is_waited: bool, *lengths: int) -> Loop:
-        loop = self.loop(is_compiled, is_waited, *lengths)
-        loop.run_ns = 10 * 200_000
-        loop.policy.note_run(loop.run_ns, loop.elapsed_ns)
-        return loop
-
-    def test_it_leaves_a_core_to_what_else_is_compiled(
-        self, is_compiled: bool, is_waited: bool
-    ) -> None:
-        loop = self.loop(is_compiled, is_waited, 90, 110, 80)
+    def test_it_leaves_a_core_to_what_else_is_compiled(self, is_waited: bool) -> None:
+        loop = self.loop(is_waited, 90, 110, 80)
         loop.is_disturbed = True
         assert set(loop.steps(20)) == {SPARING}
 
-    def test_not_where_each_run_is_to_round_alike(self, is_compiled: bool, is_waited: bool) -> None:
-        loop = self.loop(is_compiled, is_waited, 90, 110, 1)
+    def test_not_where_each_run_is_to_round_alike(self, is_waited: bool) -> None:
+        loop = self.loop(is_waited, 90, 110, 1)
         loop.may_spare = False
         assert set(loop.steps(80)) == {HERE, WORKER}
 
