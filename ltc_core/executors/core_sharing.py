@@ -12,6 +12,7 @@ then, and some ops round by it: nothing is shared where each run of the script i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,9 +27,11 @@ __all__ = [
     "begin_wait",
     "bind",
     "end_wait",
+    "leave_out",
     "may_share",
     "sharing",
     "takes_all_cores",
+    "threads_of_script",
 ]
 
 P = ParamSpec("P")
@@ -37,6 +40,7 @@ R = TypeVar("R")
 # For a core, by who has waited: an instruction may take longer, or block.
 _MOST_WAIT_MS = 2
 
+_left_out = threading.local()  # .count: threads
 _native: Any = None  # the C++ part that runs programs, once it is loaded
 
 
@@ -75,6 +79,16 @@ def may_share(num_threads: int) -> bool:
 def takes_all_cores(num_threads: int) -> bool:
     """Whether a program with so many threads leaves no core to recording, unless it shares."""
     return num_threads >= num_cores() > 1
+
+
+def leave_out(count: int) -> None:
+    """The calling thread computes with so many threads less than the script has set. Cost: 0.1 us."""
+    _left_out.count = count
+
+
+def threads_of_script() -> int:
+    """Threads that the script has set, of which the calling thread may leave some out. Cost: 0.2 us."""
+    return torch.get_num_threads() + getattr(_left_out, "count", 0)
 
 
 def sharing(num_threads: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -228,9 +228,8 @@ class DeviceContext:
     @property
     def _is_undisturbed(self) -> bool:
         """Whether nothing is to happen at a cut but a run in this thread."""
-        is_seen = slices.on is not None
         is_whole = self.streaming.is_whole and not self.early.has_begun
-        return is_whole and not is_seen and self.launcher.is_free
+        return is_whole and not slices.is_watched() and self.launcher.is_free
 
     def _note_shapes(self) -> None:
         """Whether one graph may serve many sizes, and a common size gets a graph that is compiled."""

@@ -102,7 +102,7 @@ class KnownReads:
         Cost: 1 us.
         """
         is_quiet = self._launcher.is_free and self._streaming.is_whole and not self._early.expects
-        is_seen = slices.on is not None or profiler._is_profiler_enabled or _reports_cuts()
+        is_seen = slices.is_watched() or _reports_cuts()
         is_steady = self._reads.is_waited and self._reads.is_of_reader
         if not self._is_possible or not is_steady or not is_quiet or is_seen:
             return

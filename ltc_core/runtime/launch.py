@@ -78,14 +78,15 @@ class Launch(Job):
         sized: number -> meta of this run, where the graph has that of another one.
         outputs: the buffers it fills.
         failures: failures are appended to it.
-        num_threads: how many threads it computes with.
+        num_threads: how many threads the script has set.
         shares: whether it leaves one of them out while a step is recorded.
+        num_left_out: how many it leaves out all the time; then it shares no other.
     """
 
     __slots__ = (
         "_compiled", "_cost_ns", "_device", "_earlier", "_failures", "_inputs", "_is_eager", "_memory",
-        "_num_threads", "_outputs", "_published", "_scalars", "_shares", "_sized", "_started_ns", "_steps", "_watched",
-        "arrow", "step",
+        "_num_left_out", "_num_threads", "_outputs", "_published", "_scalars", "_shares", "_sized", "_started_ns",
+        "_steps", "_watched", "arrow", "step",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +101,7 @@ class Launch(Job):
         failures: deque[Failure],
         num_threads: int,
         shares: bool = False,
+        num_left_out: int = 0,
     ) -> None:
         super().__init__(self._run_to_end, self._lose_at_a_fork)
         self._device = device
@@ -110,8 +112,9 @@ class Launch(Job):
         self._sized = sized
         self._outputs = outputs
         self._failures = failures
-        self._num_threads = num_threads
-        self._shares = shares
+        self._num_threads = num_threads - num_left_out
+        self._num_left_out = num_left_out
+        self._shares = shares and not num_left_out
         self._is_eager = settings.eager
         self._earlier: Sequence[Job] = ()
         self._started_ns = self._cost_ns = 0
@@ -184,7 +187,7 @@ class Launch(Job):
             watch = Watch(self._watched, self._publish) if self._watched else None
             self._steps = program.run_in_steps(data, self._scalars, watch)
             return
-        _use_threads(self._num_threads)
+        self._use_threads()
         found = program.salvage(data, self._scalars)
         if found.older:  # the lost values may never be read
             assert isinstance(lost, errors.LtcError)
@@ -195,7 +198,7 @@ class Launch(Job):
         """Run up to the next wait for other processes; returns whether the program has ended, well or not."""
         if self._steps is None:
             return True
-        _use_threads(self._num_threads)
+        self._use_threads()
         started_cpu = time.thread_time_ns()
         try:
             core_sharing.sharing(self._num_threads if self._shares else 0, next, self._steps)
@@ -208,6 +211,12 @@ class Launch(Job):
             return False
         self._steps = None
         return True
+
+    def _use_threads(self) -> None:
+        """Set this thread's number of threads, which the user has set in another thread."""
+        if self._num_threads != torch.get_num_threads():
+            use_threads(self._num_threads)
+        core_sharing.leave_out(self._num_left_out)
 
     # -- its ends ------------------------------------------------------------------------------
 
@@ -319,12 +328,6 @@ def lost_at_a_fork(device: torch.device) -> errors.LtcError:
         got="a device that did not become idle before the fork",
         next="call wait_device_ops() in the thread that uses the device, or start processes by spawn",
     )
-
-
-def _use_threads(count: int) -> None:
-    """Set this thread's number of threads, which the user has set in another thread."""
-    if count != torch.get_num_threads():
-        use_threads(count)
 
 
 def _what_failed(node: Node | None) -> str:

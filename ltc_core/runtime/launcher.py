@@ -115,9 +115,7 @@ class Launcher:
         shares = (is_replay or placement is Placement.SPARING) and core_sharing.may_share(
             num_threads
         )
-        if shares and placement is Placement.SPARING:
-            num_threads -= 1
-            shares = False
+        num_left_out = int(shares and placement is Placement.SPARING)
         inputs = [cut.inputs[k][2] for k in compiled.input_slots]
         cut.inputs = []  # those that are donated die at their last use
         outputs = self._output_buffers(compiled, cut, inputs)
@@ -127,7 +125,7 @@ class Launcher:
                 self._run_in_cpp(compiled, native, cut, inputs, outputs)
                 return None
         launch = self._new_launch(
-            compiled, inputs, cut.scalars, cut.sized, outputs, num_threads, shares
+            compiled, inputs, cut.scalars, cut.sized, outputs, num_threads, shares, num_left_out
         )
         if seen is not None:
             launch.arrow, launch.step = seen.send_arrow(), step
@@ -145,7 +143,7 @@ class Launcher:
         if compiled.watched:
             launch.watch(compiled.watched)
         release_team()
-        self._worker_has_team |= num_threads > 1
+        self._worker_has_team |= num_threads - num_left_out > 1
         try:
             self._worker.submit(launch)
         except BaseException as error:  # an interrupt, or no thread: nobody will run it
@@ -254,6 +252,7 @@ class Launcher:
         outputs: list[Buffer],
         num_threads: int,
         shares: bool = False,
+        num_left_out: int = 0,
     ) -> Launch:
         return Launch(
             self._device,
@@ -266,6 +265,7 @@ class Launcher:
             self.failures,
             num_threads,
             shares,
+            num_left_out,
         )
 
     def _output_buffers(

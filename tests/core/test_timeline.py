@@ -342,7 +342,11 @@ class TestOfABlock:
         with pytest.raises(ProfilerError, match=r"(?s)not be written to its end.*No space.*Next"):
             timeline.stop()
 
-    def test_the_torch_profiler_shows_the_same_regions(self) -> None:
+    @pytest.mark.parametrize("num_before", [0, 200])
+    def test_the_torch_profiler_shows_the_same_regions(self, num_before: int) -> None:
+        """Also of a program that has come so often that C++ cuts it."""
+        for _ in range(num_before):
+            step()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             step()
             ltc.wait_device_ops()

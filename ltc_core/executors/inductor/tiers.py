@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ltc_core import metrics, progress
+from ltc_core.executors import core_sharing
 from ltc_core.executors.inductor import step_times
 from ltc_core.executors.inductor.compiled_subgraph import compiled_program
 from ltc_core.executors.inductor.compiler.request import Request, encode, key
@@ -444,7 +445,7 @@ class _Build:
         self._kernels: dict[int, list[tuple[str, list[int]]]] = {}
         self._failed = False
         self._num_found = 0
-        num_threads = torch.get_num_threads()
+        num_threads = core_sharing.threads_of_script()
         self._started = time.monotonic()
         self._seen: slices.Slice | None = None
         self.done = threading.Event()

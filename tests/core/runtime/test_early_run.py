@@ -395,9 +395,14 @@ def test_a_whole_step_that_is_measured_does_not_queue_behind_the_one_before(
 def test_with_a_thread_on_each_core_one_less_is_measured(
     has_large_ops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = []
-    use_threads = early_run.use_threads
-    monkeypatch.setattr(early_run, "use_threads", lambda n: (counts.append(n), use_threads(n)))
+    threads = set()
+    follow = early_run._Follower._follow
+
+    def note(self: early_run._Follower) -> None:
+        follow(self)
+        threads.add((self.place, torch.get_num_threads()))
+
+    monkeypatch.setattr(early_run._Follower, "_follow", note)
     monkeypatch.setattr(core_sharing, "may_share", lambda num_threads: num_threads > 1)
     monkeypatch.setattr(RunCost, "has_large_ops", has_large_ops)
     torch.set_num_threads(2)
@@ -405,7 +410,7 @@ def test_with_a_thread_on_each_core_one_less_is_measured(
     with_all = {Placement.WORKER} if has_large_ops else set()
     assert {early for early, _ in seen} == {None, Placement.SPARING, *with_all}
     assert all(given is (early or Placement.HERE) for early, given in seen)
-    assert 1 in counts
+    assert threads == {(Placement.SPARING, 1), *((place, 2) for place in with_all)}
 
 
 def test_programs_that_take_turns() -> None:

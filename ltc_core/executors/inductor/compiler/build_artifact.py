@@ -37,6 +37,9 @@ OPTIONS: dict[str, Any] = {
 # To precompile PyTorch's headers takes 20 s of a core once, and saves 4.5 s of each program after it.
 _MIN_PROGRAMS_FOR_HEADERS = 4
 
+# Code that was made for one thread computes wrong numbers with more: each thread of a parallel region runs the loops in
+# it that are not parallel. The script may set another number later.
+_FEWEST_THREADS = 2
 _LIBRARY = "model.so"
 _KEPT = (".so", ".json", ".cubin")
 _PROXY_EXECUTOR = ".wrapper.json"  # its table of the ATen ops that compiled code calls through it
@@ -53,7 +56,7 @@ def build(payload: bytes, directory: Path) -> dict[str, Any]:
         Exception: any error of the compiler.
     """
     request = decode(payload)
-    torch.set_num_threads(request.num_threads)
+    torch.set_num_threads(max(request.num_threads, _FEWEST_THREADS))
     request.flags.apply()
     lowerings = Lowerings()
     options = {

@@ -158,3 +158,31 @@ def test_ops_that_compiled_code_only_calls(tmp_path: Path) -> None:
         LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
     )
     assert out == err == ""
+
+
+def test_code_that_was_made_for_one_thread_is_right_with_more(tmp_path: Path) -> None:
+    """Each thread of a parallel region would run the loops in it that are not parallel: a mean is divided twice."""
+    out, err = child.run(
+        """
+        torch.manual_seed(0)
+        tokens, y = torch.randint(0, 20, (8, 5)), torch.randint(0, 10, (8,))
+        table, weight = torch.randn(20, 16), torch.randn(80, 10)
+
+        def losses(device, *counts):
+            found = []
+            for count in counts:
+                torch.set_num_threads(count)
+                t, w = (x.clone().to(device).requires_grad_() for x in (table, weight))
+                hidden = torch.nn.functional.layer_norm(t[tokens.to(device)].flatten(1) * 2, (80,))
+                loss = torch.nn.functional.cross_entropy(torch.nn.functional.gelu(hidden) @ w, y.to(device))
+                loss.backward()
+                found += [loss.detach().cpu(), t.grad.cpu(), w.grad.cpu()]
+            return found
+
+        torch.testing.assert_close(losses(device, 1, 2, 3, 1), losses("cpu", 1, 2, 3, 1))
+        assert ltc.metrics.counter_value("CompiledProgram") == 1
+        """,
+        LTC_COMPILE="sync",
+        LTC_COMPILED_CACHE_DIR=empty_cache(tmp_path / "compiled"),
+    )
+    assert out == err == ""
