@@ -4,8 +4,8 @@ Where programs have a thread on each core, recording has none of its own. One of
 others for that one, in each parallel loop (a small T5 on two cores: 30 ms a step; 22 where recording and running take
 turns, 11 where they share). So a replay that shares computes with one thread less, and with all of them while a
 thread of the process waits for a program (`reference/csrc/team.h`); or it has one thread less all the time, if
-`runtime.placement` finds that quicker. How many threads an op gets is a matter of time
-then, and some ops round by it: nothing is shared where each run of the script is to round alike.
+`runtime.placement` finds that quicker. How many threads an op gets is a matter of time then, and some ops round by it:
+nothing is shared where each run of the script is to round alike.
 
 `runtime.worker` says who waits; `sharing` calls what runs in the worker.
 """
@@ -45,7 +45,7 @@ _native: Any = None  # the C++ part that runs programs, once it is loaded
 
 
 def bind(native: Any) -> None:
-    """Give the loaded C++ part the functions of OpenMP and MKL that set threads, and the longest wait for a core."""
+    """Hand to the C++ part the OpenMP and MKL functions that set threads, and the time limit of `end_wait`."""
     global _native
     native.set_team(*openmp.addresses(), _MOST_WAIT_MS)
     _native = native

@@ -80,7 +80,7 @@ class Launch(Job):
         failures: failures are appended to it.
         num_threads: how many threads the script has set.
         shares: whether it leaves one of them out while a step is recorded.
-        num_left_out: how many it leaves out all the time; then it shares no other.
+        num_left_out: how many it leaves out all the time.
     """
 
     __slots__ = (
@@ -114,7 +114,7 @@ class Launch(Job):
         self._failures = failures
         self._num_threads = num_threads - num_left_out
         self._num_left_out = num_left_out
-        self._shares = shares and not num_left_out
+        self._shares = shares
         self._is_eager = settings.eager
         self._earlier: Sequence[Job] = ()
         self._started_ns = self._cost_ns = 0

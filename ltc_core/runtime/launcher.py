@@ -111,11 +111,11 @@ class Launcher:
         if placement is not Placement.HERE and not self._worker.start():
             metrics.count("WorkerNotStarted")  # slower, but no value is lost
             placement = Placement.HERE
+        is_sparing = placement is Placement.SPARING
         is_replay = placement is not Placement.HERE and compiled.program.tier is Tier.REPLAY
-        shares = (is_replay or placement is Placement.SPARING) and core_sharing.may_share(
-            num_threads
-        )
-        num_left_out = int(shares and placement is Placement.SPARING)
+        may_share = (is_sparing or is_replay) and core_sharing.may_share(num_threads)
+        shares = may_share and not is_sparing
+        num_left_out = int(may_share and is_sparing)
         inputs = [cut.inputs[k][2] for k in compiled.input_slots]
         cut.inputs = []  # those that are donated die at their last use
         outputs = self._output_buffers(compiled, cut, inputs)

@@ -243,7 +243,7 @@ class Places:
         if Placement.HERE not in found and not self._overlaps(num_threads):
             return Placement.HERE  # it shows whether others use the cores
         for place in self._ways[1:]:
-            if place not in found and not self._is_far_ahead(first):
+            if place not in found and not self._is_far_ahead():
                 return place
         can_yield = self._is_busy and num_threads > 1 and can_spin_briefly()
         if can_yield and Placement.YIELDING not in found:
@@ -262,10 +262,10 @@ class Places:
         self._place, self.best_ns = best, best_ns
         self._lasting.note(best)
 
-    def _is_far_ahead(self, place: Placement) -> bool:
-        """Whether steps were far quicker there than in the thread that cuts."""
+    def _is_far_ahead(self) -> bool:
+        """Whether steps were far quicker in the worker than in the thread that cuts."""
         found = self._medians
-        return found[place] < _OVERLAPS * found.get(Placement.HERE, 0)
+        return found[self._ways[0]] < _OVERLAPS * found.get(Placement.HERE, 0)
 
     def _overlaps(self, num_threads: int) -> bool:
         """Whether steps in the worker were far quicker than recording and running in turn would be.

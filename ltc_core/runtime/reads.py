@@ -16,7 +16,7 @@ from ltc_core.runtime.program_cache import CompiledGraph
 __all__ = ["MOST_CUTS", "Reads", "Seen"]
 
 MOST_CUTS = 5  # that are remembered: a script that reads nothing cuts for ever
-_CHANGED = 3  # cuts, or steps, in a row that are of the other rhythm
+_CHANGED = 3  # steps in a row that are otherwise
 
 
 class Seen(NamedTuple):
@@ -40,6 +40,25 @@ class Seen(NamedTuple):
     now_ns: int
 
 
+class _Steady:
+    """What a script does, or not: true or false until a few steps in a row say otherwise."""
+
+    __slots__ = ("_num_others", "is_so")
+
+    def __init__(self) -> None:
+        self.is_so = False
+        self._num_others = 0  # in a row
+
+    def note(self, is_so: bool) -> None:
+        self._num_others = 0 if is_so == self.is_so else self._num_others + 1
+        if self._num_others == _CHANGED:
+            self.is_so, self._num_others = is_so, 0
+
+    def confirm(self) -> None:
+        """A step was as the ones before."""
+        self._num_others = 0
+
+
 class Reads:
     """The reads of one device.
 
@@ -60,11 +79,17 @@ class Reads:
         self._cuts: list[CompiledGraph] = []  # since then
         self._recorded_ns = self._num_values = 0
         self._was_read = False  # since the last cut
-        self._num_others = 0  # cuts in a row of the other rhythm
-        self.is_waited = False
+        self._waited = _Steady()
         self._was_cut = False  # by a read, since the last mark
-        self._num_other_steps = 0  # in a row, which are in parts or not
-        self.is_in_parts = False
+        self._in_parts = _Steady()
+
+    @property
+    def is_waited(self) -> bool:
+        return self._waited.is_so
+
+    @property
+    def is_in_parts(self) -> bool:
+        return self._in_parts.is_so
 
     @property
     def is_of_reader(self) -> bool:
@@ -89,19 +114,15 @@ class Reads:
     def end_step(self, is_marked: bool) -> None:
         """What was cut ends a step, or is one: the rhythm may be another now."""
         if is_marked:
-            is_other = self._was_cut != self.is_in_parts
-            self._num_other_steps = self._num_other_steps + 1 if is_other else 0
-            if self._num_other_steps == _CHANGED:
-                self.is_in_parts, self._num_other_steps = self._was_cut, 0
+            self._in_parts.note(self._was_cut)
             self._was_cut = False
-        self._num_others = 0 if self._was_read == self.is_waited else self._num_others + 1
-        if self._num_others == _CHANGED:
-            self.is_waited, self._num_others = self._was_read, 0
+        self._waited.note(self._was_read)
         self._was_read = False
 
     def skip(self, now_ns: int) -> None:
         """C++ has cut and read meanwhile (`known_reads`), until now."""
-        self._was_read, self._was_cut, self._num_others = True, True, 0
+        self._was_read = self._was_cut = True
+        self._waited.confirm()
         self._resumed_ns = now_ns
         self._cuts = []
 

@@ -1,4 +1,4 @@
-"""What a run of one program costs: whether that is so little that handing it to the worker would cost more.
+"""What a run of one program costs, whether handing it to the worker would cost more, and whether its ops are large.
 
 Made by `run_policy`; `launch` notes each run.
 """

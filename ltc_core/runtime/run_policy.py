@@ -25,25 +25,21 @@ class RunPolicy:
 
     Attributes:
         cost: what its runs cost.
+        latest: the places that the last launch which was placed had.
     """
 
-    __slots__ = ("_choices", "_family", "_latest", "cost")
+    __slots__ = ("_choices", "_family", "cost", "latest")
 
     def __init__(self, size: int, family: Family) -> None:
         self.cost = RunCost(size)
         self._family = family
         self._choices: dict[bool, TierChoice] = {}
-        self._latest: Places | None = None  # that of the last launch
+        self.latest: Places | None = None
 
     @property
     def is_here(self) -> bool:
         """Whether the last launch that was placed was to run in the thread that cuts."""
-        return self._latest is not None and self._latest.chosen is Placement.HERE
-
-    @property
-    def latest(self) -> Places | None:
-        """Those of the last launch that was placed."""
-        return self._latest
+        return self.latest is not None and self.latest.chosen is Placement.HERE
 
     def is_measuring(self, is_waited: bool) -> bool:
         """Whether each launch is to be placed: a place was chosen by time, or replay and compiled code compete."""
@@ -76,8 +72,8 @@ class RunPolicy:
     def note_run(self, cost_ns: int, elapsed_ns: int) -> None:
         """Note the CPU time and the duration of a run."""
         self.cost.note(cost_ns)
-        if self._latest is not None:
-            self._latest.note_run(elapsed_ns)
+        if self.latest is not None:
+            self.latest.note_run(elapsed_ns)
 
     def choose(
         self,
@@ -106,10 +102,10 @@ class RunPolicy:
         """
         tier = program.tier
         places = self._family.places_of(is_waited, tier)
-        if places is not self._latest:
-            if self._latest is not None:
-                self._latest.pause()
-            self._latest = places
+        if places is not self.latest:
+            if self.latest is not None:
+                self.latest.pause()
+            self.latest = places
         choice = self._choices.get(is_waited)
         if choice is None:
             choice = self._choices[is_waited] = TierChoice()

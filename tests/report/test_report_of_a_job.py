@@ -47,7 +47,7 @@ def test_the_straggler_is_named(tmp_path: Path) -> None:
     late = found["lateness"]["ranks"]
     assert late[1]["last"] > 0.7 and late[1]["late_ms"] > 10 > 0 == late[0]["rank"]
     waits = [rank["mean"]["parts"]["waiting for other processes"] for rank in found["ranks"]]
-    assert waits[0] > 10 and waits[0] > waits[1]
+    assert waits[0] > 50 > waits[1]
     texts = [row["text"] for row in found["summary"]]
     assert any(text.startswith("Rank 1 comes last to ") for text in texts)
     assert any(text.startswith("Rank 0 waits most for the others") for text in texts)

@@ -314,7 +314,6 @@ from ltc_core.runtime import early_run, habit
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
-from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.run_policy import RunPolicy
 
 early_run._LEAST_NS = early_run._PART_NS = 1
