@@ -28,8 +28,8 @@ _BLOCK_S = 0.4
 _FEWEST_STEPS = 3
 _UNCOUNTED_STEPS = 2  # before a block: the numbers were just written
 # Within so many steps of one rhythm the lazy device has chosen where they run, and whether compiled code runs them.
-_SETTLING_STEPS = 120
-_SETTLING_S = 6.0
+_SETTLING_STEPS = 240
+_SETTLING_S = 10.0
 
 _clock = time.perf_counter
 

@@ -300,8 +300,9 @@ class DeviceContext:
             seen.note(compiled.described(), step=self._num_steps, reason=reason)
         goes_on = reason == "Streaming"
         self.reads.after_cut(compiled, is_awaited)
+        is_measured = self.early.is_measured(compiled)
         given = self.early.after_cut(compiled)
-        if self.early.is_measured(compiled):
+        if is_measured:
             # A whole step that is waited for overlaps with nothing in the worker.
             given = given or Placement.HERE
         elif given is not None:

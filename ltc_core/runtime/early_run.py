@@ -70,6 +70,7 @@ class EarlyRuns:
         self._last: CompiledGraph | None = None  # the program of the step before, if it had one
         self._context = Context()  # of that one
         self._expected: CompiledGraph | None = None
+        self._is_first = True  # the next cut, since the last read
         self._due = 0  # count of values at which it begins to run; 0: at none
         self._size = 0  # of the parts after the first
         self._place = Placement.WORKER
@@ -94,9 +95,10 @@ class EarlyRuns:
         return self._expected is not None
 
     def is_measured(self, compiled: CompiledGraph) -> bool:
-        """Whether a program's way is being chosen, by this step among others: each is to run in the worker."""
+        """Whether a program's way is being chosen, by the step that it is about to end among others."""
         choice = compiled.habit.choice
-        return compiled is self._expected and choice is not None and not choice.is_known
+        is_expected = self._is_first and compiled is self._expected
+        return is_expected and choice is not None and not choice.is_known
 
     def run_more(self) -> None:
         """Have the worker run what is recorded of the step. C++ does the same before a call that it records.
@@ -159,6 +161,7 @@ class EarlyRuns:
 
     def after_cut(self, compiled: CompiledGraph) -> Placement | None:
         """A program is about to be launched. Where it has begun to run, and has to go on; None if it has not."""
+        self._is_first = False
         follower = self._follower
         if follower is None:
             return None
@@ -171,6 +174,7 @@ class EarlyRuns:
 
     def after_read(self, seen: Seen) -> None:
         """The script goes on with a value that it has read. Cost: 1 us."""
+        self._is_first = True
         if seen.is_new:
             self._last, self._expected = None, None
         is_one_step = len(seen.cuts) <= _MOST_CUTS

@@ -33,7 +33,9 @@ _UNSETTLED = 2  # launches after a change that are not measured, since the queue
 _MEASURED = 7
 _SLOWER = 2.0  # factor by which steps must have become slower to measure again before
 _SLOW_FOR = 3  # times seven steps
-_HOPELESS = 2.0  # factor by which steps must be slower than other ones to end measuring early
+_HOPELESS = 2.0  # factor by which three steps must be slower than other ones to end measuring early
+_CLEAR = 1.25  # factor by which each of the first ones must be slower than in another place
+_CLEAR_STEPS = 3
 _NEVER = float("inf")
 _BUSY = 1  # times that a step must have lost a core to another thread, where cores are busy
 # Factor by which another placement must be faster than the first one in the worker, where a step costs the caller
@@ -73,8 +75,8 @@ class Places:
     """
 
     __slots__ = (
-        "_count", "_is_busy", "_is_given", "_last_cost_ns", "_last_cpu_ns", "_last_ns", "_lasting",
-        "_lost_cores", "_may_overlap", "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns",
+        "_before", "_count", "_is_busy", "_is_given", "_last_cost_ns", "_last_cpu_ns", "_last_ns",
+        "_lasting", "_lost_cores", "_may_overlap", "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns",
         "_slow", "_was_given", "_ways", "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
@@ -84,11 +86,14 @@ class Places:
         self._last_cost_ns = 0.0
         self._is_given = False  # the place of the last launch
         self._lasting = Lasting()
+        self._place = Placement.WORKER  # what is measured, or was the best
+        self.best_ns = 0.0
         self.begin()
 
     def begin(self) -> None:
-        """Measure anew."""
-        self._place = self.chosen = Placement.WORKER  # what is measured, or was the best
+        """Measure anew. What was the best comes first: what is clearly slower is then left after a few steps."""
+        self._before = self._place if self.is_settled else None
+        self.chosen = self._place
         self.best_ns = 0.0
         self.sample_ns = 0
         self._slow = 0  # how often in a row a step was much slower than the best
@@ -157,7 +162,7 @@ class Places:
         if given is None and self._was_given:
             self.begin()
         if given is None and not self._count and not self._medians and not self.is_settled:
-            self._ways = ways
+            self._ways = tuple(sorted(ways, key=lambda place: place is not self._before))
             self._place = self._next(num_threads)
         self.chosen = given or self._place
         self._is_given = given is not None
@@ -220,8 +225,11 @@ class Places:
 
     def _is_hopeless(self, limit_ns: float) -> bool:
         """Whether three steps were so slow that the rest need not be waited for."""
-        limit = _HOPELESS * min([limit_ns, self._serial_ns, *self._medians.values()])
-        return sum(sample > limit for sample in self._samples) == 3
+        best_ns = min(self._medians.values(), default=_NEVER)
+        limit = _HOPELESS * min(limit_ns, self._serial_ns, best_ns)
+        if sum(sample > limit for sample in self._samples) == 3:
+            return True
+        return len(self._samples) == _CLEAR_STEPS and min(self._samples) > _CLEAR * best_ns
 
     def _step_ns(self) -> float:
         """Duration of a step with this placement.

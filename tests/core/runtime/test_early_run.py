@@ -347,13 +347,14 @@ def test_steps_that_are_quicker_whole_stay_whole(monkeypatch: pytest.MonkeyPatch
 def ways(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Placement | None, Placement | None]]:
     """Of the steps that are measured: where they run early, and where the rest of them was to be launched."""
     seen = set()
-    launch, device = Launcher.launch, context(0)
+    launch = Launcher.launch
 
     def note(
         self: Launcher, compiled: Any, *args: Any, given: Placement | None, **more: Any
     ) -> Any:
-        if device.early.is_measured(compiled):
-            seen.add((compiled.habit.choice.early, given))
+        choice = compiled.habit.choice
+        if choice is not None and not choice.is_known:
+            seen.add((choice.early, given))
         return launch(self, compiled, *args, given=given, **more)
 
     monkeypatch.setattr(Launcher, "launch", note)
@@ -388,6 +389,34 @@ def test_a_whole_step_that_is_measured_does_not_queue_behind_the_one_before(
     device.worker.start()
     trained("ltc", 12, next(widths), lambda k: device.worker.submit(Job(lambda: time.sleep(0.01))))
     assert is_idle and all(is_idle)
+
+
+def test_steps_that_are_not_waited_for_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may stop waiting while its whole steps are measured, and read no value for long."""
+    places = []
+    launch, device = Launcher.launch, context(0)
+
+    def note(self: Launcher, *args: Any, given: Placement | None, **more: Any) -> Any:
+        places.append(given)
+        return launch(self, *args, given=given, **more)
+
+    monkeypatch.setattr(Launcher, "launch", note)
+    monkeypatch.setattr(RunPolicy, "runs_here", lambda *_: False)  # in C++
+    x = torch.ones(4, next(widths)).to("ltc")
+    w = torch.ones_like(x)
+    while len(places) < 3 or places[-1] is not Placement.HERE:
+        w = w * 0.9 + x
+        total = w.sum()
+        ltc.mark_step()
+        total.item()
+        assert len(places) < 60
+    places.clear()
+    for _ in range(6):
+        w = w * 0.9 + x
+        total = w.sum()
+        ltc.mark_step()
+    device.wait()
+    assert places[2:] == [None] * (len(places) - 2) and len(places) == 6
 
 
 @pytest.mark.parametrize("has_large_ops", [False, True])

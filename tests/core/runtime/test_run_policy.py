@@ -470,6 +470,12 @@ class TestBusyCores:
         # Two that do not count, and three.
         assert loop.steps(60).count(WORKER) == 5
 
+    def test_what_is_clearly_slower_than_another_place_is_left_after_three_steps(self) -> None:
+        loop = Loop(10, 13)
+        loop.is_waited = True
+        # The one that ends the other place, two that do not count, and three.
+        assert loop.steps(60).count(WORKER) == 6
+
     def test_not_where_no_core_is_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(placement, "_lost_cores", lambda: 0)
         assert YIELDING not in self.busy().steps(60)
@@ -515,6 +521,17 @@ def test_what_was_measured_once_is_soon_measured_again_and_what_stays_true_ever_
     loop.steps(5000)
     tried = loop.steps(4000).count(WORKER)
     assert 0 < tried < 4000 / 100
+
+
+def test_measured_again_what_was_the_best_comes_first() -> None:
+    """So that little time is lost with the others."""
+    loop = Loop(1000, 2000, sparing_ns=900)
+    loop.may_spare = True
+    loop.program.build()  # compiled code has all threads first
+    assert loop.steps(60)[-1] is SPARING
+    later = loop.steps(150)
+    assert later.count(HERE) == 10
+    assert later.count(WORKER) == 6  # it is clearly slower
 
 
 def test_compiled_code_and_replay_are_not_placed_anew_while_they_are_compared(
