@@ -7,7 +7,9 @@ thread of the process waits for a program (`reference/csrc/team.h`); or it has o
 `runtime.placement` finds that quicker. How many threads an op gets is a matter of time then, and some ops round by it:
 nothing is shared where each run of the script is to round alike.
 
-`runtime.worker` says who waits; `sharing` calls what runs in the worker.
+A team that is made anew is spread over the cores first (`reference/csrc/cores.h`). `runtime.worker` says who waits, and
+who is about to go on: that a thread has been woken is known to who wakes it, not to the thread, which has no core yet.
+`sharing` calls what runs in the worker.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ __all__ = [
     "sharing",
     "takes_all_cores",
     "threads_of_script",
+    "wake",
 ]
 
 P = ParamSpec("P")
@@ -48,19 +51,33 @@ def bind(native: Any) -> None:
     """Hand to the C++ part the OpenMP and MKL functions that set threads, and the time limit of `end_wait`."""
     global _native
     native.set_team(*openmp.addresses(), _MOST_WAIT_MS)
+    openmp.release_by(native.release)
     _native = native
 
 
-def begin_wait() -> None:
-    """The calling thread waits for a program, and needs no core until `end_wait`. Cost: 0.1 us."""
+def begin_wait(waiting: list[None]) -> None:
+    """The calling thread waits for a program, and needs no core until it is woken, or leaves. Cost: 0.1 us.
+
+    Args:
+        waiting: gets an element for it.
+    """
     if _native is not None:
-        _native.begin_wait()
+        _native.begin_wait(waiting)
 
 
-def end_wait() -> None:
-    """The calling thread goes on, once no run computes on its core. Cost: 0.1 us; 2 ms at most where one does."""
+def wake(waiting: list[None]) -> None:
+    """Those that wait are about to go on: a run that computes with all threads is to leave a core. Cost: 0.1 us."""
+    if waiting:
+        _native.wake(waiting)
+
+
+def end_wait(waiting: list[None]) -> None:
+    """The calling thread goes on, woken or not, once no run computes on its core.
+
+    Cost: 0.1 us; 2 ms at most where one does.
+    """
     if _native is not None:
-        _native.end_wait()
+        _native.end_wait(waiting)
 
 
 def after_fork_in_child() -> None:

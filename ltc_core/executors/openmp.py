@@ -19,6 +19,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,8 +55,15 @@ def release_team() -> None:
     Cost:
         0.2 us if there is no team, 18 us if there is one, 30 us for the next one (two threads).
     """
-    if _pause is not None:
-        _pause(_SOFT_PAUSE)
+    if _release is not None:
+        _release()
+
+
+def release_by(function: Callable[[], object]) -> None:
+    """Have `release_team` call this: the C++ part notes that the calling thread has no team."""
+    global _release
+    if _release is not None:
+        _release = function
 
 
 class _Crowd:
@@ -142,11 +150,13 @@ def one_thread() -> Iterator[None]:
         use_threads(count)
 
 
-def addresses() -> tuple[int, int, int]:
-    """Those of the functions that set OpenMP's and MKL's threads of the calling thread, and free its team; 0: none."""
-    if _set_threads is None:
-        return 0, 0, 0
-    return _address_of(_set_threads), _address_of(_set_mkl_threads), _address_of(_pause)
+def addresses() -> tuple[int, ...]:
+    """Those of the functions that set OpenMP's and MKL's threads of the calling thread, and free and call its team.
+
+    0: there is none.
+    """
+    found = _set_threads, _set_mkl_threads, _pause, getattr(_openmp, "GOMP_parallel", None)
+    return tuple(0 if _set_threads is None else _address_of(each) for each in found)
 
 
 def _address_of(function: object | None) -> int:
@@ -191,5 +201,6 @@ def _find_mkl() -> Callable[[int], int] | None:
 
 _openmp = _find_runtime()
 _pause: Callable[[int], int] | None = getattr(_openmp, "omp_pause_resource_all", None)
+_release: Callable[[], object] | None = None if _pause is None else partial(_pause, _SOFT_PAUSE)
 _set_threads: Callable[[int], None] | None = getattr(_openmp, "omp_set_num_threads", None)
 _set_mkl_threads = None if _openmp is None else _find_mkl()

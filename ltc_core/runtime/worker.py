@@ -58,12 +58,13 @@ class Job:
     `drop` is called instead in a forked child, if the job was not done at the fork.
     """
 
-    __slots__ = ("_done", "_drop", "_is_done", "_run")
+    __slots__ = ("_done", "_drop", "_is_done", "_run", "_waiting")
 
     def __init__(self, run: Callable[[], None], drop: Callable[[], None] | None = None) -> None:
         self._run: Callable[[], None] | None = run
         self._drop = drop
         self._is_done = False
+        self._waiting: list[None] = []  # one for each thread that waits, and needs no core
         self._done = threading.Lock()  # free once the job is done
         self._done.acquire()
 
@@ -73,7 +74,7 @@ class Job:
             return True
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            core_sharing.begin_wait()
+            core_sharing.begin_wait(self._waiting)
             while not self._is_done:
                 rest = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
                 if rest <= 0:
@@ -81,7 +82,7 @@ class Job:
                 if self._done.acquire(timeout=rest):
                     self._done.release()
         finally:
-            core_sharing.end_wait()
+            core_sharing.end_wait(self._waiting)
         return True
 
     @property
@@ -91,6 +92,7 @@ class Job:
     def _mark_done(self) -> None:
         if not self._is_done:
             self._is_done = True
+            core_sharing.wake(self._waiting)
             self._done.release()
 
     def let_end(self) -> None:

@@ -313,14 +313,15 @@ void read_address(PyObject* address, Function& function) {
 }
 
 PyObject* py_set_team(PyObject*, PyObject* args) {
-  PyObject *openmp, *mkl, *pause;
+  PyObject *openmp, *mkl, *pause, *parallel;
   long most_ms;
-  if (!PyArg_ParseTuple(args, "OOOl:set_team", &openmp, &mkl, &pause, &most_ms))
+  if (!PyArg_ParseTuple(args, "OOOOl:set_team", &openmp, &mkl, &pause, &parallel, &most_ms))
     return nullptr;
   Team::most_wait = std::chrono::milliseconds(most_ms);
   read_address(openmp, Team::set_openmp);
   read_address(mkl, Team::set_mkl);
   read_address(pause, Team::pause);
+  read_address(parallel, Team::parallel);
   if (PyErr_Occurred())
     return nullptr;
   Py_RETURN_NONE;
@@ -328,6 +329,11 @@ PyObject* py_set_team(PyObject*, PyObject* args) {
 
 PyObject* py_after_fork(PyObject*, PyObject*) {
   Team::after_fork();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_release(PyObject*, PyObject*) {
+  Team::release();
   Py_RETURN_NONE;
 }
 
@@ -339,13 +345,33 @@ PyObject* py_share(PyObject*, PyObject* count) {
   Py_RETURN_NONE;
 }
 
-PyObject* py_begin_wait(PyObject*, PyObject*) {
+// Takes the last elements out of a list. Returns how many there were, at most `most`; -1 with an error.
+Py_ssize_t take_out(PyObject* list, Py_ssize_t most) {
+  const Py_ssize_t size = PyList_Size(list);
+  const Py_ssize_t count = std::min(size, most);
+  return count > 0 && PyList_SetSlice(list, size - count, size, nullptr) < 0 ? -1 : count;
+}
+
+PyObject* py_begin_wait(PyObject*, PyObject* waiting) {
+  if (PyList_Append(waiting, Py_None) < 0)
+    return nullptr;
   Team::begin_wait();
   Py_RETURN_NONE;
 }
 
-PyObject* py_end_wait(PyObject*, PyObject*) {
-  Team::end_wait();
+PyObject* py_wake(PyObject*, PyObject* waiting) {
+  const Py_ssize_t count = take_out(waiting, PY_SSIZE_T_MAX);
+  if (count < 0)
+    return nullptr;
+  Team::end_waits(static_cast<int>(count));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_end_wait(PyObject*, PyObject* waiting) {
+  const Py_ssize_t count = take_out(waiting, 1);
+  if (count < 0)
+    return nullptr;
+  Team::end_waits(static_cast<int>(count));
   if (Team::is_crowded()) {
     Py_BEGIN_ALLOW_THREADS
     Team::await_core();
@@ -356,13 +382,16 @@ PyObject* py_end_wait(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"set_team", py_set_team, METH_VARARGS,
-     "set_team(omp_set_num_threads, MKL_Set_Num_Threads_Local, omp_pause_resource_all, most_ms): addresses; 0 where there\n"
-     "is none. How long `end_wait` may take."},
+     "set_team(omp_set_num_threads, MKL_Set_Num_Threads_Local, omp_pause_resource_all, GOMP_parallel, most_ms): addresses;\n"
+     "0 where there is none. How long `end_wait` may take."},
     {"after_fork", py_after_fork, METH_NOARGS, "after_fork(): in a forked child, no thread waits and no run computes."},
+    {"release", py_release, METH_NOARGS, "release(): frees the OpenMP threads of this thread's team."},
     {"share", py_share, METH_O,
      "share(count): this thread's runs compute with so many threads, one less while nobody waits; 0: as they are set."},
-    {"begin_wait", py_begin_wait, METH_NOARGS, "begin_wait(): a thread waits for a program, and needs no core."},
-    {"end_wait", py_end_wait, METH_NOARGS, "end_wait(): it goes on, once no run computes with all threads."},
+    {"begin_wait", py_begin_wait, METH_O,
+     "begin_wait(waiting): a thread waits for a program, and needs no core; the list gets an element for it."},
+    {"wake", py_wake, METH_O, "wake(waiting): those that wait are about to go on."},
+    {"end_wait", py_end_wait, METH_O, "end_wait(waiting): one goes on, once no run computes with all threads."},
     {"setup", py_setup, METH_VARARGS, "setup(Ref, Scalar, Write, facts): called once, before `program`."},
     {"number", py_number, METH_O, "number(tensor): the number of a tensor of one element; None where PyTorch has to be asked."},
     {"program", py_program, METH_VARARGS, 

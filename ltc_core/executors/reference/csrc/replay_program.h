@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -83,6 +84,8 @@ struct Watch {
   PyObject* publish = nullptr; // the caller of the run holds it
 };
 
+constexpr std::chrono::microseconds kLargeOp{100}; // a thread less is likely to cost more than recording does
+
 struct Program {
   std::vector<Call> calls;
   std::vector<Instruction> code;
@@ -91,6 +94,7 @@ struct Program {
   std::vector<bool> donated;
   std::vector<Output> outputs;
   size_t size = 0;
+  bool has_large_ops = false;       // by the duration of the last run
   std::shared_ptr<Begun> begun;     // what has run of it before the rest was recorded
   at::Generator generator;          // draws for the nodes, each from a state of its own
   PyObject* in_python = nullptr;    // (position, {slot: tensor}, scalars): runs one instruction on that dict

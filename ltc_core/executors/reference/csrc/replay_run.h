@@ -8,6 +8,7 @@
 #include "replay_arguments.h"
 #include "team.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
@@ -347,6 +348,10 @@ struct Run {
   int32_t all(std::vector<at::Tensor>& outputs, int32_t at, const Watch* watch) {
     std::exception_ptr problem;
     state = PyEval_SaveThread();
+    const auto started = std::chrono::steady_clock::now();
+    const auto first = at;
+    if (program.has_large_ops && !Team::all)
+      Team::gather(at::get_num_threads());
     {
       const at::AutoDispatchBelowADInplaceOrView below;
       const auto count = static_cast<int32_t>(program.code.size());
@@ -399,6 +404,7 @@ struct Run {
         }
       }
     }
+    program.has_large_ops = std::chrono::steady_clock::now() - started > kLargeOp * (at - first);
     PyEval_RestoreThread(state);
     if (!problem)
       return -1;

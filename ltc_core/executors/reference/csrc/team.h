@@ -7,10 +7,7 @@
 // Who has waited goes on once no run computes with all threads: it would take the core of one of them in the middle of an
 // instruction, and the others would spin until the kernel moves it to another core (4 to 15 ms of a step of 13).
 #pragma once
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
+#include "cores.h"
 
 namespace ltc {
 
@@ -20,6 +17,7 @@ struct Team {
   static inline Set set_openmp = nullptr; // of the calling thread; null: nothing is shared
   static inline Set set_mkl = nullptr;
   static inline Pause pause = nullptr; // frees the threads of the calling thread's team
+  static inline Gathering::Parallel parallel = nullptr; // calls a function in each thread of a team
   static inline std::chrono::milliseconds most_wait{0}; // for a core
 
   // Of the calling thread: threads that it may compute with, 0 if it does not share, and those that it computes with.
@@ -46,6 +44,7 @@ struct Team {
     const int wanted = num_waiting > 0 ? all : all - 1;
     if (wanted != now)
       use(wanted);
+    gather(now);
     if (wanted < all && is_wide)
       narrow();
   }
@@ -54,14 +53,29 @@ struct Team {
     ++num_waiting;
   }
 
-  static void end_wait() {
-    if (num_waiting > 0) // else it began before this module was loaded
-      --num_waiting;
+  static void end_waits(int count) {
+    if ((num_waiting -= count) < 0)
+      num_waiting = 0; // a forked child ends the parent's jobs
   }
 
   // Whether a thread that has waited would take a core that a run computes on.
   static bool is_crowded() {
     return num_waiting == 0 && num_wide > 0;
+  }
+
+  // Before the calling thread computes with so many threads: has each of a new team take a core.
+  static void gather(int count) {
+    if (count <= 1 || count == gathered || !parallel)
+      return;
+    gathered = count;
+    Gathering::run(parallel, count);
+  }
+
+  // Frees the threads of the calling thread's team.
+  static void release() {
+    gathered = 0;
+    if (pause)
+      pause(kSoft);
   }
 
   // Waits until there is a core for the calling thread, but not for long: an instruction may take longer, or block.
@@ -85,6 +99,7 @@ struct Team {
   static inline std::atomic<int> num_waiting{0};
   static inline std::atomic<int> num_wide{0}; // runs that compute with all threads
   static inline thread_local bool is_wide = false;
+  static inline thread_local int gathered = 0; // threads of the team that have a core each; 0: there may be none
   static constexpr int kSoft = 1; // omp_pause_soft
 
   static void narrow() {
@@ -97,8 +112,8 @@ struct Team {
   }
 
   static void use(int count) {
-    if (count == 1 && pause)
-      pause(kSoft); // a thread that has nothing to do would spin on the core of the thread that records
+    if (count == 1)
+      release(); // a thread that has nothing to do would spin on the core of the thread that records
     set_openmp(count);
     if (set_mkl)
       set_mkl(count);
