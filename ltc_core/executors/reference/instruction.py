@@ -1,8 +1,12 @@
-"""One node as the reference executor runs it in Python: a call of ATen with arguments that are prepared once."""
+"""One node as the reference executor runs it in Python: a call of ATen with arguments that are prepared once.
+
+An instruction is data: the op, where its arguments come from, and what is to be done about dtypes. What is known only
+at a run is asked there: the default dtype at that time, and whether an op has a kernel for a narrow dtype.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,11 +23,23 @@ __all__ = ["Instruction"]
 
 
 class Instruction:
-    """One node with prepared arguments: constants are in place, values and scalars are filled in at each run."""
+    """One node with prepared arguments: constants are in place, values and scalars are filled in at each run.
+
+    Attributes:
+        node: what it computes.
+        args, kwargs: with constants in place.
+        refs, numbers, nested: positions of the arguments that are values, scalars, and made of both.
+        named: named arguments that have values or scalars.
+        draws: number of the position that the op draws from, if it does.
+        writes: for each of its writes, the old value, the new one, and whether it is in place.
+        frees: values that are freed after it.
+        with_grad: whether the kernel is to make what its backward reads.
+        types: the dtypes that values are stored in; None: those that they report.
+    """
 
     __slots__ = (
-        "args", "call", "draws", "first", "frees", "kwargs", "named", "nested", "node", "numbers",
-        "refs", "result", "writes",
+        "args", "draws", "first", "frees", "kwargs", "named", "nested", "node", "numbers", "refs",
+        "result", "types", "with_grad", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -34,13 +50,8 @@ class Instruction:
         types: StorageTypes | None,
         hardware: torch.device,
     ) -> None:
-        self.node = node
-        call: Callable[..., Any] = real_view(node.op)
-        if runs_with_grad(node.op, node.args):
-            call = torch.enable_grad()(call)
-        if node.uses_default_dtype:
-            call = _casting(node, call)
-        self.call = call if types is None else types.call(node, call)
+        self.node, self.types = node, types
+        self.with_grad = runs_with_grad(node.op, node.args)
         self.first = node.first
         self.frees = frees
         self.result = node.result
@@ -92,11 +103,11 @@ class Instruction:
                 **{k: self._fill(v, values, scalars, pending) for k, v in self.named.items()},
             }
         if self.draws is None:
-            result = self.call(*args, **kwargs)
+            result = self._compute(args, kwargs)
         else:
             state = values[self.draws]
             generator.set_state(state)
-            result = self.call(*args, **kwargs, generator=generator)
+            result = self._compute(args, {**kwargs, "generator": generator})
             state.copy_(generator.get_state())
         if pending:
             close_lens(pending)
@@ -104,6 +115,28 @@ class Instruction:
             place_results(self.result, result, values, self.first)
         for i in self.frees:
             values[i] = None
+
+    def _compute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        call = self._call_in_recorded_dtype if self.node.uses_default_dtype else self._call
+        if self.types is None:
+            return call(*args, **kwargs)
+        return self.types.call(self.node.op, call, args, kwargs)
+
+    def _call_in_recorded_dtype(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the op in the dtype that it was recorded with: the default dtype may have changed since."""
+        given, named = in_recorded_dtype(self.node, args, kwargs, torch.get_default_dtype())
+        result = self._call(*given, **named)
+        if isinstance(result, torch.Tensor):
+            assert self.node.outs[0] is not None
+            return result.to(self.node.outs[0].dtype)
+        return result
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        call = real_view(self.node.op)
+        if not self.with_grad:
+            return call(*args, **kwargs)
+        with torch.enable_grad():
+            return call(*args, **kwargs)
 
     def _fill(self, item: Any, values: Any, scalars: Sequence[Any], pending: list[Any]) -> Any:
         kind = type(item)
@@ -133,20 +166,6 @@ def _sized(lens: Lens, scalars: Sequence[Any]) -> Lens:
 
 def _takes_device(node: Node) -> bool:
     return any(a.name == "device" for a in node.op._schema.arguments)
-
-
-def _casting(node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` in the recorded dtype: the default dtype may have changed since."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = in_recorded_dtype(node, args, kwargs, torch.get_default_dtype())
-        result = call(*args, **kwargs)
-        if isinstance(result, torch.Tensor):
-            assert node.outs[0] is not None
-            return result.to(node.outs[0].dtype)
-        return result
-
-    return run
 
 
 def _is_filled(item: Any) -> bool:

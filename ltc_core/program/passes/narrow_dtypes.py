@@ -2,13 +2,13 @@
 
 Tensors still report their PyTorch dtype; only executors see the stored one. `StorageTypes` maps dtypes, rewrites the
 dtypes in nodes' arguments, and runs an op that has no kernel for the narrow dtype in float32. Used by `reference` and
-`xla.executor`.
+`executors.device_program`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,34 +93,30 @@ class StorageTypes:
     def _map(self, item: Any) -> Any:
         return self.stored.get(item, item) if type(item) is torch.dtype else item
 
-    def call(self, node: Node, op: Callable[..., Any]) -> Callable[..., Any]:
-        """`op`, run in float32 if it has no kernel for the stored dtype."""
-        if node.op is _BITS:
-            return self.view_bits(op)
+    def call(
+        self,
+        op: torch._ops.OpOverload,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """The result of `call`, which calls an op: in float32 if it has no kernel for the stored dtype."""
+        if op is _BITS:
+            return self.view_bits(call, *args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            wide = _Wide()
+            if not any(wide.is_narrow(a) for a in (*args, *kwargs.values())):
+                raise
+            widened = {k: wide.widen(v) for k, v in kwargs.items()}
+            return wide.narrow(call(*map(wide.widen, args), **widened))
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return op(*args, **kwargs)
-            except (RuntimeError, NotImplementedError):
-                wide = _Wide()
-                if not any(wide.is_narrow(a) for a in (*args, *kwargs.values())):
-                    raise
-                result = op(
-                    *[wide.widen(a) for a in args], **{k: wide.widen(v) for k, v in kwargs.items()}
-                )
-                return wide.narrow(result)
-
-        return run
-
-    def view_bits(self, op: Callable[..., Any]) -> Callable[..., Any]:
+    def view_bits(self, call: Callable[..., Any], t: torch.Tensor, dtype: torch.dtype) -> Any:
         """`view.dtype` on the bits of the reported dtype, which differ from the stored ones."""
         reported = {stored: dtype for dtype, stored in reversed(self.stored.items())}
-
-        def run(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            bits = op(t.to(reported.get(t.dtype, t.dtype)), dtype)
-            return bits.to(self.of(dtype))  # type: ignore[no-any-return]
-
-        return run
+        bits = call(t.to(reported.get(t.dtype, t.dtype)), dtype)
+        return bits.to(self.of(dtype))
 
 
 class _Wide:
