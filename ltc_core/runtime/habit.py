@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ _MOST_IN_A_ROW = 32
 _GAIN = 0.97  # factor by which steps must be quicker with it
 _BLOCK = 5  # steps that are measured one way, the first of which does not count
 _NUM_TURNS = 2  # of whole steps and each way of running early
-_CLEAR = 1.1  # factor by which whole steps were quicker than each of
-_CLEAR_STEPS = 3  # early ones in a row: then the rest need not be measured
+_CLEAR = 1.1  # factor by which steps one way were quicker than each of
+_CLEAR_STEPS = 3  # steps in a row the other way: then the rest need not be measured
 
 
 class Choice:
@@ -35,6 +36,8 @@ class Choice:
     each turn: one burst of other work does not decide. With a thread on each core there may be two ways to run early,
     with one thread less and with all while the script waits (see `placement`).
 
+    Measured again, what was quicker stays if the first whole steps are much slower than the last early ones.
+
     Attributes:
         early: where the next one is to run early; None: it is to run whole.
         is_known: whether it has been measured.
@@ -43,10 +46,16 @@ class Choice:
     def __init__(self) -> None:
         self._lasting = Lasting()
         self._ended_ns = 0  # the last step; none before the first one, which does not count
+        self.early: Placement | None = None
+        self._recent: deque[int] = deque(maxlen=_BLOCK)  # early steps, since it is known
         self._begin()
 
     def _begin(self) -> None:
-        self.early: Placement | None = None
+        is_full = len(self._recent) == _BLOCK
+        self._before = self.early if is_full else None
+        self._before_ns = statistics.median(self._recent) if is_full else 0.0
+        self._recent.clear()
+        self.early = None
         self.is_known = False
         self._count = 0  # steps of this block, or since it is known
         self._samples: list[int] = []  # of this block
@@ -84,12 +93,16 @@ class Choice:
         took_ns, self._ended_ns = now_ns - self._ended_ns, now_ns
         self._count += 1
         if self.is_known:
+            if self.early is not None:
+                self._recent.append(took_ns)
             if self._count == self._lasting.steps:
                 self._begin()
             return
         if self._count > 1:
             self._samples.append(took_ns)
-        if self.early is not None and self._is_clearly_slower():
+        if self.early is None and self._before is not None and self._are_slower(self._before_ns):
+            self._end(self._before)
+        elif self.early is not None and self._are_slower(self._whole_ns):
             del self._medians[self.early]
             self._next()
         elif self._count == _BLOCK:
@@ -98,6 +111,7 @@ class Choice:
     def _end_block(self, ways: Sequence[Placement]) -> None:
         median_ns = statistics.median(self._samples)
         if self.early is None:
+            self._before = None
             self._whole_ns = median_ns
             if not self._num_turns:
                 self._medians = dict.fromkeys(ways, 0.0)
@@ -119,18 +133,19 @@ class Choice:
         if self._medians and self._num_turns < _NUM_TURNS:
             self.early = None
         else:
-            self._end()
+            self._end(min(self._medians, key=self._medians.__getitem__, default=None))
 
-    def _end(self) -> None:
+    def _end(self, early: Placement | None) -> None:
         """It has been measured which way is quicker."""
-        self.early = min(self._medians, key=self._medians.__getitem__, default=None)
-        self.is_known = True
-        self._lasting.note(self.early)
+        self.early, self.is_known = early, True
+        self._count = 0
+        self._samples.clear()
+        self._lasting.note(early)
 
-    def _is_clearly_slower(self) -> bool:
-        """Whether the last early steps were much slower than whole ones."""
+    def _are_slower(self, other_ns: float) -> bool:
+        """Whether the last steps were much slower than those of the other way."""
         last = self._samples[-_CLEAR_STEPS:]
-        return len(last) == _CLEAR_STEPS and min(last) > _CLEAR * self._whole_ns
+        return len(last) == _CLEAR_STEPS and min(last) > _CLEAR * other_ns
 
 
 class Context(NamedTuple):

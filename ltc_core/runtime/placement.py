@@ -290,11 +290,12 @@ def in_worker(may_spare: bool, has_large_ops: bool) -> tuple[Placement, ...]:
 
     Args:
         may_spare: whether the program has a thread on each core, and may round as with one less.
-        has_large_ops: whether its ops are so large that they need all threads.
+        has_large_ops: whether its ops are so large that they are likely to need all threads.
     """
     if not may_spare:
         return (Placement.WORKER,)
-    return (Placement.WORKER, Placement.SPARING) if has_large_ops else (Placement.SPARING,)
+    ways = Placement.WORKER, Placement.SPARING
+    return ways if has_large_ops else ways[::-1]
 
 
 def _lost_cores() -> int:

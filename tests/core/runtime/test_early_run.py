@@ -23,7 +23,6 @@ from ltc_core.runtime.devices import context
 from ltc_core.runtime.family import Families
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
-from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.run_policy import RunPolicy
 from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
@@ -419,9 +418,8 @@ def test_steps_that_are_not_waited_for_are_not_measured(monkeypatch: pytest.Monk
     assert places[2:] == [None] * (len(places) - 2) and len(places) == 6
 
 
-@pytest.mark.parametrize("has_large_ops", [False, True])
-def test_with_a_thread_on_each_core_one_less_is_measured(
-    has_large_ops: bool, monkeypatch: pytest.MonkeyPatch
+def test_with_a_thread_on_each_core_one_less_is_measured_too(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads = set()
     follow = early_run._Follower._follow
@@ -432,13 +430,11 @@ def test_with_a_thread_on_each_core_one_less_is_measured(
 
     monkeypatch.setattr(early_run._Follower, "_follow", note)
     monkeypatch.setattr(core_sharing, "may_share", lambda num_threads: num_threads > 1)
-    monkeypatch.setattr(RunCost, "has_large_ops", has_large_ops)
     torch.set_num_threads(2)
     seen = ways(monkeypatch)
-    with_all = {Placement.WORKER} if has_large_ops else set()
-    assert {early for early, _ in seen} == {None, Placement.SPARING, *with_all}
+    assert {early for early, _ in seen} == {None, Placement.SPARING, Placement.WORKER}
     assert all(given is (early or Placement.HERE) for early, given in seen)
-    assert threads == {(Placement.SPARING, 1), *((place, 2) for place in with_all)}
+    assert threads == {(Placement.SPARING, 1), (Placement.WORKER, 2)}
 
 
 def test_programs_that_take_turns() -> None:

@@ -41,6 +41,17 @@ def test_what_was_not_quicker_in_the_first_turn_has_no_second_one() -> None:
         assert choice.is_known and choice.is_early is is_early
 
 
+@pytest.mark.parametrize("later_ns, num_whole", [(130, 4), (105, 10)])
+def test_measured_again_what_was_much_quicker_stays_after_few_steps(
+    later_ns: int, num_whole: int
+) -> None:
+    choice = Choice()
+    steps(choice, 100, 130, 20)
+    assert choice.is_known and choice.is_early
+    ways = steps(choice, 100, later_ns, 100)
+    assert ways.count(False) == num_whole and choice.is_early
+
+
 @pytest.mark.parametrize(
     "sparing_ns, all_ns, num_early, wanted",
     [

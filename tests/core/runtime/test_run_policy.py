@@ -386,13 +386,16 @@ class TestAThreadLess:
             loop.policy.note_run(loop.run_ns, loop.elapsed_ns)
         return loop
 
-    @pytest.mark.parametrize("here_ns, sparing_ns, wanted", [(90, 80, SPARING), (80, 90, HERE)])
-    def test_small_ops_have_a_thread_less_in_the_worker(
-        self, is_waited: bool, here_ns: int, sparing_ns: int, wanted: Placement
+    @pytest.mark.parametrize(
+        "here_ns, there_ns, sparing_ns, wanted",
+        [(90, 110, 80, SPARING), (80, 110, 90, HERE), (90, 80, 85, WORKER)],
+    )
+    def test_small_ops_have_a_thread_less_first(
+        self, is_waited: bool, here_ns: int, there_ns: int, sparing_ns: int, wanted: Placement
     ) -> None:
-        places = self.loop(is_waited, here_ns, 1, sparing_ns).steps(80)
-        assert places[0] is (HERE if is_waited else SPARING)
-        assert set(places[:30]) == {HERE, SPARING} and set(places[30:]) == {wanted}
+        places = self.loop(is_waited, here_ns, there_ns, sparing_ns).steps(80)
+        assert places[0] is (HERE if is_waited else SPARING) and places[10] is not WORKER
+        assert set(places[:40]) == {HERE, SPARING, WORKER} and set(places[40:]) == {wanted}
 
     @pytest.mark.parametrize("is_compiled", [False, True])
     @pytest.mark.parametrize(
@@ -411,6 +414,10 @@ class TestAThreadLess:
         places = self.large(is_waited, is_compiled, here_ns, there_ns, sparing_ns).steps(80)
         assert places[0] is (HERE if is_waited else WORKER) and places[10] is not SPARING
         assert set(places[:40]) == {HERE, SPARING, WORKER} and set(places[40:]) == {wanted}
+
+    def test_all_are_not_tried_where_a_thread_less_is_far_ahead(self, is_waited: bool) -> None:
+        places = self.loop(is_waited, 100, 10, 80).steps(80)
+        assert set(places[:30]) == {HERE, SPARING} and set(places[30:]) == {SPARING}
 
     @pytest.mark.parametrize("is_compiled", [False, True])
     def test_a_thread_less_is_not_tried_where_all_are_far_ahead(
