@@ -22,6 +22,7 @@ import enum
 import resource
 import statistics
 from collections import deque
+from collections.abc import Collection
 
 from ltc_core.executors.openmp import can_spin_briefly
 from ltc_core.executors.processor import num_cores
@@ -75,9 +76,9 @@ class Places:
     """
 
     __slots__ = (
-        "_before", "_count", "_is_busy", "_is_given", "_last_cost_ns", "_last_cpu_ns", "_last_ns",
-        "_lasting", "_lost_cores", "_may_overlap", "_medians", "_place", "_recorded", "_runs", "_samples", "_serial_ns",
-        "_slow", "_was_given", "_ways", "best_ns", "chosen", "sample_ns",
+        "_before", "_count", "_durations", "_is_busy", "_is_given", "_last_cost_ns", "_last_cpu_ns",
+        "_last_ns", "_lasting", "_lost_cores", "_may_overlap", "_place", "_recorded", "_runs",
+        "_samples", "_serial_ns", "_slow", "_was_given", "_ways", "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
     def __init__(self, may_overlap: bool) -> None:
@@ -107,7 +108,7 @@ class Places:
         self._is_busy = False
         self._ways: tuple[Placement, ...] = (Placement.WORKER,)  # in the worker
         self._was_given = False  # the only placement that was measured
-        self._medians: dict[Placement, float] = {}
+        self._durations: dict[Placement, float] = {}
 
     @property
     def is_settled(self) -> bool:
@@ -161,7 +162,7 @@ class Places:
         """
         if given is None and self._was_given:
             self.begin()
-        if given is None and not self._count and not self._medians and not self.is_settled:
+        if given is None and not self._count and not self._durations and not self.is_settled:
             self._ways = tuple(sorted(ways, key=lambda place: place is not self._before))
             self._place = self._next(num_threads)
         self.chosen = given or self._place
@@ -204,7 +205,7 @@ class Places:
         if self._place is Placement.HERE:
             lost = _lost_cores() - self._lost_cores
             self._is_busy = lost > _BUSY * len(self._samples)
-        self._medians[self._place] = self._step_ns()
+        self._durations[self._place] = self._step_ns()
         self._forget()
         self._place = self._next(num_threads)
 
@@ -225,7 +226,7 @@ class Places:
 
     def _is_hopeless(self, limit_ns: float) -> bool:
         """Whether three steps were so slow that the rest need not be waited for."""
-        best_ns = min(self._medians.values(), default=_NEVER)
+        best_ns = min(self._durations.values(), default=_NEVER)
         limit = _HOPELESS * min(limit_ns, self._serial_ns, best_ns)
         if sum(sample > limit for sample in self._samples) == 3:
             return True
@@ -236,14 +237,14 @@ class Places:
 
         In the worker it is at least that of a run: launches are faster only while the queue fills.
         """
-        launches = statistics.median(self._samples)
+        launches = _typical(self._samples)
         if self.chosen is Placement.HERE or not self._runs:
             return launches
-        return max(launches, statistics.median(self._runs))
+        return max(launches, _typical(self._runs))
 
     def _next(self, num_threads: int) -> Placement:
         """The next placement to measure, or the best one after all are measured."""
-        found, first = self._medians, self._ways[0]
+        found, first = self._durations, self._ways[0]
         if not self._may_overlap and Placement.HERE not in found:
             return Placement.HERE
         if first not in found:
@@ -272,7 +273,7 @@ class Places:
 
     def _is_far_ahead(self) -> bool:
         """Whether steps were far quicker in the worker than in the thread that cuts."""
-        found = self._medians
+        found = self._durations
         return found[self._ways[0]] < _OVERLAPS * found.get(Placement.HERE, 0)
 
     def _overlaps(self, num_threads: int) -> bool:
@@ -282,7 +283,7 @@ class Places:
         """
         if not self._may_overlap or num_threads >= num_cores() > 1:
             return False
-        return self._medians[self._ways[0]] < _OVERLAPS * self._serial_ns
+        return self._durations[self._ways[0]] < _OVERLAPS * self._serial_ns
 
 
 def in_worker(may_spare: bool, has_large_ops: bool) -> tuple[Placement, ...]:
@@ -296,6 +297,12 @@ def in_worker(may_spare: bool, has_large_ops: bool) -> tuple[Placement, ...]:
         return (Placement.WORKER,)
     ways = Placement.WORKER, Placement.SPARING
     return ways if has_large_ops else ways[::-1]
+
+
+def _typical(durations: Collection[int]) -> float:
+    """The mean without the longest: one burst of other work does not count, steps that are long again and again do."""
+    longest = max(durations) if len(durations) > 1 else 0
+    return (sum(durations) - longest) / max(len(durations) - 1, 1)
 
 
 def _lost_cores() -> int:

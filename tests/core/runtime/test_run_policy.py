@@ -530,6 +530,17 @@ def test_what_was_measured_once_is_soon_measured_again_and_what_stays_true_ever_
     assert 0 < tried < 4000 / 100
 
 
+@pytest.mark.parametrize("often, wanted", [(7, WORKER), (3, HERE)])
+def test_steps_that_are_long_again_and_again_count_and_a_burst_does_not(
+    often: int, wanted: Placement
+) -> None:
+    loop = Loop(100, 90)
+    for number in range(60):
+        loop.lengths[WORKER] = 300 if number % often == 0 else 80
+        loop.steps(1)
+    assert loop.policy.is_here is (wanted is HERE)
+
+
 def test_measured_again_what_was_the_best_comes_first() -> None:
     """So that little time is lost with the others."""
     loop = Loop(1000, 2000, sparing_ns=900)
