@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -320,6 +321,11 @@ def _copies(args: Any) -> Any:
 #    wait for it ------------------------------------------------------------------------------------------------------
 
 
+# Finished work. Where gloo's thread has the last reference, it frees the work's tensors under the lock of its queue,
+# and needs the interpreter for that; `all_to_all_single` of PyTorch 2.13 has it while it waits for that lock.
+_kept: deque[Any] = deque(maxlen=4)
+
+
 def _waiting(result: Any, first: Any, copy: Any, is_written: bool, wait: Any) -> Any:
     """Wait and copy back the written tensors; the same result with finished work, whose tensors are the caller's."""
     work = result[-1] if isinstance(result, tuple) else result
@@ -330,6 +336,7 @@ def _waiting(result: Any, first: Any, copy: Any, is_written: bool, wait: Any) ->
         work.wait()
     else:
         wait(work)
+    _kept.append(work)
     if is_written:
         _bring_back(first, copy)
     return (first, _done(first)) if isinstance(result, tuple) else _done(first)

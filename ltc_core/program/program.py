@@ -113,6 +113,10 @@ class Program(abc.ABC):
         """
         return None
 
+    def watched_in_native(self, outputs: Sequence[int]) -> tuple[list[int], int] | None:
+        """For some outputs of `native`: their numbers, and how many nodes must have run for them. None: at its end."""
+        return None
+
     def results_of(self, found: Any, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
         """The results of a run of `native`, which has returned `found`, or raised it.
 

@@ -301,7 +301,8 @@ class DeviceContext:
         goes_on = reason == "Streaming"
         self.reads.after_cut(compiled, is_awaited)
         is_measured = self.early.is_measured(compiled)
-        given = self.early.after_cut(compiled)
+        early = self.early.after_cut(compiled)
+        given = None if early is None else early.place
         if is_measured:
             # A whole step that is waited for overlaps with nothing in the worker.
             given = given or Placement.HERE
@@ -318,6 +319,7 @@ class DeviceContext:
             is_waited=self.reads.is_waited,
             is_in_parts=self.reads.is_in_parts,
             given=given,
+            early=early,
             seen=seen,
             step=self._num_steps,
         )

@@ -3,7 +3,8 @@
 Where each step is waited for, as by `loss.item()`, recording and running would take turns. A script repeats itself:
 after one program it usually cuts the same next one, as the two of a GAN that take turns. So that program is expected
 from the first op on, as long as the recording keeps to its path. The worker follows the recording: each time some more
-ops are recorded, they are given to it, and it runs them without Python. The cut ends that, and runs the rest.
+ops are recorded, they are given to it, and it runs them without Python. The cut ends that, and runs the rest. A value
+that the script is known to read, as the loss, is often there by then: the read waits for nothing.
 
 No value depends on whether the step ends as expected. What runs early changes no input: a write to an input's memory is
 made to a copy, if it is small, and else waits for the cut, as an optimizer's do. If another program is cut, or the
@@ -36,10 +37,10 @@ from ltc_core.settings import settings
 from ltc_core.timeline import slices
 from ltc_core.uninterrupted import uninterrupted
 
-__all__ = ["EarlyRuns"]
+__all__ = ["EarlyRun", "EarlyRuns"]
 
 _LEAST_NS = 700_000  # of recording, and of running
-_PART_NS = 1_000_000  # of recording
+_PART_NS = 250_000  # of recording
 _MOST_PARTS = 8
 # Between two reads, the first of which may run early: a step may end unread, and a value of the next one be read.
 _MOST_CUTS = 2
@@ -74,7 +75,7 @@ class EarlyRuns:
         self._due = 0  # count of values at which it begins to run; 0: at none
         self._size = 0  # of the parts after the first
         self._place = Placement.WORKER
-        self._follower: _Follower | None = None  # runs the step, if it has begun to run
+        self._follower: EarlyRun | None = None  # runs the step, if it has begun to run
 
     # -- while a step is recorded --------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class EarlyRuns:
         elif due:
             self._run_at(due)
 
-    def _begin(self) -> _Follower | None:
+    def _begin(self) -> EarlyRun | None:
         """Have the worker follow the recording; None if it cannot."""
         due, self._due = self._due, 0
         compiled = self._expected
@@ -130,7 +131,7 @@ class EarlyRuns:
         if compiled.program.native is None or not self._worker.start():
             return None
         release_team()
-        follower = _Follower(compiled, self._place, self._trace.epoch, self._size, due)
+        follower = EarlyRun(compiled, self._place, self._trace.epoch, self._size, due)
         self._worker.submit(follower)
         self._follower, self._trace.give_more = follower, follower.begun.give
         return follower
@@ -144,7 +145,7 @@ class EarlyRuns:
         if follower is not None:
             self._worker.submit(Job(follower.native.drop))
 
-    def _end(self) -> _Follower | None:
+    def _end(self) -> EarlyRun | None:
         """Give no more of the step. Returns its follower; None if it has not begun to run."""
         follower, self._follower = self._follower, None
         self._trace.give_more = None
@@ -159,8 +160,8 @@ class EarlyRuns:
         if self._follower is not None:
             self._follower.begun.due = 0
 
-    def after_cut(self, compiled: CompiledGraph) -> Placement | None:
-        """A program is about to be launched. Where it has begun to run, and has to go on; None if it has not."""
+    def after_cut(self, compiled: CompiledGraph) -> EarlyRun | None:
+        """A program is about to be launched. The run of it that has begun; None if there is none."""
         self._is_first = False
         follower = self._follower
         if follower is None:
@@ -170,7 +171,7 @@ class EarlyRuns:
             return None
         self._end()
         metrics.count("EarlyRun")
-        return follower.place
+        return follower
 
     def after_read(self, seen: Seen) -> None:
         """The script goes on with a value that it has read. Cost: 1 us."""
@@ -252,7 +253,7 @@ def _ways(compiled: CompiledGraph) -> tuple[Placement, ...]:
     return in_worker(may_spare, compiled.policy.cost.has_large_ops)
 
 
-class _Follower(Job):
+class EarlyRun(Job):
     """Runs a program in the worker, as far as it is given what its instructions need.
 
     Python switches threads sooner until it runs: the recording thread has the interpreter.
@@ -265,7 +266,9 @@ class _Follower(Job):
         due: count of them at which that begins.
     """
 
-    __slots__ = ("_compiled", "_num_shared", "_num_threads", "begun", "native", "place")
+    __slots__ = (
+        "_compiled", "_num_shared", "_num_threads", "_watched", "begun", "native", "place"
+    )  # fmt: skip
 
     def __init__(
         self, compiled: CompiledGraph, place: Placement, epoch: int, size: int, due: int
@@ -280,8 +283,17 @@ class _Follower(Job):
         native, habit = compiled.program.native, compiled.habit
         assert native is not None
         self.native: Any = native
+        self._watched = compiled.watched
+        watched = compiled.program.watched_in_native(compiled.watched) or ([], 0)
         self.begun = native.begin(
-            habit.path, compiled.input_slots, habit.ends, epoch, habit.num_values, size, due
+            habit.path,
+            compiled.input_slots,
+            habit.ends,
+            epoch,
+            habit.num_values,
+            size,
+            due,
+            *watched,
         )
         shorten(1)
 
@@ -291,6 +303,15 @@ class _Follower(Job):
         rows, scalars = trace.inputs, trace.scalars
         due: int = begun.give(trace.cursor, trace.epoch, begun.due, trace.count, rows, scalars)
         return due
+
+    def outputs(
+        self, watched: tuple[int, ...], data: list[Any], scalars: list[Any]
+    ) -> list[torch.Tensor]:
+        """Outputs at some positions, if the run with these inputs has made them by now; else none. Cost: 2 us."""
+        if watched != self._watched:
+            return []
+        found: list[torch.Tensor] = self.begun.outputs(data, scalars)
+        return found
 
     def let_end(self) -> None:
         self.begun.close()

@@ -52,6 +52,7 @@ class Choice:
 
     def _begin(self) -> None:
         is_full = len(self._recent) == _BLOCK
+        # What was quicker, and how long its last steps took; None once whole ones have been measured beside it.
         self._before = self.early if is_full else None
         self._before_ns = statistics.median(self._recent) if is_full else 0.0
         self._recent.clear()

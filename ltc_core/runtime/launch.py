@@ -136,6 +136,11 @@ class Launch(Job):
         for k in positions:
             self._outputs[k].made_by(self._published)
 
+    def publish(self, positions: tuple[int, ...], data: Sequence[Any]) -> None:
+        """These outputs are there before the program is launched: it has begun to run."""
+        for k, made in zip(positions, data, strict=True):
+            self._outputs[k].set(made)
+
     def note_awaited(self, buffers: Sequence[Buffer]) -> None:
         """The script waits for these of the outputs: the next runs of this program are watched for them."""
         watched = self._compiled.watched

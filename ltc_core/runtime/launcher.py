@@ -20,6 +20,7 @@ from ltc_core.graph.ir import TensorMeta
 from ltc_core.program.novelty import novelty
 from ltc_core.program.program import Tier
 from ltc_core.record.trace import Cut
+from ltc_core.runtime.early_run import EarlyRun
 from ltc_core.runtime.launch import Failure, Launch, note_run
 from ltc_core.runtime.placement import Placement, Places
 from ltc_core.runtime.program_cache import CompiledGraph
@@ -87,6 +88,7 @@ class Launcher:
         is_waited: bool,
         is_in_parts: bool,
         given: Placement | None,
+        early: EarlyRun | None,
         seen: Slice | None,
         step: int,
     ) -> Job | None:
@@ -97,6 +99,7 @@ class Launcher:
             is_waited: the rhythm of steps.
             is_in_parts: whether steps are cut by reads before they end.
             given: where it runs; None: where it is quickest (`placement`).
+            early: the run that goes on, if it has begun.
             seen: the slice of the cut, if somebody watches.
             step: the number of the step.
         """
@@ -117,6 +120,9 @@ class Launcher:
         shares = may_share and not is_sparing
         num_left_out = int(may_share and is_sparing)
         inputs = [cut.inputs[k][2] for k in compiled.input_slots]
+        made = []
+        if early is not None and compiled.watched:
+            made = early.outputs(compiled.watched, [each.data for each in inputs], cut.scalars)
         cut.inputs = []  # those that are donated die at their last use
         outputs = self._output_buffers(compiled, cut, inputs)
         if placement is Placement.HERE and seen is None:
@@ -140,7 +146,9 @@ class Launcher:
         launch.run_after(earlier)
         for buffer in outputs:
             buffer.made_by(launch)
-        if compiled.watched:
+        if made:
+            launch.publish(compiled.watched, made)
+        elif compiled.watched:
             launch.watch(compiled.watched)
         release_team()
         self._worker_has_team |= num_threads - num_left_out > 1

@@ -167,6 +167,9 @@ class TieredProgram(Program, Reported):
         is_settled = settings.compile == "off" or self._given_up
         return is_settled or not self._is_wanted(self._runs + 1)
 
+    def watched_in_native(self, outputs: Sequence[int]) -> tuple[list[int], int] | None:
+        return self._reference.watched_in_native(outputs)
+
     def results_of(self, found: Any, inputs: list[Any], scalars: Sequence[Any]) -> list[Any]:
         self._runs += 1
         self.last_run = next(_launches)

@@ -136,11 +136,15 @@ class ReferenceProgram(Program):
 
     def _watched(self, watch: Watch) -> _Watched | None:
         """What C++ is told of the outputs that are waited for; None if it cannot give them before the others."""
-        rows = [self._outputs[k] for k in watch.outputs]
-        if any(copied for _, copied, _ in rows):
+        found = self.watched_in_native(watch.outputs)
+        return None if found is None else (*found, watch.publish)
+
+    def watched_in_native(self, outputs: Sequence[int]) -> tuple[list[int], int] | None:
+        rows = [self._outputs[k] for k in outputs]
+        if not rows or any(copied for _, copied, _ in rows):
             return None
         numbers = [number for number, _, _ in rows]
-        return numbers, max(self._made_at(number) for number in numbers), watch.publish
+        return numbers, max(self._made_at(number) for number in numbers)
 
     def _made_at(self, number: int) -> int:
         """How many of the nodes must have run for a value."""

@@ -12,7 +12,6 @@ import enum
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -275,7 +274,7 @@ class _Retrace(Retrace):
             self.plans[line] = plan if before is None else f"{before}; {plan}"
             return self._collectives.call(node, args)
         if node.op is _BITS:
-            op = partial(self._types.view_bits, op)
+            op = functools.partial(self._types.view_bits, op)
         rule = LOWERING.rule(node, self._metas)
         return (op if rule is None else rule)(*args, **kwargs)
 

@@ -9,7 +9,7 @@ from torch import nn
 import ltc_core as ltc
 from ltc_core import metrics
 from ltc_core.ops import rnn
-from ltc_core.runtime.devices import count_pending_ops
+from ltc_core.runtime.devices import context, count_pending_ops
 from ltc_core.settings import settings
 from tests.core.beside_eager import beside_eager
 from tests.core.counting import Counting
@@ -294,6 +294,16 @@ def test_lstms_with_projections_and_of_other_dtypes(kind: dict[str, Any]) -> Non
     beside_eager(program, 0.0, 0.0)
 
 
+@pytest.fixture
+def new_trace() -> None:
+    """No step of another test is there: after so many of them all are forgotten, with their programs."""
+    device = context(0)
+    device.wait()
+    device.trace.forget()
+    device.compiler.forget()
+
+
+@pytest.mark.usefixtures("new_trace")
 def test_packed_sequences_are_one_op_of_any_lengths() -> None:
     """Other lengths of as many steps and rows are the same graph."""
     model = nn.LSTM(3, 4, num_layers=2, bidirectional=True).to("ltc")
@@ -310,6 +320,7 @@ def test_packed_sequences_are_one_op_of_any_lengths() -> None:
     assert programs[2:] == [0, 0]
 
 
+@pytest.mark.usefixtures("new_trace")
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_packed_sequences_of_any_sizes_share_programs(layer: Any) -> None:
     model = layer(3, 4, bidirectional=True).to("ltc")

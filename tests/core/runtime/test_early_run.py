@@ -21,6 +21,7 @@ from ltc_core.executors.reference import replay
 from ltc_core.runtime import early_run, habit
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.family import Families
+from ltc_core.runtime.launch import Launch
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.run_policy import RunPolicy
@@ -311,6 +312,7 @@ EXIT = """
 import sys
 from ltc_core.runtime import early_run, habit
 from ltc_core.runtime.devices import context
+from ltc_core.runtime.launch import Launch
 from ltc_core.runtime.launcher import Launcher
 from ltc_core.runtime.placement import Placement
 from ltc_core.runtime.run_policy import RunPolicy
@@ -390,6 +392,38 @@ def test_a_whole_step_that_is_measured_does_not_queue_behind_the_one_before(
     assert is_idle and all(is_idle)
 
 
+def test_a_loss_that_is_there_when_the_step_ends_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_published = 0
+    publish = Launch.publish
+
+    def note(self: Launch, *args: Any) -> None:
+        nonlocal num_published
+        num_published += 1
+        publish(self, *args)
+
+    def losses(device: str) -> list[float]:
+        x = torch.linspace(0, 1, 64).to(device)
+        w = torch.ones_like(x)
+        found = []
+        for _ in range(60):
+            loss = ((w - x) ** 2).mean()
+            step = (w - x) * 0.1
+            for _ in range(6):  # the loss is in the first part of the step
+                step = step * 1.01 - 0.001
+            w = w - step
+            time.sleep(0.001)  # the worker has run that part
+            ltc.mark_step()
+            found.append(loss.item())
+        return found
+
+    expected = losses("cpu")
+    monkeypatch.setattr(Launch, "publish", note)
+    assert losses("ltc") == pytest.approx(expected, rel=1e-5)
+    assert num_published > 10
+
+
 def test_steps_that_are_not_waited_for_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script may stop waiting while its whole steps are measured, and read no value for long."""
     places = []
@@ -422,13 +456,13 @@ def test_with_a_thread_on_each_core_one_less_is_measured_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads = set()
-    follow = early_run._Follower._follow
+    follow = early_run.EarlyRun._follow
 
-    def note(self: early_run._Follower) -> None:
+    def note(self: early_run.EarlyRun) -> None:
         follow(self)
         threads.add((self.place, torch.get_num_threads()))
 
-    monkeypatch.setattr(early_run._Follower, "_follow", note)
+    monkeypatch.setattr(early_run.EarlyRun, "_follow", note)
     monkeypatch.setattr(core_sharing, "may_share", lambda num_threads: num_threads > 1)
     torch.set_num_threads(2)
     seen = ways(monkeypatch)
@@ -602,8 +636,11 @@ class TestTheBeginningOfARun:
 
     @staticmethod
     def begun(native: Any) -> Any:
-        """Of a trace with one input, the row 0, whose values are that and one for each of four instructions."""
-        return native.begin({"on the path"}, (0,), [2, 3, 4, 5], 1, 6, 1, 1)
+        """Of a trace with one input, the row 0, whose values are that and one for each of four instructions.
+
+        That of the second one is watched.
+        """
+        return native.begin({"on the path"}, (0,), [2, 3, 4, 5], 1, 6, 1, 1, [2], 2)
 
     @staticmethod
     def give(begun: Any, x: object, scalars: list[int], num: int, **other: Any) -> int | None:
@@ -641,6 +678,16 @@ class TestTheBeginningOfARun:
                 torch.testing.assert_close(result, expected)
             else:
                 assert result.item() == pytest.approx(3.0 * x.numel())
+
+    def test_watched_values_are_there_once_they_are_computed(self) -> None:
+        native, (x,) = self.program()
+        assert self.begun(native).outputs([x], [2, 3]) == []
+        begun = self.begin(native, x)
+        assert begun.outputs([torch.zeros_like(x)], [2, 3]) == []  # of other inputs
+        assert begun.outputs([x], [0, 3]) == begun.outputs([x], []) == []  # of other scalars
+        (value,) = begun.outputs([x], [2, 3])
+        torch.testing.assert_close(value, (x * 2).exp())
+        torch.testing.assert_close(native.run([x], [2, 3])[0], value.sum() * 3)
 
     def test_other_scalars_begin_anew(self) -> None:
         native, (x,) = self.program()

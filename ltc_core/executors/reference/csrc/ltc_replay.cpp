@@ -59,18 +59,6 @@ PyObject* py_group(PyObject* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyObject* wrap(std::vector<at::Tensor>& outputs) {
-  PyObject* list = PyList_New(static_cast<Py_ssize_t>(outputs.size()));
-  for (size_t i = 0; list && i < outputs.size(); ++i) {
-    PyObject* item = THPVariable_Wrap(std::move(outputs[i]));
-    if (item)
-      PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), item);
-    else
-      Py_CLEAR(list);
-  }
-  return list;
-}
-
 // (position, exception, {slot: tensor}) of a run that failed. An exception is set.
 PyObject* failure(const Run& run, int32_t position) {
   PyObject *type, *error, *trace;
@@ -90,35 +78,31 @@ PyObject* failure(const Run& run, int32_t position) {
   return found;
 }
 
-bool is_same(const c10::Scalar& a, const c10::Scalar& b) {
-  if (a.type() != b.type())
-    return false;
-  if (a.isFloatingPoint())
-    return a.toDouble() == b.toDouble();
-  return a.isComplex() ? a.toComplexDouble() == b.toComplexDouble() : a.toLong() == b.toLong();
-}
-
 // Takes the run that was begun with these inputs and scalars; null if there is none.
 std::shared_ptr<Begun> take_begun(Program& program, PyObject* inputs, const std::vector<c10::Scalar>& scalars) {
   auto begun = std::move(program.begun);
   if (!begun || begun->is_running || begun->is_lost || begun->scalars.size() > scalars.size() ||
-      !std::equal(begun->scalars.begin(), begun->scalars.end(), scalars.begin(), is_same))
+      !std::equal(begun->scalars.begin(), begun->scalars.end(), scalars.begin(), is_same_number))
     return nullptr;
-  for (size_t i = 0; i < begun->inputs.size(); ++i) {
-    PyObject* item = PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i));
-    if (begun->inputs[i].defined() && !(is_tensor(item) && begun->inputs[i].is_same(THPVariable_Unpack(item))))
-      return nullptr;
-  }
+  if (!are_same(begun->inputs, inputs))
+    return nullptr;
   return begun;
 }
 
 PyObject* py_begin(PyObject* self, PyObject* args) {
   BegunObject::Step step;
+  PyObject* slots;
+  int watched_at;
   if (!PyArg_ParseTuple(
-          args, "O!O!O!nnnn:begin", &PySet_Type, &step.path, &PyTuple_Type, &step.slots, &PyList_Type, &step.ends,
-          &step.epoch, &step.num_values, &step.size, &step.due))
+          args, "O!O!O!nnnnOi:begin", &PySet_Type, &step.path, &PyTuple_Type, &step.slots, &PyList_Type, &step.ends,
+          &step.epoch, &step.num_values, &step.size, &step.due, &slots, &watched_at))
     return nullptr;
-  return guarded([&] { return BegunObject::make(program_of(self).inputs.size(), step); });
+  return guarded([&]() -> PyObject* {
+    std::vector<int32_t> watched;
+    if (!ints_of(slots, watched))
+      return nullptr;
+    return BegunObject::make(program_of(self).inputs.size(), step, std::move(watched), watched_at);
+  });
 }
 
 PyObject* py_follow(PyObject* self, PyObject* object) {
@@ -197,7 +181,7 @@ PyObject* py_run(PyObject* self, PyObject* args) {
     const int32_t position = run.all(outputs, begun ? begun->next.load() : 0, slots ? &watch : nullptr);
     if (position >= 0)
       return failure(run, position);
-    return wrap(outputs);
+    return wrap(std::move(outputs));
   });
 }
 
@@ -218,9 +202,10 @@ PyMethodDef program_methods[] = {
     {"group", py_group, METH_VARARGS,
      "group(first, last, ends, frees): run instructions of the code together, chunk by chunk of their lists."},
     {"begin", py_begin, METH_VARARGS,
-     "begin(path, slots, ends, epoch, num_values, size, due): a run that begins while the trace is recorded: one of this "
+     "begin(path, slots, ends, epoch, num_values, size, due, watched, at): a run that begins while the trace is recorded: one of this "
      "epoch, along this path, to so many values. The inputs are those that it reads at these rows, and the instructions "
-     "end at these counts of values. What is recorded is given at the count `due`, then after `size` values each."},
+     "end at these counts of values. What is recorded is given at the count `due`, then after `size` values each. The "
+     "values of the slots `watched` are there once the instructions before `at` have run."},
     {"follow", py_follow, METH_O,
      "follow(begun): run what is given to it, as far as that changes no input, until it is closed; `run` does the rest. "
      "Returns the nanoseconds that it did not wait."},

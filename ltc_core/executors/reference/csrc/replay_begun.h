@@ -22,7 +22,7 @@ struct Begun {
   std::vector<c10::IValue> values;
   std::vector<c10::Scalar> scalars; // the first ones
   std::atomic<int32_t> next{0};     // instruction
-  bool is_lost = false;             // an instruction has failed: the run begins anew
+  std::atomic<bool> is_lost{false}; // an instruction has failed: the run begins anew
   std::atomic<bool> is_running{false};
 
   // The recording thread fills places that the running thread does not look at yet.
@@ -31,7 +31,12 @@ struct Begun {
   // Set by either thread: nothing more is taken, and the rest waits for the whole run.
   std::atomic<bool> is_over{false};
 
-  explicit Begun(size_t num_inputs) : inputs(num_inputs) {}
+  // Values that somebody waits for, and how many instructions must have run for them; no later one writes to them.
+  const std::vector<int32_t> watched;
+  const int32_t watched_at;
+
+  Begun(size_t num_inputs, std::vector<int32_t> watched, int32_t watched_at)
+      : inputs(num_inputs), watched(std::move(watched)), watched_at(watched_at) {}
 
   // In the recording thread: inputs that are there now, by their positions, further scalars, and that instructions
   // before `end` may run. False if nothing is taken.
@@ -58,6 +63,18 @@ struct Begun {
     is_closed.notify_one();
   }
 
+  // In the running thread: the watched values are there.
+  void publish(std::vector<at::Tensor> found) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    published = std::move(found);
+  }
+
+  // In the recording thread: those values; none if they are not there yet.
+  std::vector<at::Tensor> take_published() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return is_lost ? std::vector<at::Tensor>() : std::move(published);
+  }
+
   // In the running thread: waits until instructions from `end` on may run, and moves `end` on; false if none ever will.
   // Leaves the positions of the inputs that have come. It looks from time to time: to be woken would cost the recording
   // thread 20 us and more, each time.
@@ -78,6 +95,7 @@ struct Begun {
   std::mutex mutex; // held for moments, and never while a thread waits for the GIL
   std::condition_variable is_closed;
   std::vector<int32_t> new_inputs;
+  std::vector<at::Tensor> published;
   std::vector<c10::Scalar> new_scalars;
   int32_t given_until = 0;
 };

@@ -23,6 +23,36 @@ PyObject* guarded(Function function) {
   }
 }
 
+inline PyObject* wrap(std::vector<at::Tensor> tensors) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(tensors.size()));
+  for (size_t i = 0; list && i < tensors.size(); ++i) {
+    PyObject* item = THPVariable_Wrap(std::move(tensors[i]));
+    if (item)
+      PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), item);
+    else
+      Py_CLEAR(list);
+  }
+  return list;
+}
+
+inline bool is_same_number(const c10::Scalar& a, const c10::Scalar& b) {
+  if (a.type() != b.type())
+    return false;
+  if (a.isFloatingPoint())
+    return a.toDouble() == b.toDouble();
+  return a.isComplex() ? a.toComplexDouble() == b.toComplexDouble() : a.toLong() == b.toLong();
+}
+
+// Whether the tensors that were given so far are those of a list.
+inline bool are_same(const std::vector<at::Tensor>& given, PyObject* list) {
+  for (size_t i = 0; i < given.size(); ++i) {
+    PyObject* item = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
+    if (given[i].defined() && !(is_tensor(item) && given[i].is_same(THPVariable_Unpack(item))))
+      return false;
+  }
+  return true;
+}
+
 // The running thread holds the run, too, in a forked child for ever.
 struct BegunObject {
   // The step that is recorded.
@@ -34,15 +64,18 @@ struct BegunObject {
   PyObject_HEAD
   std::shared_ptr<Begun> begun;
   Step step;
-  size_t num_inputs, num_scalars; // given so far
+  size_t num_inputs; // given so far
+  std::vector<c10::Scalar> scalars; // given so far
 
   static inline PyTypeObject* type = nullptr;
 
-  static PyObject* make(size_t num_inputs, const Step& step) {
+  static PyObject* make(size_t num_inputs, const Step& step, std::vector<int32_t> watched, int32_t watched_at) {
+    auto run = std::make_shared<Begun>(num_inputs, std::move(watched), watched_at);
     auto* made = reinterpret_cast<BegunObject*>(type->tp_alloc(type, 0));
     if (!made)
       return nullptr;
-    new (&made->begun) std::shared_ptr<Begun>(std::make_shared<Begun>(num_inputs));
+    new (&made->begun) std::shared_ptr<Begun>(std::move(run));
+    new (&made->scalars) std::vector<c10::Scalar>();
     made->step = step;
     for (PyObject* held : {step.path, step.slots, step.ends})
       Py_INCREF(held);
@@ -53,6 +86,7 @@ struct BegunObject {
     for (PyObject* held : {step.path, step.slots, step.ends})
       Py_DECREF(held);
     begun.~shared_ptr();
+    scalars.~vector();
   }
 
   // Gives what the trace holds by now. The count of values at which to give more; 0: at none, -1: the trace has left the
@@ -85,22 +119,36 @@ struct BegunObject {
         inputs.emplace_back(static_cast<int32_t>(k), THPVariable_Unpack(data.get()));
     }
     if (is_there) {
-      std::vector<c10::Scalar> scalars;
-      for (auto i = static_cast<Py_ssize_t>(num_scalars); i < PyList_GET_SIZE(numbers); ++i) {
+      std::vector<c10::Scalar> more;
+      for (auto i = static_cast<Py_ssize_t>(scalars.size()); i < PyList_GET_SIZE(numbers); ++i) {
         const auto number = number_of(PyList_GET_ITEM(numbers, i));
         if (!number) {
           begun->close();
           return step.due = 0;
         }
-        scalars.push_back(*number);
+        more.push_back(*number);
       }
-      if (!begun->give(inputs, scalars, end_at(count)))
+      if (!begun->give(inputs, more, end_at(count)))
         return step.due = 0;
       num_inputs += inputs.size();
-      num_scalars += scalars.size();
+      scalars.insert(scalars.end(), more.begin(), more.end());
     }
     const Py_ssize_t next = count + step.size;
     return step.due = next < step.num_values ? next : 0;
+  }
+
+  // The watched values, if they are there, and are those of a run with these inputs and scalars.
+  std::vector<at::Tensor> outputs_of(PyObject* inputs, PyObject* numbers) const {
+    const bool is_same = PyList_GET_SIZE(numbers) >= static_cast<Py_ssize_t>(scalars.size()) &&
+        PyList_GET_SIZE(inputs) == static_cast<Py_ssize_t>(begun->inputs.size());
+    if (!is_same)
+      return {};
+    for (size_t i = 0; i < scalars.size(); ++i) {
+      const auto number = number_of(PyList_GET_ITEM(numbers, static_cast<Py_ssize_t>(i)));
+      if (!number || !is_same_number(*number, scalars[i]))
+        return {};
+    }
+    return are_same(begun->inputs, inputs) ? begun->take_published() : std::vector<at::Tensor>();
   }
 
   static inline PyObject *name_error = nullptr, *name_data = nullptr;
@@ -137,6 +185,13 @@ inline PyObject* begun_give(PyObject* self, PyObject* const* given, Py_ssize_t n
   });
 }
 
+inline PyObject* begun_outputs(PyObject* self, PyObject* args) {
+  PyObject *inputs, *numbers;
+  if (!PyArg_ParseTuple(args, "O!O!:outputs", &PyList_Type, &inputs, &PyList_Type, &numbers))
+    return nullptr;
+  return guarded([&] { return wrap(reinterpret_cast<BegunObject*>(self)->outputs_of(inputs, numbers)); });
+}
+
 inline PyObject* begun_close(PyObject* self, PyObject*) {
   reinterpret_cast<BegunObject*>(self)->begun->close();
   Py_RETURN_NONE;
@@ -157,6 +212,8 @@ inline PyMethodDef begun_methods[] = {
     {"give", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(begun_give)), METH_FASTCALL,
      "give(cursor, epoch, limit, count, inputs, scalars): let run what a trace holds by now. Returns the count of values "
      "at which to give more; 0: at none; -1: the run is to be dropped; None: the trace has its limit from somebody else."},
+    {"outputs", begun_outputs, METH_VARARGS,
+     "outputs(inputs, scalars): the watched values, if the run has computed them with these; an empty list otherwise."},
     {"num_run", begun_num_run, METH_NOARGS, "num_run(): how many instructions have run."},
     {"close", begun_close, METH_NOARGS, "close(): nothing more will be given; the thread that follows ends."},
     {nullptr, nullptr, 0, nullptr},

@@ -318,6 +318,19 @@ struct Run {
     for (const int32_t slot : instruction.frees)
       values[slot] = IValue();
     begun.next = position + 1;
+    if (position + 1 == begun.watched_at && !begun.watched.empty())
+      publish_early(begun);
+  }
+
+  // For the recording thread, which may be about to wait for them. No later instruction writes to their memory.
+  void publish_early(Begun& begun) {
+    std::vector<at::Tensor> found;
+    for (const int32_t slot : begun.watched) {
+      if (!values[slot].isTensor() || !values[slot].toTensor().defined())
+        return;
+      found.push_back(unshared(values[slot].toTensor()));
+    }
+    begun.publish(std::move(found));
   }
 
   // Gives the watched outputs to Python. No later instruction writes to their memory: they live to the end.
