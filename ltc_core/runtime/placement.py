@@ -38,7 +38,9 @@ _HOPELESS = 2.0  # factor by which three steps must be slower than other ones to
 _CLEAR = 1.25  # factor by which each of the first ones must be slower than in another place
 _CLEAR_STEPS = 3
 _NEVER = float("inf")
-_BUSY = 1  # times that a step must have lost a core to another thread, where cores are busy
+# Where cores are busy: how often a step must have lost one to another thread (the kernel's own take some, too), and the
+# factor by which it must have taken longer than the thread that records and runs it has computed.
+_BUSY, _HELD_UP = 1, 1.1
 # Factor by which another placement must be faster than the first one in the worker, where a step costs the caller
 # nothing.
 _GAIN = 0.97
@@ -197,14 +199,17 @@ class Places:
         if not self.sample_ns:
             return
         self._samples.append(self.sample_ns)
-        if not self.is_settled and self._place is self._ways[0]:
-            self._recorded.append(cpu_ns - self._last_cpu_ns)
+        if self.is_settled:
+            return
+        self._recorded.append(cpu_ns - self._last_cpu_ns)
+        if self._place is self._ways[0]:
             self._serial_ns = statistics.median(self._recorded) + self._last_cost_ns
 
     def _end_placement(self, num_threads: int) -> None:
         if self._place is Placement.HERE:
             lost = _lost_cores() - self._lost_cores
-            self._is_busy = lost > _BUSY * len(self._samples)
+            is_held_up = sum(self._samples) > _HELD_UP * sum(self._recorded)
+            self._is_busy = is_held_up and lost > _BUSY * len(self._samples)
         self._durations[self._place] = self._step_ns()
         self._forget()
         self._place = self._next(num_threads)

@@ -487,6 +487,12 @@ class TestBusyCores:
         monkeypatch.setattr(placement, "_lost_cores", lambda: 0)
         assert YIELDING not in self.busy().steps(60)
 
+    def test_not_where_the_thread_that_runs_the_steps_is_not_held_up(self) -> None:
+        """The kernel's own threads take a core for a moment."""
+        loop = self.busy()
+        loop.recording_ns = 1000
+        assert YIELDING not in loop.steps(60)
+
     def test_not_where_there_is_one_thread(self) -> None:
         assert YIELDING not in self.busy().steps(60, num_threads=1)
 
