@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 
 from ltc_core import metrics, native_extension, profiler, uninterrupted
 from ltc_core.api import c10d, closures, torch_compile, torch_export
 from ltc_core.debug import explain, frequent
 from ltc_core.device import module, register
-from ltc_core.executors import artifacts, core_sharing, host_memory, openmp, program_costs
+from ltc_core.executors import artifacts, core_sharing, host_memory, openmp, program_costs, spinning
 from ltc_core.executors.inductor import tier_report
 from ltc_core.executors.inductor.compiler import service
 from ltc_core.executors.reference import replay
@@ -52,6 +53,7 @@ __all__ = ["set_up"]
 def set_up() -> None:
     """Register the device with PyTorch, and what runs at a fork and at the end of the process."""
     warn_unknown(os.environ)  # first: the calls below may fail because of a misspelt setting
+    spinning.follow(time.perf_counter_ns())
     _register_device()
     metrics.register_sentences(tier_report.sentences)
     metrics.register_sentences(program_costs.sentences)
@@ -110,7 +112,7 @@ def _register_fork_handlers() -> None:
         artifacts.after_fork_in_child,  # file locks of the compile cache are the parent's
         service.after_fork_in_child,
         closures.after_fork_in_child,
-        openmp.after_fork_in_child,
+        spinning.after_fork_in_child,
         core_sharing.after_fork_in_child,
         switch_interval.after_fork_in_child,
     ):

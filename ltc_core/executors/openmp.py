@@ -1,22 +1,16 @@
-"""OpenMP threads: how many a Python thread uses, how long they spin, release of a team before another thread computes.
+"""OpenMP threads: how many a Python thread uses, and release of a team before another thread computes.
 
 libgomp gives each thread that opens a parallel region its own team of OpenMP threads, and keeps it. If the process has
 more OpenMP threads than cores, libgomp lets all of them spin much shorter, and each parallel region waits for the
 kernel: a step of the MLP takes 5.4 instead of 1.4 ms in the worker if the main thread has a team.
 So a thread releases its team before it submits work to the worker, and before a fork: a child with an inherited team
 hangs.
-
-Where other processes use the cores, it is the other way round: at each end of a parallel region a thread spins through
-its whole time slice, while the thread it waits for has no core. A step of 3 ms takes 100 to 300 ms then. `spin_briefly`
-has libgomp count more threads than cores. Used by `runtime.device_context` and `runtime.launch`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,11 +20,9 @@ import torch
 
 __all__ = [
     "addresses",
-    "after_fork_in_child",
-    "can_spin_briefly",
+    "has_teams",
     "one_thread",
     "release_team",
-    "spin_briefly",
     "use_threads",
 ]
 
@@ -45,6 +37,11 @@ class _DlInfo(ctypes.Structure):
         ("dli_sname", ctypes.c_char_p),
         ("dli_saddr", ctypes.c_void_p),
     )
+
+
+def has_teams() -> bool:
+    """Whether PyTorch uses libgomp (9 or later), whose teams of threads can be released."""
+    return _pause is not None
 
 
 def release_team() -> None:
@@ -64,61 +61,6 @@ def release_by(function: Callable[[], object]) -> None:
     global _release
     if _release is not None:
         _release = function
-
-
-class _Crowd:
-    """A thread with one OpenMP thread more than there are cores, all idle: it makes libgomp spin briefly."""
-
-    def __init__(self) -> None:
-        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="ltc-openmp", daemon=True).start()
-
-    def set(self, is_there: bool) -> None:
-        self._wanted.put(is_there)
-        self._done.get()
-
-    def _serve(self) -> None:
-        while True:
-            if self._wanted.get():
-                use_threads(len(os.sched_getaffinity(0)) + 1)
-                torch.zeros(1 << 16).add_(1)  # opens a parallel region
-            else:
-                release_team()
-            self._done.put(None)
-
-
-_crowd: _Crowd | None = None
-_is_crowded = False
-
-
-def can_spin_briefly() -> bool:
-    """Whether `spin_briefly` has an effect: PyTorch uses libgomp, and the user has not said how its threads wait."""
-    is_free = not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"))
-    return _pause is not None and is_free and hasattr(os, "sched_getaffinity")
-
-
-def spin_briefly(is_wanted: bool) -> None:
-    """Have all OpenMP threads of this process spin for microseconds, or for a good part of a millisecond (the default).
-
-    Cost:
-        0.1 us; 0.1 ms if it changes.
-    """
-    global _crowd, _is_crowded
-    if is_wanted == _is_crowded:
-        return
-    _is_crowded = is_wanted
-    try:
-        _crowd = _crowd or _Crowd()
-        _crowd.set(is_wanted)
-    except RuntimeError:  # the system gives no more threads: they spin as before
-        return
-
-
-def after_fork_in_child() -> None:
-    """The thread is the parent's; a forked child computes with one thread."""
-    global _crowd, _is_crowded
-    _crowd, _is_crowded = None, False
 
 
 def use_threads(count: int) -> None:

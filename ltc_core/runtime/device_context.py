@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ltc_core import debug, errors, metrics, progress, source
-from ltc_core.executors import make
+from ltc_core.executors import make, spinning
 from ltc_core.executors.openmp import one_thread
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph.ir import TensorMeta
@@ -273,6 +273,7 @@ class DeviceContext:
         novelty.note_again()
         elapsed_ns, self._marked_ns = now_ns - self._marked_ns, now_ns
         metrics.observe_many("LoopTime", elapsed_ns / num_cuts, num_cuts)
+        spinning.follow(now_ns)
 
     def _mark(self) -> None:
         """Count the time since the last cut or wait; what was before the first one is the script's start."""
@@ -280,6 +281,7 @@ class DeviceContext:
         if self._marked_ns:
             metrics.observe("LoopTime", now - self._marked_ns)
         self._marked_ns = now
+        spinning.follow(now)
 
     @uninterrupted  # until the job is handed over, nothing computes the values of the cut
     def _hand_over(

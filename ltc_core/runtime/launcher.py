@@ -15,7 +15,7 @@ import torch
 
 from ltc_core import errors, metrics
 from ltc_core.executors import Executor, core_sharing
-from ltc_core.executors.openmp import release_team, spin_briefly
+from ltc_core.executors.openmp import release_team
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.program.novelty import novelty
 from ltc_core.program.program import Tier
@@ -107,8 +107,6 @@ class Launcher:
         placement = given or self.placement(
             compiled, num_threads, is_awaited, is_waited, is_in_parts
         )
-        if given is Placement.HERE:
-            spin_briefly(False)
         if placement is Placement.HERE and not self._worker.is_idle:
             placement = Placement.WORKER  # the next cut waits for it before the lock is taken
         if placement is not Placement.HERE and not self._worker.start():
@@ -330,7 +328,6 @@ class Launcher:
         stays_here = is_short or (is_in_parts and core_sharing.takes_all_cores(num_threads))
         given = Placement.HERE if may_be_here and stays_here else None
         placement = self.choose(compiled, num_threads, is_waited, given)
-        spin_briefly(placement is Placement.YIELDING)
         is_here = placement is Placement.HERE
         return Placement.WORKER if is_here and not may_be_here else placement
 

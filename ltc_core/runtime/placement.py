@@ -6,8 +6,7 @@ step in the worker, 47 in the thread that cuts, 41 alone). With one thread less 
 little is lost where its ops are too small for many threads (on two cores, a ViT: 9.7 ms a step, 13.8 with both
 threads, eager 11.4; diffusion 6.2 and 8.5, eager 7.7). Large ones need all threads: a replay in the worker leaves out
 one until somebody waits for a program (`executors.core_sharing`; ResNet-18 in eager 62 ms a step, 50 so, 81 with one
-thread). Where other processes use the cores, threads that wait must give them up (see `openmp`). On other machines it
-is the other way round, so `Places` measures, and measures again when steps become slow.
+thread). On other machines it is the other way round, so `Places` measures, and measures again when steps become slow.
 
 It begins in the worker (`in_worker`). Where that is far quicker than recording and running one after the other would
 be, the thread that cuts is not tried: nine such steps are what a user sees first. With a thread on each core it is not
@@ -19,12 +18,10 @@ read. One for each program, tier and rhythm of steps, made by `run_policy`.
 from __future__ import annotations
 
 import enum
-import resource
 import statistics
 from collections import deque
 from collections.abc import Collection
 
-from ltc_core.executors.openmp import can_spin_briefly
 from ltc_core.executors.processor import num_cores
 from ltc_core.runtime.lasting import Lasting
 
@@ -38,9 +35,6 @@ _HOPELESS = 2.0  # factor by which three steps must be slower than other ones to
 _CLEAR = 1.25  # factor by which each of the first ones must be slower than in another place
 _CLEAR_STEPS = 3
 _NEVER = float("inf")
-# Where cores are busy: how often a step must have lost one to another thread (the kernel's own take some, too), and the
-# factor by which it must have taken longer than the thread that records and runs it has computed.
-_BUSY, _HELD_UP = 1, 1.1
 # Factor by which another placement must be faster than the first one in the worker, where a step costs the caller
 # nothing.
 _GAIN = 0.97
@@ -54,13 +48,11 @@ class Placement(enum.Enum):
 
     Attributes:
         WORKER: in the worker.
-        YIELDING: there, with OpenMP threads that give up their core where they wait for each other.
         SPARING: there, with one thread less.
         HERE: in the thread that cuts.
     """
 
     WORKER = enum.auto()
-    YIELDING = enum.auto()
     SPARING = enum.auto()
     HERE = enum.auto()
 
@@ -78,8 +70,8 @@ class Places:
     """
 
     __slots__ = (
-        "_before", "_count", "_durations", "_is_busy", "_is_given", "_last_cost_ns", "_last_cpu_ns",
-        "_last_ns", "_lasting", "_lost_cores", "_may_overlap", "_place", "_recorded", "_runs",
+        "_before", "_count", "_durations", "_is_given", "_last_cost_ns", "_last_cpu_ns",
+        "_last_ns", "_lasting", "_may_overlap", "_place", "_recorded", "_runs",
         "_samples", "_serial_ns", "_slow", "_was_given", "_ways", "best_ns", "chosen", "sample_ns",
     )  # fmt: skip
 
@@ -106,8 +98,6 @@ class Places:
         self._serial_ns = float("inf")  # a step that is recorded and run in turn, by CPU time
         # In the worker. Some runs are not placed, because they cost too little.
         self._runs: deque[int] = deque(maxlen=_UNSETTLED + _MEASURED)
-        self._lost_cores = 0  # by this process, at the first sample
-        self._is_busy = False
         self._ways: tuple[Placement, ...] = (Placement.WORKER,)  # in the worker
         self._was_given = False  # the only placement that was measured
         self._durations: dict[Placement, float] = {}
@@ -171,8 +161,6 @@ class Places:
         self._is_given = given is not None
         count, self._count = self._count, self._count + 1
         self._last_ns, self._last_cpu_ns, self._last_cost_ns = now_ns, cpu_ns, cost_ns
-        if count == _UNSETTLED and not self.is_settled:
-            self._lost_cores = _lost_cores()
         if self.is_settled:
             if (count >= self._lasting.steps and may_begin) or self._has_slowed():
                 self.begin()
@@ -206,10 +194,6 @@ class Places:
             self._serial_ns = statistics.median(self._recorded) + self._last_cost_ns
 
     def _end_placement(self, num_threads: int) -> None:
-        if self._place is Placement.HERE:
-            lost = _lost_cores() - self._lost_cores
-            is_held_up = sum(self._samples) > _HELD_UP * sum(self._recorded)
-            self._is_busy = is_held_up and lost > _BUSY * len(self._samples)
         self._durations[self._place] = self._step_ns()
         self._forget()
         self._place = self._next(num_threads)
@@ -255,16 +239,11 @@ class Places:
         if first not in found:
             return first
         if Placement.HERE not in found and not self._overlaps(num_threads):
-            return Placement.HERE  # it shows whether others use the cores
+            return Placement.HERE
         for place in self._ways[1:]:
             if place not in found and not self._is_far_ahead():
                 return place
-        can_yield = self._is_busy and num_threads > 1 and can_spin_briefly()
-        if can_yield and Placement.YIELDING not in found:
-            return Placement.YIELDING
         best = first
-        if found.get(Placement.YIELDING, _NEVER) < found[best]:
-            best = Placement.YIELDING
         for place in (*self._ways[1:], Placement.HERE):
             if found.get(place, _NEVER) < _GAIN * found[best]:
                 best = place
@@ -308,8 +287,3 @@ def _typical(durations: Collection[int]) -> float:
     """The mean without the longest: one burst of other work does not count, steps that are long again and again do."""
     longest = max(durations) if len(durations) > 1 else 0
     return (sum(durations) - longest) / max(len(durations) - 1, 1)
-
-
-def _lost_cores() -> int:
-    """How often a thread of this process had to leave a core that it still needed."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

@@ -173,43 +173,6 @@ def test_a_thread_uses_fewer_and_the_others_keep_theirs() -> None:
 
 
 @needs_libgomp
-def test_brief_spinning_is_a_crowd_of_idle_threads() -> None:
-    """With more OpenMP threads than cores, libgomp spins briefly. They go when it is to spin again."""
-    out, err = child.run(
-        """
-        from ltc_core.executors.openmp import can_spin_briefly, spin_briefly
-
-        crowd = len(os.sched_getaffinity(0))
-        assert can_spin_briefly()
-        spin_briefly(False)
-        assert tasks() == alone
-        for _ in range(3):
-            spin_briefly(True)
-            spin_briefly(True)
-            print(team(crowd + 1) - crowd, end=" ")  # the thread that has the team
-            assert compute() == 2e6
-            release_team()
-            spin_briefly(False)
-            print(team(1))
-        spin_briefly(True)
-        pid = os.fork()
-        if not pid:
-            spin_briefly(True)  # of its own
-            os._exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        """,
-        prelude=PRELUDE
-        + "for name in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'): os.environ.pop(name, None)\n",
-    )
-    assert (out, err) == ("1 1\n" * 3 + "0\n", "")
-
-
-def test_a_user_who_has_said_how_threads_wait_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOMP_SPINCOUNT", "100")
-    assert not openmp.can_spin_briefly()
-
-
-@needs_libgomp
 def test_an_upload_makes_no_team() -> None:
     """Its threads would spin where a program computes. What is as large as a model is copied by all threads."""
     out, err = child.run(

@@ -11,7 +11,7 @@ from ltc_core.runtime.placement import Placement, Places
 from ltc_core.runtime.run_cost import RunCost
 from ltc_core.runtime.run_policy import RunPolicy
 
-WORKER, YIELDING, SPARING, HERE = Placement
+WORKER, SPARING, HERE = Placement
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ class Loop:
         self.is_waited = False
         self.is_disturbed = False  # something else is compiled
         self.is_early = False  # whether what is replayed has begun before it is launched
-        self.lengths = {HERE: here_ns, WORKER: there_ns, SPARING: sparing_ns, YIELDING: there_ns}
+        self.lengths = {HERE: here_ns, WORKER: there_ns, SPARING: sparing_ns}
         self.run_ns = run_ns or here_ns
         self.elapsed_ns = elapsed_ns
         self.now_ns = 1
@@ -455,27 +455,10 @@ def test_a_step_that_is_interrupted_now_and_then_does_not_decide() -> None:
     assert set(loop.steps(30)) == {HERE}
 
 
-class TestBusyCores:
-    """Other processes use the cores: threads that give up theirs where they wait are much quicker."""
-
-    @pytest.fixture(autouse=True)
-    def cores_are_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(placement, "can_spin_briefly", lambda: True)
-        monkeypatch.setattr(placement, "_lost_cores", itertools.count(0, 1000).__next__)
-
-    def busy(self) -> Loop:
-        loop = Loop(1000, 1000)
-        loop.lengths[YIELDING] = 10
-        return loop
-
-    def test_threads_give_up_their_cores(self) -> None:
-        assert set(self.busy().steps(60)[40:]) == {YIELDING}
-
+class TestSlowSteps:
     def test_what_is_much_slower_is_not_measured_to_the_end(self) -> None:
-        loop = Loop(10, 1000, run_ns=10)
-        loop.lengths[YIELDING] = 5
         # Two that do not count, and three.
-        assert loop.steps(60).count(WORKER) == 5
+        assert Loop(10, 1000, run_ns=10).steps(60).count(WORKER) == 5
 
     def test_what_is_clearly_slower_than_another_place_is_left_after_three_steps(self) -> None:
         loop = Loop(10, 13)
@@ -483,30 +466,11 @@ class TestBusyCores:
         # The one that ends the other place, two that do not count, and three.
         assert loop.steps(60).count(WORKER) == 6
 
-    def test_not_where_no_core_is_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(placement, "_lost_cores", lambda: 0)
-        assert YIELDING not in self.busy().steps(60)
-
-    def test_not_where_the_thread_that_runs_the_steps_is_not_held_up(self) -> None:
-        """The kernel's own threads take a core for a moment."""
-        loop = self.busy()
-        loop.recording_ns = 1000
-        assert YIELDING not in loop.steps(60)
-
-    def test_not_where_there_is_one_thread(self) -> None:
-        assert YIELDING not in self.busy().steps(60, num_threads=1)
-
-    def test_not_where_the_user_has_said_how_threads_wait(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(placement, "can_spin_briefly", lambda: False)
-        assert YIELDING not in self.busy().steps(60)
-
     def test_places_are_measured_again_when_steps_become_slow(self) -> None:
         loop = Loop(10, 20)
         assert set(loop.steps(60)[40:]) == {HERE}
-        loop.lengths |= {HERE: 1000, WORKER: 1000, SPARING: 1000}
-        assert set(loop.steps(100)[60:]) == {YIELDING}
+        loop.lengths |= {HERE: 1000, WORKER: 100}
+        assert set(loop.steps(100)[60:]) == {WORKER}
 
     def test_a_long_pause_does_not_count(self) -> None:
         loop = Loop(10, 20)
