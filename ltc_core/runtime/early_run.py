@@ -2,9 +2,11 @@
 
 Where each step is waited for, as by `loss.item()`, recording and running would take turns. A script repeats itself:
 after one program it usually cuts the same next one, as the two of a GAN that take turns. So that program is expected
-from the first op on, as long as the recording keeps to its path. The worker follows the recording: each time some more
-ops are recorded, they are given to it, and it runs them without Python. The cut ends that, and runs the rest. A value
-that the script is known to read, as the loss, is often there by then: the read waits for nothing.
+from the first op on, as long as the recording keeps to its path. Where there is no telling, as with batches of several
+lengths in any order, it is the only one of those that came lately whose path the recording is on after some ops.
+The worker follows the recording: each time some more ops are recorded, they are given to it, and it runs them without
+Python. The cut ends that, and runs the rest. A value that the script is known to read, as the loss, is often there by
+then: the read waits for nothing.
 
 No value depends on whether the step ends as expected. What runs early changes no input: a write to an input's memory is
 made to a copy, if it is small, and else waits for the cut, as an optimizer's do. If another program is cut, or the
@@ -17,6 +19,7 @@ of cuts and reads by `device_context`.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +30,7 @@ from ltc_core.executors import core_sharing
 from ltc_core.executors.openmp import release_team, use_threads
 from ltc_core.executors.processor import num_cores
 from ltc_core.record.trace import Trace
-from ltc_core.runtime.habit import Context
+from ltc_core.runtime.habit import Context, Habit
 from ltc_core.runtime.placement import Placement, in_worker
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.reads import Seen
@@ -44,6 +47,7 @@ _PART_NS = 250_000  # of recording
 _MOST_PARTS = 8
 # Between two reads, the first of which may run early: a step may end unread, and a value of the next one be read.
 _MOST_CUTS = 2
+_MOST_KNOWN = 32  # programs whose paths are compared with the recording
 _MISSES = 5  # times in a row that another program was cut: then it runs whole for a while
 
 
@@ -71,10 +75,10 @@ class EarlyRuns:
         self._last: CompiledGraph | None = None  # the program of the step before, if it had one
         self._context = Context()  # of that one
         self._expected: CompiledGraph | None = None
+        self._is_open = False  # none is expected, and one of `_known` may come
+        self._known: dict[int, weakref.ref[CompiledGraph]] = {}  # the last one that came is last
         self._is_first = True  # the next cut, since the last read
         self._due = 0  # count of values at which it begins to run; 0: at none
-        self._size = 0  # of the parts after the first
-        self._place = Placement.WORKER
         self._follower: EarlyRun | None = None  # runs the step, if it has begun to run
 
     # -- while a step is recorded --------------------------------------------------------------
@@ -93,13 +97,13 @@ class EarlyRuns:
     @property
     def expects(self) -> bool:
         """Whether the step that is recorded, or will be, may run early."""
-        return self._expected is not None
+        return self._expected is not None or self._due > 0
 
     def is_measured(self, compiled: CompiledGraph) -> bool:
         """Whether a program's way is being chosen, by the step that it is about to end among others."""
         choice = compiled.habit.choice
-        is_expected = self._is_first and compiled is self._expected
-        return is_expected and choice is not None and not choice.is_known
+        may_come = compiled is self._expected or self._is_open
+        return self._is_first and may_come and choice is not None and not choice.is_known
 
     def run_more(self) -> None:
         """Have the worker run what is recorded of the step. C++ does the same before a call that it records.
@@ -125,16 +129,33 @@ class EarlyRuns:
     def _begin(self) -> EarlyRun | None:
         """Have the worker follow the recording; None if it cannot."""
         due, self._due = self._due, 0
-        compiled = self._expected
-        if compiled is None or self._trace.cursor not in compiled.habit.path:
+        compiled = self._on_path(due)
+        if compiled is None:
             return None
-        if compiled.program.native is None or not self._worker.start():
+        assert compiled.habit.choice is not None
+        self._expected, place = compiled, compiled.habit.choice.early
+        if place is None or compiled.program.native is None or not self._worker.start():
             return None
         release_team()
-        follower = EarlyRun(compiled, self._place, self._trace.epoch, self._size, due)
+        follower = EarlyRun(compiled, place, self._trace.epoch, _part(compiled.habit), due)
         self._worker.submit(follower)
         self._follower, self._trace.give_more = follower, follower.begun.give
         return follower
+
+    def _on_path(self, due: int) -> CompiledGraph | None:
+        """The program that is expected, now that so many values are recorded; None if there is no telling yet."""
+        cursor = self._trace.cursor
+        if self._expected is not None and cursor in self._expected.habit.path:
+            return self._expected
+        found = [each for each in self._programs() if cursor in each.habit.path]
+        if len(found) > 1:
+            self._due = 2 * due
+            self._run_at(self._due)
+        return found[0] if len(found) == 1 else None
+
+    def _programs(self) -> list[CompiledGraph]:
+        """Those that may run early, and have come lately."""
+        return [program for known in self._known.values() if (program := known()) is not None]
 
     def _run_at(self, count: int) -> None:
         self._trace.limit = min(self._trace.limit, count)
@@ -180,19 +201,27 @@ class EarlyRuns:
             self._last, self._expected = None, None
         is_one_step = len(seen.cuts) <= _MOST_CUTS
         first, last = (seen.cuts[0], seen.cuts[-1]) if is_one_step else (None, None)
-        if self._expected is not None:
-            self._judge(self._expected, first, seen.now_ns)
+        expected = self._expected
+        if expected is None and self._is_open and first is not None and self._learn(first):
+            expected = first
+        if expected is not None:
+            self._judge(expected, first, seen.now_ns)
         if self._last is not None and first is not None:
             self._last.habit.note_next(first, self._context)
         self._note_context(last)
-        self._last, self._expected = last, None
+        self._last, self._expected, self._is_open = last, None, False
         if first is not None and last is not None:
             first.habit.recorded_ns, first.habit.num_values = seen.recorded_ns, seen.num_values
             following = last.habit.next(self._context)
             # See `Launcher.placement`.
             stays_here = seen.is_in_parts and core_sharing.takes_all_cores(torch.get_num_threads())
-            if following is not None and not stays_here and self.may_gain(following):
-                self._expect(following)
+            if stays_here:
+                return
+            if following is None:
+                self._expect_any()
+            elif self._learn(following):
+                self._expected = following
+                self._begin_at(_due(following.habit))
 
     def _note_context(self, last: CompiledGraph | None) -> None:
         if last is None:
@@ -232,19 +261,44 @@ class EarlyRuns:
             return False
         return step.program.native is not None and num_cores() > 1
 
-    def _expect(self, step: CompiledGraph) -> None:
+    def _learn(self, step: CompiledGraph) -> bool:
+        """Know the path of a program, if steps that end in it may be quicker early. Whether they may."""
+        if not self.may_gain(step):
+            return False
         habit = step.habit
         if habit.choice is None:
             habit.choice = step.family.choice
             assert step.path is not None
             habit.know_path(self._trace.path(step.path), step.graph.nodes)
-        self._expected = step
-        if habit.choice.early is not None:
-            self._place = habit.choice.early
-            num_parts = max(2, min(_MOST_PARTS, habit.recorded_ns // _PART_NS))
-            self._size = -(-habit.num_values // num_parts)
-            self._due = self._size
-            self._run_at(self._due)
+        self._known.pop(id(step), None)
+        if len(self._known) == _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[id(step)] = weakref.ref(step)
+        return True
+
+    def _expect_any(self) -> None:
+        self._is_open = True
+        self._begin_at(
+            min((due for each in self._programs() if (due := _due(each.habit))), default=0)
+        )
+
+    def _begin_at(self, count: int) -> None:
+        """The step begins to run at so many values; at 0 it is whole."""
+        self._due = count
+        if count:
+            self._run_at(count)
+
+
+def _due(habit: Habit) -> int:
+    """Values of a step at which it begins to run; 0: at none."""
+    assert habit.choice is not None
+    return 0 if habit.choice.early is None else _part(habit)
+
+
+def _part(habit: Habit) -> int:
+    """Values of a part of a step."""
+    num_parts = max(2, min(_MOST_PARTS, habit.recorded_ns // _PART_NS))
+    return -(-habit.num_values // num_parts)
 
 
 def _ways(compiled: CompiledGraph) -> tuple[Placement, ...]:

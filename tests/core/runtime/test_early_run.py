@@ -482,6 +482,34 @@ def test_programs_that_take_turns() -> None:
     assert len(set(found)) == 2 and early() - before > 20
 
 
+def in_any_order(count: int, same: int, steps: int) -> float:
+    """The share of steps that ran early, of programs that begin with the same ops and come in any order."""
+    x = torch.ones(4, next(widths)).to("ltc")
+    choose = random.Random(0)
+    found = {}
+    begun = 0
+    for k in range(steps):
+        kind = choose.randrange(count)
+        y = x
+        for n in range(24):
+            y = y.sin() if n < same or (n + kind) % 3 else y.cos()
+        if k >= steps // 2:
+            begun += context(0).early.has_begun
+        assert found.setdefault(kind, value := y.sum().item()) == value
+    assert len(set(found.values())) == count
+    return begun / (steps - steps // 2)
+
+
+def test_programs_in_any_order() -> None:
+    """As batches of several lengths: which one comes is known by the first op."""
+    assert in_any_order(3, 0, 300) > 0.8
+
+
+def test_programs_in_any_order_with_the_same_beginning() -> None:
+    """Which one comes is known after the ops that they have in common."""
+    assert in_any_order(3, 6, 300) > 0.6
+
+
 def grown(device: str, steps: int) -> list[float]:
     """As tokens that are generated: what is kept of them grows in each step."""
     torch.manual_seed(0)

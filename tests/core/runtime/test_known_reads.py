@@ -365,7 +365,7 @@ def test_not_where_the_step_after_it_runs_early(
 ) -> None:
     """That step is expected by Python, from the read before it on."""
     monkeypatch.setattr(EarlyRuns, "may_gain", lambda self, step: True)
-    monkeypatch.setattr(EarlyRuns, "_expect", lambda self, step: None)
+    monkeypatch.setattr(EarlyRuns, "_learn", lambda self, step: False)
     x = torch.ones(6, device="ltc")
     repeated(lambda: (x * 9.5).sum().item(), 30)
     del in_python[:]
