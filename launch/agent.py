@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,7 +92,6 @@ def run(spec: Spec, fork: Early | None = None) -> int:
     is_counted = is_terminal and spec.nprocs * spec.nnodes > 1 and not is_viewed
     with temporary.directory() as own:
         log_dir = os.path.abspath(spec.log_dir) if spec.log_dir else own
-        os.makedirs(log_dir, mode=0o700, exist_ok=True)
         # Not in --log-dir, which hosts may share: a beat is a time on the clock of one host.
         wants_beats = is_counted or spec.watch or spec.hang_timeout_s
         beats = os.path.join(own, "beats") if wants_beats else ""
@@ -134,7 +134,7 @@ def run(spec: Spec, fork: Early | None = None) -> int:
         if agent.hang:
             _tell(f"{agent.hang}; all were stopped")
             return HANG
-        return _tell_first_failure(agent.supervision)
+        return _tell_first_failure(agent.supervision, log_dir)
 
 
 def _end_when_told() -> None:
@@ -168,6 +168,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: Spec, log_dir: str, beats: str, zygote: Zygote | None = None) -> None:
         self._ltc_spec = spec
+        self._log_dir = log_dir
         self._zygote = zygote
         self._beats = beats
         self._watch: heartbeat.Watch | None = None
@@ -261,7 +262,7 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if not self.hang and self.supervision.first_failure() is not None:
-            _tell_first_failure(self.supervision, "all are started again")
+            _tell_first_failure(self.supervision, self._log_dir, "all are started again")
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: Any = None, timeout: Any = None, **more: Any) -> None:
@@ -395,7 +396,9 @@ def _tell(text: str) -> None:
 
 
 def _tell_first_failure(
-    supervision: Supervision[_Launched], consequence: str = "the others were stopped"
+    supervision: Supervision[_Launched],
+    log_dir: str,
+    consequence: str = "the others were stopped",
 ) -> int:
     """Report which process failed first, and how; return the exit code."""
     first = supervision.first_failure()
@@ -409,6 +412,8 @@ def _tell_first_failure(
         how, code = "raised this", report.exit_code
     elif code == -signal.SIGKILL:
         how += "; if nobody did that, the machine was out of memory"
+    elif report is None and not shutil.disk_usage(log_dir).free:
+        how += f"; it could not say why, for {log_dir} is full"
     how += after(supervision.ended_before(first))
     _tell(f"rank {first.rank} (pid {process.pid}) {how}; {consequence}")
     return code if code > 0 else 128 - code

@@ -21,6 +21,7 @@ _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch what the command line says; return the exit code."""
+    _open_streams()
     spec = parse(sys.argv[1:] if argv is None else argv)
     if argv is None and not sys.flags.safe_path:
         _begin_again()
@@ -46,6 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # All has ended. Ctrl-C, pressed again while this process goes, does not change its exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
+
+
+def _open_streams() -> None:
+    """Have stdin, stdout and stderr go nowhere where they are closed, as a daemon's: no file gets their numbers."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))
 
 
 def _begin_again() -> None:

@@ -11,9 +11,10 @@ import fcntl
 import os
 import selectors
 import struct
+import sys
 import termios
 import threading
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 __all__ = ["Output"]
 
@@ -23,6 +24,8 @@ _CHUNK_BYTES = 1 << 16
 
 class _Stream:
     """Lines of one stream of one process, from bytes; a carriage return ends a line, too, as of a progress bar."""
+
+    _was_told: ClassVar[bool] = False  # that lines are lost
 
     def __init__(self, prefix: str, goes_to: TextIO) -> None:
         self._prefix = prefix
@@ -56,13 +59,27 @@ class _Stream:
         text = lines.decode(errors="replace")
         text = "".join(f"{self._prefix}{line}\n" for line in text.split("\n"))
         # If nobody reads any more, the processes must not wait: what they print is dropped.
-        with contextlib.suppress(OSError):
+        try:
             try:
                 self._goes_to.write(text)
             except UnicodeEncodeError:
                 encoding = self._goes_to.encoding
                 self._goes_to.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._goes_to.flush()
+        except OSError as error:
+            self._tell_dropped(error)
+
+    def _tell_dropped(self, error: OSError) -> None:
+        if self._was_told or isinstance(error, BrokenPipeError):
+            return
+        type(self)._was_told = True
+        with contextlib.suppress(OSError):  # stderr may be what cannot be written
+            print(
+                f"ltc-launch: lines of the processes are lost: {error.strerror}. "
+                "Next: make room where the output goes, or name another file",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class Output:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ltc_core.api.verbs import wait_device_ops
 from ltc_core.errors import (
     CheckpointError,
     CheckpointIOError,
@@ -68,6 +69,7 @@ def main(argv: list[str]) -> None:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
+        wait_device_ops()  # what fails in the background fails here, not unseen at the exit
         host_collectives.leave()
         _mark_left()
     except KeyboardInterrupt:

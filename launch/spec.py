@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import tomllib
 from collections.abc import Sequence
@@ -177,6 +178,15 @@ def _from_file(parser: _Parser, name: str) -> dict[str, Any]:
     return options
 
 
+def _make_log_dir(parser: _Parser, path: str) -> None:
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        parser.error(f"--log-dir {path} cannot be used: {error.strerror}")
+
+
 def _checked(parser: _Parser, given: argparse.Namespace) -> Spec:
     nprocs = _number_of_processes(parser, given.nprocs, given.devices)
     if given.nnodes < 1 or not 0 <= given.node_rank < given.nnodes:
@@ -193,6 +203,8 @@ def _checked(parser: _Parser, given: argparse.Namespace) -> Spec:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
     if not given.module:
         _check_script(parser, given.target)
+    if given.log_dir and not given.dry_run:
+        _make_log_dir(parser, given.log_dir)
     return Spec(
         given.target,
         args=tuple(given.args),

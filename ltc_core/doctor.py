@@ -26,8 +26,8 @@ from torch import nn
 from ltc_core import build, metrics, native_extension
 from ltc_core.api.verbs import lazy_device, mark_step, wait_device_ops
 from ltc_core.device import register
+from ltc_core.device.hardware import hardware, hardware_kind
 from ltc_core.errors import LtcError, first_line
-from ltc_core.executors.hardware import hardware, hardware_kind
 from ltc_core.native_extension import PREBUILT
 from ltc_core.private_directory import private_directory
 from ltc_core.settings import SETTINGS, settings, unknown_names

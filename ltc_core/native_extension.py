@@ -40,6 +40,9 @@ _LOCK_TIMEOUT_S = 300.0
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
 
 
+_COMPILER = "install a C++ compiler (g++) or set CXX"
+
+
 class _Unavailable(LookupError):
     """Why there is no extension, as a sentence without its full stop."""
 
@@ -56,6 +59,7 @@ class Extension:
     Attributes:
         loaded: the module, once `load` has found or built it.
         unavailable_reason: why the last `load` returned None, or an empty string.
+        remedy: what the user can do about it.
     """
 
     def __init__(self, name: str, source: Path, optimize: str = "-O0") -> None:
@@ -63,6 +67,7 @@ class Extension:
         self.source = source
         self.optimize = optimize
         self.unavailable_reason = ""
+        self.remedy = _COMPILER
         self.loaded: ModuleType | None = None
         self._load_error = ""
         self._lock = threading.Lock()
@@ -85,8 +90,9 @@ class Extension:
         try:
             self.loaded, self.unavailable_reason = self._load_or_build(), ""
         except _Unavailable as why:
-            self.unavailable_reason = str(why)
+            self.unavailable_reason, self.remedy = str(why), _COMPILER
         except OSError as error:
+            self.remedy = "set LTC_CACHE_DIR to a directory of yours with 100 MB of room"
             self.unavailable_reason = (
                 f"the cache directory {settings.cache_dir} cannot be used ({error})"
             )

@@ -53,6 +53,7 @@ __all__ = ["set_up"]
 def set_up() -> None:
     """Register the device with PyTorch, and what runs at a fork and at the end of the process."""
     warn_unknown(os.environ)  # first: the calls below may fail because of a misspelt setting
+    _open_streams()
     spinning.follow(time.perf_counter_ns())
     _register_device()
     metrics.register_sentences(tier_report.sentences)
@@ -61,6 +62,19 @@ def set_up() -> None:
     _register_fork_handlers()
     _register_exit_handlers()
     uninterrupted.keep_interrupts()
+
+
+def _open_streams() -> None:
+    """Have stdin, stdout and stderr go nowhere where they are closed: no other file of this process gets their number.
+
+    A line that a library prints would go into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(descriptor, True)
 
 
 def _register_device() -> None:

@@ -18,7 +18,7 @@ from ltc_core.api import closures
 from ltc_core.api.closures import add_step_closure
 from ltc_core.debug.dump import graph_text
 from ltc_core.device import register
-from ltc_core.executors.hardware import hardware_kind
+from ltc_core.device.hardware import hardware_kind
 from ltc_core.graph.ir import Graph
 from ltc_core.graph.passes import prune
 from ltc_core.record import random_state

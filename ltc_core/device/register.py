@@ -86,7 +86,7 @@ def set_num_devices(count: int) -> None:
             raise DeviceError(
                 f"this process has one {settings.device_name} device and can have no more",
                 got=f"{count} devices asked for; {build.extension.unavailable_reason}",
-                next="install a C++ compiler (g++) or set CXX, then start again.",
+                next=f"{build.extension.remedy}, then start again.",
             )
         try:
             _native.set_num_devices(count)
@@ -124,7 +124,7 @@ def generator_id(generator: torch.Generator) -> int:
         raise DeviceError(
             f"there is no torch.Generator for {settings.device_name}",
             got=build.extension.unavailable_reason,
-            next="install a C++ compiler (g++) or set CXX, then start again.",
+            next=f"{build.extension.remedy}, then start again.",
         )
     number: int = _native.generator_id(generator)
     return number
@@ -215,13 +215,13 @@ def _register_from_python(hooks: DeviceHooks) -> None:
         raise DeviceError(
             f"the device {name} cannot be built; torch {torch.__version__} has no other way to it",
             got=build.extension.unavailable_reason,
-            next="install a C++ compiler (g++), set CXX, or use torch 2.13.",
+            next=f"{build.extension.remedy}, or use torch 2.13.",
         )
     setup(rename=name, backend_module=module.make_module(hooks, _OneDevice(), ()))
     warnings.warn(
         f"{build.extension.unavailable_reason}, so {name} has one device, no torch.Generator and no "
-        "pinned memory, and most of torch.accelerator fails; a C++ compiler (g++, or CXX) makes it "
-        "whole.",
+        f"pinned memory, and most of torch.accelerator fails. Next: {build.extension.remedy}, then "
+        "start again.",
         stacklevel=3,
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ltc_core.device.hardware import hardware
 from ltc_core.errors import DeviceError
 from ltc_core.executors.base import Executor
-from ltc_core.executors.hardware import hardware
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.jax import library as jax_library
 from ltc_core.executors.null import NullExecutor

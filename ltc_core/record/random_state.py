@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ltc_core.device.hardware import check_gpu
 from ltc_core.errors import DeviceError
 from ltc_core.graph.ir import TensorMeta
 from ltc_core.settings import settings
@@ -51,8 +52,15 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def generator() -> torch.Generator:
-    """A new generator of the kind that draws for the device."""
-    return torch.Generator("cuda" if settings.device == "cuda" else "cpu")
+    """A new generator of the kind that draws for the device.
+
+    Raises:
+        DeviceError: there is no GPU.
+    """
+    if settings.device != "cuda":
+        return torch.Generator("cpu")
+    check_gpu()
+    return torch.Generator("cuda")
 
 
 @functools.cache

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, default_collate
 
 import ltc_core as ltc
+from ltc_core import source
 from ltc_core.errors import LoaderError
 from ltc_core.runtime.found_steps import leave_alone
 from ltc_dist.data import workers
@@ -140,6 +142,7 @@ class ParallelLoader:
             draws,
             self._position.before_first_read(),
             state_reader(cpu_loader) if self._position.keeps_state else None,
+            _may_reuse_memory(cpu_loader),
         )
         self._finalizer = weakref.finalize(self, self._prefetch.close)
 
@@ -183,6 +186,17 @@ class ParallelLoader:
     def close(self) -> None:
         """End the threads and drop what was loaded ahead; more calls do nothing."""
         self._finalizer()
+
+
+def _may_reuse_memory(loader: Iterable[Any]) -> bool:
+    """Whether a loader may write a batch into the memory of the one before, as a loop of the user's.
+
+    What a `DataLoader` collates itself is new, and so is what comes from another process.
+    """
+    if not isinstance(loader, DataLoader):
+        return True
+    collates = loader.batch_sampler is not None and loader.collate_fn is default_collate
+    return not (collates or loader.num_workers)
 
 
 def _check(devices: Sequence[DeviceLike], input_sharding: Any) -> None:
@@ -318,7 +332,9 @@ class MpDeviceLoader:
         self._draws = Draws()
 
     def __iter__(self) -> Iterator[Any]:
-        self.close()
+        if (running := self._running_pass()) is not None:
+            running._prefetch.followed_at = source.user_line()
+            running.close()
         resume, self._resume = self._resume, None
         if resume is not None and "loader" in resume:  # the loader has its position already
             set_global_states(resume["host_now"])
@@ -392,6 +408,8 @@ class MpDeviceLoader:
 
     def close(self) -> None:
         """End the current iteration, if there is one."""
-        running = self._running() if self._running is not None else None
-        if running is not None:
+        if (running := self._running_pass()) is not None:
             running.close()
+
+    def _running_pass(self) -> ParallelLoader | None:
+        return self._running() if self._running is not None else None

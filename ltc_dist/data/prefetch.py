@@ -1,9 +1,9 @@
 """Prefetch: batches are loaded in one thread, uploaded in others, returned to the training loop in order.
 
 A dataset that draws from the global generators is read in the training thread instead (`watched`). Each batch is
-uploaded as soon as it is loaded. The number and the bytes of prefetched batches are limited. An error of
-the loader is raised in place of its batch. Nothing here refers to the objects that the training loop holds, so when
-they are dropped, `close` ends the threads. Used by `loader`.
+uploaded as soon as it is loaded, and by the thread that reads where the loader may reuse its memory. The number and the
+bytes of prefetched batches are limited. An error of the loader is raised in place of its batch. Nothing here refers to
+the objects that the training loop holds, so when they are dropped, `close` ends the threads. Used by `loader`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ class Prefetch:
         draws: says when `take` reads, in its thread, because the dataset draws from the global generators.
         begun_with: states of these generators before the first batch.
         state: returns the loader's state after the last batch read; called in the thread that reads.
+        may_reuse: whether the loader may write the next batch into the memory of the last one: each batch is uploaded
+            before the next one is read.
         num_uploads: threads that upload.
+
+    Attributes:
+        followed_at: the user's line that began another pass over the loader, which ended this one.
     """
 
     def __init__(
@@ -88,7 +93,10 @@ class Prefetch:
         draws: Draws,
         begun_with: dict[str, Any],
         state: Callable[[], Any] | None = None,
+        may_reuse: bool = False,
     ) -> None:
+        self._may_reuse = may_reuse
+        self.followed_at = ""
         self._lanes = [_Lane(device) for device in devices]
         self._limits = limits
         self._state = state
@@ -143,6 +151,8 @@ class Prefetch:
                     seen.note(batch=index)
                 item.batch = next(batches)
             item.nbytes = num_bytes(item.batch)
+            if self._may_reuse:
+                self._upload_or_note(item)
             if self._state is not None:
                 item.state = self._state()
         except StopIteration:
@@ -207,18 +217,23 @@ class Prefetch:
                 lane = self._lanes[item.lane]
                 lane.items.append(item)
                 self._changed.notify_all()
-            if item.error is None:
-                try:
-                    with slices.watched("upload a batch") as seen:
-                        if seen is not None:
-                            seen.note(batch=item.index, bytes=item.nbytes, device=str(lane.device))
-                        item.batch = to_device(item.batch, lane.device)
-                except BaseException as error:
-                    item.batch, item.error = None, error
+            if item.error is None and not self._may_reuse:
+                self._upload_or_note(item)
             with self._changed:
                 item.is_there = True
                 self._changed.notify_all()
             del item
+
+    def _upload_or_note(self, item: _Item) -> None:
+        """Upload a batch; an error takes its place."""
+        device = self._lanes[item.lane].device
+        try:
+            with slices.watched("upload a batch") as seen:
+                if seen is not None:
+                    seen.note(batch=item.index, bytes=item.nbytes, device=str(device))
+                item.batch = to_device(item.batch, device)
+        except BaseException as error:
+            item.batch, item.error = None, error
 
     def _next(self) -> _Item | None:
         """Return the first batch whose device has room for it."""
@@ -262,9 +277,7 @@ class Prefetch:
                 raise StopIteration
             self._wait_for_batch(lane)
             if self._is_closed:
-                raise LoaderError(
-                    "the loader was closed", next="make a new one, or use MpDeviceLoader"
-                )
+                raise self._closed()
             if self._is_for_caller(lane):
                 return None
             if not lane.items:
@@ -276,6 +289,17 @@ class Prefetch:
             self._note_state(item)
             self._changed.notify_all()
             return item
+
+    def _closed(self) -> LoaderError:
+        if not self.followed_at:
+            return LoaderError(
+                "the loader was closed", next="make a new one, or use MpDeviceLoader"
+            )
+        return LoaderError(
+            "another loop over the same loader has ended this one",
+            got=f"the other one begun at {self.followed_at}",
+            next="give each of two loops that run at a time a loader of its own",
+        )
 
     def _is_for_caller(self, lane: _Lane) -> bool:
         is_under_way = lane.items or any(self._lanes[i.lane] is lane for i in self._waiting)

@@ -1,6 +1,7 @@
 """`ltc-launch`: what processes find, how their ends are told, that nobody is left behind."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -63,6 +64,42 @@ print(ltd.mesh_reduce("ranks", ltd.get_ordinal(), list))
 x = ltd.all_reduce("sum", torch.ones(2, device=ltd.lazy_device()))
 print(x.tolist())
 """
+
+
+def test_a_step_that_fails_at_the_end_is_a_failure(tmp_path: Path) -> None:
+    """Nobody reads its values, and eager would have raised."""
+    code, _, err = Launch(
+        tmp_path,
+        """
+        import torch
+        import ltc_core as ltc
+        x = torch.ones(3, device=ltc.lazy_device())
+        y = x[torch.tensor([9], device=x.device)]
+        ltc.mark_step()
+        """,
+    ).end()
+    assert code == 1 and "index 9 is out of bounds" in err and "rank 0" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_streams_that_are_closed_go_nowhere(closed: str, tmp_path: Path) -> None:
+    """As a daemon's. What the processes print does not go into a file of another kind that has got the number."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys\n"
+        "print('out', flush=True)\n"
+        "print('err', file=sys.stderr, flush=True)\n"
+        "open('seen-' + os.environ['RANK'], 'w').write('here')\n"
+    )
+    command = shlex.join([sys.executable, "-m", "ltc_launch", "--nprocs", "2", "train.py"])
+    subprocess.run(
+        ["bash", "-c", f"{command} {closed}"],
+        cwd=tmp_path,
+        check=True,
+        timeout=55,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+    )
+    assert {"seen-0", "seen-1"} <= set(names_in(tmp_path))
 
 
 def test_what_a_process_finds(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """What processes print: whole lines of any length, whoever prints meanwhile, and nothing of it in TMPDIR."""
 
+import errno
 import io
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from ltc_launch.output import Output
+from ltc_launch.output import Output, _Stream
 from tests.launching import Job, launcher, names_in
 
 
@@ -79,6 +80,25 @@ def test_processes_do_not_wait_for_a_screen_that_is_gone() -> None:
         for _ in range(100):
             end.write(b"x" * 9999 + b"\n")  # many times what a pipe holds
     output.stop()
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_lines_that_are_lost_on_a_full_disk_are_told_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Stream, "_was_told", False)
+    output = Output()
+    with open(output.pipe("", Full()), "wb", buffering=0) as end:
+        output.start()
+        for _ in range(3):
+            end.write(b"line\n")
+    output.stop()
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "lines of the processes are lost: No space left on device. Next: make room" in told
 
 
 def test_a_screen_that_does_not_know_a_letter() -> None:

@@ -65,6 +65,8 @@ def test_a_file(here: Path) -> None:
         (["--nnodes", "2", "--node-rank", "2", "train.py"], "--node-rank 2 of --nnodes 2"),
         (["--env", "A", "train.py"], "--env needs NAME=VALUE, not 'A'"),
         (["--max-restarts", "-1", "train.py"], "--max-restarts must not be negative"),
+        (["--log-dir", "train.py", "train.py"], "--log-dir train.py cannot be used: File exists"),
+        (["--log-dir", "/proc/x", "train.py"], "--log-dir /proc/x cannot be used: "),
         (["--config", "no.toml", "train.py"], "no.toml cannot be read"),
         (["--config", "bad.toml", "train.py"], "bad.toml has no option 'nproc'; legal are"),
     ],

@@ -18,10 +18,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+from ltc_core.device.hardware import hardware_kind
 from ltc_core.errors import DeviceError, first_line
 from ltc_core.executors import companions
 from ltc_core.executors.companions import Companions, NotTogether, Run
-from ltc_core.executors.hardware import hardware_kind
 from ltc_core.settings import settings
 
 __all__ = [

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ltc_core.device.hardware import hardware_kind
 from ltc_core.errors import DeviceError, listed
 from ltc_core.executors.device_program import DeviceRuntime
-from ltc_core.executors.hardware import hardware_kind
 from ltc_core.executors.torch_xla import library
 from ltc_core.executors.torch_xla.collectives import Collectives
 from ltc_core.graph.ir import Node

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ltc_core.device.hardware import hardware_kind
 from ltc_core.errors import DeviceError
-from ltc_core.executors.hardware import hardware_kind
 from ltc_core.executors.torch_xla import topology
 from ltc_core.settings import settings
 from ltc_core.tpu_chips import has_megacores

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import ltc_core as ltc
+from ltc_core.device.hardware import hardware
 from ltc_core.errors import DeviceError
-from ltc_core.executors.hardware import hardware
 from ltc_core.executors.inductor.executor import InductorExecutor
 from ltc_core.executors.reference import program
 from ltc_core.executors.reference.executor import ReferenceExecutor
 from ltc_core.graph.ir import Graph
 from ltc_core.ops import backward
+from ltc_core.record import random_state
 from ltc_core.runtime.devices import context
 from ltc_core.runtime.program_cache import ProgramCache
 from ltc_core.settings import settings
@@ -59,6 +60,10 @@ class TestGpu:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(DeviceError, match="finds no GPU(?s:.*)unset LTC_DEVICE"):
             hardware(0)
+        with pytest.raises(
+            DeviceError, match="finds no GPU"
+        ):  # a seed is set before the first tensor is made
+            random_state.generator()
 
 
 def brought_from_meta(tensor: torch.Tensor) -> torch.Tensor:

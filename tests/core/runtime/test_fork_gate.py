@@ -1,12 +1,17 @@
 """While a fork waits for idle devices, other threads do not cut; jobs, and the thread that forks, do."""
 
+import importlib
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ltc_core.runtime import fork_gate
 from ltc_core.runtime.worker import Job, Worker
+
+has_begun, may_end = threading.Event(), threading.Event()
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +46,29 @@ def test_a_cut_goes_on_when_its_patience_ends(monkeypatch: pytest.MonkeyPatch) -
     passed = threading.Event()
     in_thread(passed).join()
     assert passed.is_set()
+
+
+def test_a_fork_waits_for_the_imports_of_other_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another thread is importing stays locked in the child."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import tests.core.runtime.test_fork_gate as test\n"
+        "test.has_begun.set()\n"
+        "assert test.may_end.wait(60)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importer = threading.Thread(target=importlib.import_module, args=("slow_to_import",))
+    importer.start()
+    assert has_begun.wait(60)
+    started = time.monotonic()
+    fork_gate.await_imports(started + 0.2)
+    assert time.monotonic() - started >= 0.2
+    threading.Timer(0.2, may_end.set).start()
+    fork_gate.await_imports(started + 60)
+    assert may_end.is_set()
+    importer.join()
+    fork_gate.await_imports(time.monotonic() + 60)
 
 
 def test_jobs_and_the_thread_that_forks_pass() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ltc_core.device.hardware import hardware_kind
 from ltc_core.errors import DeviceError
 from ltc_core.executors import make
-from ltc_core.executors.hardware import hardware_kind
 from ltc_core.executors.torch_xla import library
 from ltc_core.settings import settings
 

@@ -13,7 +13,7 @@ import torch
 from ltc_core.errors import DeviceError
 from ltc_core.settings import settings
 
-__all__ = ["hardware", "hardware_kind"]
+__all__ = ["check_gpu", "hardware", "hardware_kind"]
 
 
 def hardware_kind() -> str:
@@ -31,12 +31,7 @@ def hardware(index: int) -> torch.device:
     """
     if settings.device != "cuda":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise DeviceError(
-            "LTC_DEVICE=cuda, and PyTorch finds no GPU",
-            got=f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}",
-            next="install PyTorch's CUDA build and the driver, or unset LTC_DEVICE",
-        )
+    check_gpu()
     count = torch.cuda.device_count()
     ordinal = settings.device_ordinal + index
     if ordinal >= count:
@@ -46,3 +41,13 @@ def hardware(index: int) -> torch.device:
             next="start fewer processes, lower LTC_NUM_DEVICES, or show more GPUs with CUDA_VISIBLE_DEVICES",
         )
     return torch.device("cuda", ordinal)
+
+
+def check_gpu() -> None:
+    """Raise a `DeviceError` if PyTorch finds no GPU."""
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "LTC_DEVICE=cuda, and PyTorch finds no GPU",
+            got=f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}",
+            next="install PyTorch's CUDA build and the driver, or unset LTC_DEVICE",
+        )
