@@ -5,8 +5,8 @@ pay that. Here a rule for each op says the sizes of its results. The rest is as 
 the order of dims in memory, and that eager accepts the call. That first call checks the rule, too.
 
 The form of a call is its key in the cache of `shape_inference` without the sizes of operands: these have their number
-of dims, their dims of size 1, and the order of their dims in memory instead. Operands with gaps have no form, except
-those of ops whose results are packed, in an order that gaps do not change.
+of dims, their dims of size 1, the order of their dims in memory and whether they have gaps there instead. Operands
+with gaps have a form for ops whose results are packed, in an order that depends on that of the operands only.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class _Unsure(Exception):
 
 def is_of_any_size(schema: OpSchema) -> bool:
     """Whether there is a rule for the op."""
-    is_pointwise = torch.Tag.pointwise in schema.op.tags and not schema.writes
-    return is_pointwise or schema.op in _RULES
+    return _is_pointwise(schema) or schema.op in _RULES
+
+
+def _is_pointwise(schema: OpSchema) -> bool:
+    return torch.Tag.pointwise in schema.op.tags and not schema.writes
 
 
 class Known:
@@ -62,7 +65,7 @@ class Known:
         if any(type(item) is TensorMeta for item in leaves(named)):
             return _NO_FORM
         try:
-            may_have_gaps = _gives_packed(schema, named)
+            may_have_gaps = _gives_packed(schema, named) or _is_pointwise(schema)
             parts = [_part(item, k == size, may_have_gaps) for k, item in enumerate(args)]
         except _Unsure:
             return _NO_FORM
@@ -123,7 +126,8 @@ def _part(item: Any, is_size: bool, may_have_gaps: bool) -> tuple[Any, Any]:
         if not item.numel or (item.offset and not may_have_gaps):
             raise _Unsure
         size = tuple(item.size)
-        return (item.dtype, tuple([n == 1 for n in size]), _order(item, may_have_gaps)), size
+        form = item.dtype, tuple([n == 1 for n in size]), _order(item, may_have_gaps), item.dense
+        return form, size
     if is_size:
         return len(item), item
     if type(item) is tuple:
@@ -322,6 +326,7 @@ _PACKED = {
     aten.embedding.default,
     aten.embedding_dense_backward.default,
     aten.index_select.default,
+    aten.index.Tensor,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
@@ -345,6 +350,7 @@ _RULES: dict[Any, Callable[..., Sizes]] = {
     aten.baddbmm.default: _added(_bmm),
     aten.sum.dim_IntList: _reduce,
     aten.mean.dim: _reduce,
+    aten.prod.dim_int: _reduce,
     aten.amax.default: _reduce,
     aten.amin.default: _reduce,
     aten._softmax.default: _same,

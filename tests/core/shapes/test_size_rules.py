@@ -51,6 +51,7 @@ CASES: dict[str, Callable[[int, int, int], Call]] = {
     "sum of all": lambda a, b, c: (aten.sum.dim_IntList, (r(a, b, c), None)),
     "sum of integers": lambda a, b, c: (aten.sum.dim_IntList, (whole(a, b, c), [1])),
     "mean": lambda a, b, c: (aten.mean.dim, (r(a, b, c), [-1], True)),
+    "prod": lambda a, b, c: (aten.prod.dim_int, (r(a, b, c), 1)),
     "amax": lambda a, b, c: (aten.amax.default, (r(a, b, c), [1])),
     "softmax": lambda a, b, c: (aten._softmax.default, (r(a, b, c), -1, False)),
     "softmax of a permuted": lambda a, b, c: (
@@ -141,6 +142,25 @@ CASES: dict[str, Callable[[int, int, int], Call]] = {
     "add of permuted": lambda a, b, c: (
         aten.add.Tensor,
         (r(a, b, c).permute(1, 2, 0), r(a, b, c).permute(1, 2, 0)),
+    ),
+    "maximum of a row and a part": lambda a, b, c: (
+        aten.maximum.default,
+        (r(a, 4)[1, :2], r(b, 4)[:, :2]),
+    ),
+    "add of an element": lambda a, b, c: (aten.add.Tensor, (r(a)[1], r(b, 2)[:, 1])),
+    "mul of parts of permuted": lambda a, b, c: (
+        aten.mul.Tensor,
+        (r(c, a, 2 * b)[..., ::2].permute(1, 2, 0), r(a, b, c)),
+    ),
+    "mul of parts of both orders": lambda a, b, c: (
+        aten.mul.Tensor,
+        (r(a, b, 2 * c)[..., 1::2], r(b, a, 2 * c)[..., ::2].transpose(0, 1)),
+    ),
+    "gelu of a part": lambda a, b, c: (aten.gelu.default, (r(a, b + 1, c)[:, 1:],)),
+    "index of a part": lambda a, b, c: (aten.index.Tensor, (r(a, b + 1)[:, 1:], [whole(c)])),
+    "index of a transposed part": lambda a, b, c: (
+        aten.index.Tensor,
+        (r(b + 1, a)[1:].t(), [None, whole(c, 2)]),
     ),
     "where": lambda a, b, c: (aten.where.self, (r(a, b) > 0.5, r(a, b), r())),
     "comparison": lambda a, b, c: (aten.gt.Scalar, (r(a, b), 0.5)),
