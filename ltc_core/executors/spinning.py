@@ -2,8 +2,8 @@
 
 At each end of a parallel region libgomp's threads spin for a good part of a millisecond. That is quickest where each of
 them has a core. Where other processes use the cores, as those that load the next batches do, a thread spins through its
-time slice, while the one it waits for has no core: on two cores a Transformer takes 530 ms a step beside one busy
-process, and 20 with threads that spin briefly.
+time slice, while the one it waits for has no core: on two cores a Transformer takes 48 ms a step beside one busy process
+and 500 beside three, and 20 to 25 with threads that spin briefly.
 
 So `follow` compares, a few times a second, what all processes use of the cores with what this one does. `spin_briefly`
 has libgomp count more threads than cores, for all OpenMP threads of the process: those of eager operations, too.
@@ -25,11 +25,12 @@ from ltc_core.executors import openmp
 __all__ = ["OthersWork", "after_fork_in_child", "can_spin_briefly", "follow", "spin_briefly"]
 
 _EVERY_NS = 100_000_000
+_SOON_NS = 50_000_000
 _MOST_COST = 0.003  # of the time, to look
-# Of a core, beyond those that this process leaves free. The kernel counts in ticks: a tenth of a second may be off by a
-# sixth of a core.
-_BUSY = 0.25
-_QUIET_TIMES = 20  # in a row that nobody else needs the cores until threads spin as usual
+_BUSY = 0.25  # of a core, beyond those that this process leaves free
+_AT_WORK = 0.5  # of a core, at least, that this process must have used
+_LEAST_NS = 25_000_000  # of a core: the kernel counts in ticks
+_QUIET_TIMES = 5  # in a row that nobody else needs the cores until threads spin as usual
 _NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 # Columns of a row of /proc/stat that count: user, nice, system, irq, softirq, steal.
 _USED, _NICE = (1, 3, 6, 7, 8), 2
@@ -104,20 +105,26 @@ class OthersWork:
         self._read_own = read_own
         self._last: tuple[int, int, int, int] | None = None
 
-    def need_cores(self, now_ns: int, num_cores: int, num_threads: int, is_nice: bool) -> bool:
+    def need_cores(
+        self, now_ns: int, num_cores: int, num_threads: int, is_nice: bool
+    ) -> bool | None:
         """Whether they have needed more cores since the last look than `num_threads` threads leave free.
 
-        Cost: 40 us on two cores, and more on many.
+        None: this process was idle meanwhile, so there is no telling.
+
+        Cost: 20 us on two cores, and more on many.
         """
         used_ns, nice_ns = self._read_cores()
         look = now_ns, used_ns, nice_ns, self._read_own()
         last, self._last = self._last, look
         if last is None or now_ns <= last[0]:
-            return False
+            return None
         took_ns, used_ns, nice_ns, own_ns = (new - old for new, old in zip(look, last, strict=True))
+        if own_ns < _AT_WORK * took_ns:
+            return None
         others_ns = used_ns - own_ns - (0 if is_nice else nice_ns)
         free = max(num_cores - num_threads, 0)
-        return others_ns > (free + _BUSY) * took_ns
+        return others_ns > free * took_ns + max(_BUSY * took_ns, _LEAST_NS)
 
 
 def _used_ns() -> tuple[int, int]:
@@ -147,7 +154,6 @@ class _Follower:
         if num_threads == 1 or not can_spin_briefly():
             self.due_ns = now_ns + 10 * _EVERY_NS
             return
-        self.due_ns = now_ns + _EVERY_NS
         is_nice = os.getpriority(os.PRIO_PROCESS, 0) > 0
         num_cores = len(os.sched_getaffinity(0))
         started_ns = time.perf_counter_ns()
@@ -156,7 +162,11 @@ class _Follower:
         except (OSError, ValueError, IndexError):  # /proc is another system's, or hidden
             self.due_ns = 1 << 63
             return
-        self.due_ns += int((time.perf_counter_ns() - started_ns) / _MOST_COST)
+        cost_ns = time.perf_counter_ns() - started_ns
+        self.due_ns = now_ns + int(cost_ns / _MOST_COST)
+        self.due_ns += _SOON_NS if is_busy is None else _EVERY_NS
+        if is_busy is None:
+            return
         self._num_quiet = 0 if is_busy else self._num_quiet + 1
         if is_busy or self._num_quiet >= _QUIET_TIMES:
             spin_briefly(is_busy)

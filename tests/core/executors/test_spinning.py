@@ -24,7 +24,7 @@ class Cores:
         self.work = OthersWork(
             lambda: (_ns(self.own + self.others + self.nice), _ns(self.nice)), lambda: _ns(self.own)
         )
-        assert not self.work.need_cores(0, 2, 2, False)
+        assert self.work.need_cores(0, 2, 2, False) is None
 
     def pass_by(self, own: float, others: float, nice: float = 0) -> None:
         """One second."""
@@ -33,7 +33,9 @@ class Cores:
         self.others += others
         self.nice += nice
 
-    def are_needed(self, num_cores: int = 2, num_threads: int = 2, is_nice: bool = False) -> bool:
+    def are_needed(
+        self, num_cores: int = 2, num_threads: int = 2, is_nice: bool = False
+    ) -> bool | None:
         return self.work.need_cores(_ns(self.now), num_cores, num_threads, is_nice)
 
 
@@ -74,7 +76,19 @@ def test_what_is_nice_waits_for_this_process(cores: Cores) -> None:
 
 def test_two_looks_at_the_same_time_say_nothing(cores: Cores) -> None:
     cores.others = 1
-    assert not cores.are_needed()
+    assert cores.are_needed() is None
+
+
+def test_what_others_did_while_this_process_was_idle_says_nothing(cores: Cores) -> None:
+    cores.pass_by(own=0.3, others=1.7)
+    assert cores.are_needed() is None
+    cores.pass_by(own=1.9, others=0)
+    assert cores.are_needed() is False
+
+
+def test_the_kernel_counts_in_ticks(cores: Cores) -> None:
+    cores.now, cores.own, cores.others = 0.05, 0.08, 0.02
+    assert cores.are_needed() is False
 
 
 class TestFollower:
@@ -88,7 +102,7 @@ class TestFollower:
         return wanted
 
     def looks(
-        self, monkeypatch: pytest.MonkeyPatch, *are_needed: bool, now_ns: int = 10**18
+        self, monkeypatch: pytest.MonkeyPatch, *are_needed: bool | None, now_ns: int = 10**18
     ) -> None:
         answers = iter(are_needed)
         monkeypatch.setattr(OthersWork, "need_cores", lambda *_: next(answers))
@@ -108,7 +122,7 @@ class TestFollower:
     def test_cores_are_quiet_after_a_while(
         self, brief: list[bool], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self.looks(monkeypatch, True, *[False] * 19, True, *[False] * 20)
+        self.looks(monkeypatch, None, True, *[False] * 4, None, True, *[False] * 5)
         assert brief == [True, True, False]
 
     def test_a_system_that_does_not_tell_is_not_asked_again(
