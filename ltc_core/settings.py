@@ -605,13 +605,14 @@ def legal_names() -> list[str]:
 
 
 def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """The `LTC_` names in `environ` that do not exist, in order, and the nearest legal name of each."""
+    """The names in `environ` that begin as settings do and are none, in order, and the nearest legal name of each."""
     legal = legal_names()
     # Compared without the prefix that all share, which would make everything look near.
     known = [name[4:] for name in legal]
-    unknown = sorted(n for n in environ if n.startswith("LTC_") and n not in legal)
+    unknown = sorted(n for n in environ if n.upper().startswith("LTC_") and n not in legal)
     return {
-        n: f"LTC_{difflib.get_close_matches(n[4:], known, n=1, cutoff=0.0)[0]}" for n in unknown
+        n: f"LTC_{difflib.get_close_matches(n[4:].upper(), known, n=1, cutoff=0.0)[0]}"
+        for n in unknown
     }
 
 

@@ -2,8 +2,8 @@
 
 At each end of a parallel region libgomp's threads spin for a good part of a millisecond. That is quickest where each of
 them has a core. Where other processes use the cores, as those that load the next batches do, a thread spins through its
-time slice, while the one it waits for has no core: on two cores a Transformer takes 48 ms a step beside one busy process
-and 500 beside three, and 20 to 25 with threads that spin briefly.
+time slice, while the one it waits for has no core: on two cores a Transformer takes 48 ms a step beside one busy
+process and 500 beside three, and 20 to 25 with threads that spin briefly.
 
 So `follow` compares, a few times a second, what all processes use of the cores with what this one does. `spin_briefly`
 has libgomp count more threads than cores, for all OpenMP threads of the process: those of eager operations, too.

@@ -85,7 +85,7 @@ class Checkpointer:
     Raises:
         CheckpointIOError: some process cannot write there, or the processes do not see what the others write; in
             every process.
-        CheckpointError: an object has no state.
+        CheckpointError: an object has no state, or the directory no name.
 
     Cost: the processes wait for each other.
 
@@ -105,6 +105,12 @@ class Checkpointer:
         **objects: Any,
     ) -> None:
         _check(keep, every, on_error, objects)
+        if not os.fspath(directory):
+            raise CheckpointError(
+                "a Checkpointer needs a directory",
+                got="an empty name, as of a variable that is not set",
+                next="name one; '.' is the working directory",
+            )
         self.directory = os.path.realpath(os.fsdecode(directory))
         self._keep = keep
         self._every = every

@@ -89,11 +89,18 @@ def spawn(
         None, or with `join=False` a context to be joined.
 
     Raises:
-        RankError: a process ended with another code than 0; or these cannot be started.
+        RankError: a process ended with another code than 0; or these cannot be started, as with `args` that are no
+            sequence.
         Exception: what the first process that failed raised, its rank and traceback in a note.
 
     Source: `torch_xla.distributed.xla_multiprocessing.spawn`, with its old meaning of processes.
     """
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise RankError(
+            "args of spawn is the sequence of what the function gets after its rank",
+            got=f"args={args!r}",
+            next=f"pass args=({args!r},)",
+        )
     here = ranks()
     if here.world_size > 1 and nprocs in (None, here.world_size, here.local_world_size):
         fn(here.rank, *args)

@@ -347,11 +347,13 @@ def test_describe_names_every_setting():
 
 def test_unknown_names_are_warned_of_once_with_the_nearest():
     environ = {"LTC_METRIC_FILE": "x", "LTC_DEVICENAME": "y", "XLA_FOO": "z", "LTC_DEBUG": "1"}
+    environ["ltc_compile"] = "sync"
     with pytest.warns(UserWarning, match="settings that do not exist") as caught:
         warn_unknown(environ)
     (warning,) = caught
     assert "LTC_METRIC_FILE (nearest: LTC_METRICS_FILE)" in str(warning.message)
     assert "LTC_DEVICENAME (nearest: LTC_DEVICE_NAME)" in str(warning.message)
+    assert "ltc_compile (nearest: LTC_COMPILE)" in str(warning.message)
     assert "XLA_FOO" not in str(warning.message)
 
 

@@ -431,6 +431,12 @@ def test_a_full_disk_leaves_the_older_one(
     assert run.checkpointer.steps() == [1, 3]
 
 
+def test_a_directory_without_a_name_is_refused() -> None:
+    """As of a variable that is not set: checkpoints would be written to the working directory."""
+    with pytest.raises(CheckpointError, match="needs a directory(?s:.*)a variable that is not set"):
+        ltd.Checkpointer("")
+
+
 def test_training_may_go_on_without_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -310,6 +310,10 @@ class TestFailures:
             xmp.spawn(spawned.tell, nprocs=2, start_method="thread")
         with pytest.raises(RankError, match="spawn needs a function"):
             xmp.spawn("tell", nprocs=2)  # type: ignore[arg-type]
+        with pytest.raises(
+            RankError, match=r"args of spawn is the sequence(?s:.*)pass args=\(5,\)"
+        ):
+            xmp.spawn(spawned.tell, args=5, nprocs=2)  # type: ignore[arg-type]
         lock = __import__("threading").Lock()
         with pytest.raises(RankError, match="cannot be sent to another process"):
             xmp.spawn(lambda rank: lock, nprocs=2)
