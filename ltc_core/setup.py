@@ -58,6 +58,7 @@ def set_up() -> None:
     _register_device()
     metrics.register_sentences(tier_report.sentences)
     metrics.register_sentences(program_costs.sentences)
+    metrics.register_sentences(spinning.sentences)
     devices.at_first_use(publisher.start_as_set)
     _register_fork_handlers()
     _register_exit_handlers()

@@ -25,6 +25,7 @@ from ltc_core.executors.processor import num_cores
 from ltc_core.settings import settings
 
 __all__ = [
+    "LARGE_OP_NS",
     "after_fork_in_child",
     "begin_wait",
     "bind",
@@ -42,15 +43,17 @@ R = TypeVar("R")
 
 # For a core, by who has waited: an instruction may take longer, or block.
 _MOST_WAIT_MS = 2
+# Of a program's ops, on average: where they take so long, a thread less is likely to cost more than recording does.
+LARGE_OP_NS = 100_000
 
 _left_out = threading.local()  # .count: threads
 _native: Any = None  # the C++ part that runs programs, once it is loaded
 
 
 def bind(native: Any) -> None:
-    """Hand to the C++ part the OpenMP and MKL functions that set threads, and the time limit of `end_wait`."""
+    """Hand to the C++ part what sets OpenMP's and MKL's threads, the time limit of `end_wait`, and `LARGE_OP_NS`."""
     global _native
-    native.set_team(*openmp.addresses(), _MOST_WAIT_MS)
+    native.set_team(*openmp.addresses(), _MOST_WAIT_MS, LARGE_OP_NS)
     openmp.release_by(native.release)
     _native = native
 

@@ -16,21 +16,26 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
+from ltc_core import metrics
 from ltc_core.executors import openmp
 
-__all__ = ["OthersWork", "after_fork_in_child", "can_spin_briefly", "follow", "spin_briefly"]
+__all__ = [
+    "OthersWork", "after_fork_in_child", "can_spin_briefly", "follow", "sentences", "spin_briefly",
+]  # fmt: skip
 
 _EVERY_NS = 100_000_000
 _SOON_NS = 50_000_000
 _MOST_COST = 0.003  # of the time, to look
 _BUSY = 0.25  # of a core, beyond those that this process leaves free
-_AT_WORK = 0.5  # of a core, at least, that this process must have used
+_AT_WORK = 0.1  # of a core, at least, that this process must have used, however many others want it
 _LEAST_NS = 25_000_000  # of a core: the kernel counts in ticks
 _QUIET_TIMES = 5  # in a row that nobody else needs the cores until threads spin as usual
+_LOOKS, _BUSY_LOOKS = "LooksAtCores", "LooksAtBusyCores"  # counters
+_MANY, _OFTEN = 20, 0.1  # looks at busy cores, and their share: then the user is told
 _NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 # Columns of a row of /proc/stat that count: user, nice, system, irq, softirq, steal.
 _USED, _NICE = (1, 3, 6, 7, 8), 2
@@ -167,6 +172,8 @@ class _Follower:
         self.due_ns += _SOON_NS if is_busy is None else _EVERY_NS
         if is_busy is None:
             return
+        metrics.count(_LOOKS)
+        metrics.count(_BUSY_LOOKS, int(is_busy))
         self._num_quiet = 0 if is_busy else self._num_quiet + 1
         if is_busy or self._num_quiet >= _QUIET_TIMES:
             spin_briefly(is_busy)
@@ -183,6 +190,17 @@ def follow(now_ns: int) -> None:
     """
     if now_ns >= _follower.due_ns:
         _follower.look(now_ns)
+
+
+def sentences(counters: Mapping[str, int]) -> list[str]:
+    """What to say of cores that others used, if they did for more than a moment."""
+    looks, busy = counters.get(_LOOKS, 0), counters.get(_BUSY_LOOKS, 0)
+    if busy < max(_MANY, _OFTEN * looks):
+        return []
+    return [
+        f"For {100 * busy / looks:.0f} % of the time other processes used cores that this one computes on. Next: leave "
+        f"them some by torch.set_num_threads ({torch.get_num_threads()} now), or start fewer, as loader workers."
+    ]
 
 
 def after_fork_in_child() -> None:

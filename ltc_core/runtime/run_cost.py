@@ -5,12 +5,13 @@ Made by `run_policy`; `launch` notes each run.
 
 from __future__ import annotations
 
+from ltc_core.executors.core_sharing import LARGE_OP_NS
+
 __all__ = ["RunCost"]
 
 # A program that holds the GIL runs where it is cut if its ops are so short that the GIL bounds it: in the worker
 # each of them would wait for the recording thread.
 _SMALL_OP_NS = 20_000
-_LARGE_OP_NS = 100_000
 _SMALL_RUN_NS = 5_000_000
 _HANDOVER_NS = 100_000
 _AWAITED_NS = 1_000_000  # runs that the caller waits for, and that are not worth a measurement
@@ -46,7 +47,7 @@ class RunCost:
     @property
     def has_large_ops(self) -> bool:
         """Whether its ops are so large that a thread less is likely to cost more than recording does."""
-        return self.cost_ns >= _LARGE_OP_NS * self._size
+        return self.cost_ns >= LARGE_OP_NS * self._size
 
     def is_quicker_here(self, is_awaited: bool) -> bool:
         """Whether a run takes no longer than to hand it over; the caller can do nothing else if it waits for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ltc_core import metrics
 from ltc_core.executors import openmp, spinning
 from ltc_core.executors.spinning import OthersWork
 from tests.core import child
@@ -80,7 +81,7 @@ def test_two_looks_at_the_same_time_say_nothing(cores: Cores) -> None:
 
 
 def test_what_others_did_while_this_process_was_idle_says_nothing(cores: Cores) -> None:
-    cores.pass_by(own=0.3, others=1.7)
+    cores.pass_by(own=0.05, others=1.7)
     assert cores.are_needed() is None
     cores.pass_by(own=1.9, others=0)
     assert cores.are_needed() is False
@@ -124,6 +125,20 @@ class TestFollower:
     ) -> None:
         self.looks(monkeypatch, None, True, *[False] * 4, None, True, *[False] * 5)
         assert brief == [True, True, False]
+
+    def test_the_user_is_told(self, brief: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+        names = "LooksAtCores", "LooksAtBusyCores"
+        before = [metrics.counter_value(name) or 0 for name in names]
+        self.looks(monkeypatch, *[True, False, None, False] * 30)
+        counted = [(metrics.counter_value(name) or 0) for name in names]
+        counters = {name: n - old for name, n, old in zip(names, counted, before, strict=True)}
+        (told,) = spinning.sentences(counters)
+        assert told.startswith("For 33 % of the time other processes used cores")
+        assert "(2 now)" in told and brief[:2] == [True, True]
+
+    @pytest.mark.parametrize(("busy", "looks"), [(0, 0), (19, 40), (30, 400)])
+    def test_a_moment_is_not_told(self, busy: int, looks: int) -> None:
+        assert not spinning.sentences({"LooksAtCores": looks, "LooksAtBusyCores": busy})
 
     def test_a_system_that_does_not_tell_is_not_asked_again(
         self, brief: list[bool], monkeypatch: pytest.MonkeyPatch

@@ -299,10 +299,11 @@ void read_address(PyObject* address, Function& function) {
 
 PyObject* py_set_team(PyObject*, PyObject* args) {
   PyObject *openmp, *mkl, *pause, *parallel;
-  long most_ms;
-  if (!PyArg_ParseTuple(args, "OOOOl:set_team", &openmp, &mkl, &pause, &parallel, &most_ms))
+  long most_ms, large_op_ns;
+  if (!PyArg_ParseTuple(args, "OOOOll:set_team", &openmp, &mkl, &pause, &parallel, &most_ms, &large_op_ns))
     return nullptr;
   Team::most_wait = std::chrono::milliseconds(most_ms);
+  Team::large_op = std::chrono::nanoseconds(large_op_ns);
   read_address(openmp, Team::set_openmp);
   read_address(mkl, Team::set_mkl);
   read_address(pause, Team::pause);
@@ -367,8 +368,8 @@ PyObject* py_end_wait(PyObject*, PyObject* waiting) {
 
 PyMethodDef methods[] = {
     {"set_team", py_set_team, METH_VARARGS,
-     "set_team(omp_set_num_threads, MKL_Set_Num_Threads_Local, omp_pause_resource_all, GOMP_parallel, most_ms): addresses;\n"
-     "0 where there is none. How long `end_wait` may take."},
+     "set_team(omp_set_num_threads, MKL_Set_Num_Threads_Local, omp_pause_resource_all, GOMP_parallel, most_ms, large_op_ns):\n"
+     "addresses, 0 where there is none; how long `end_wait` may take; what a run's ops take on average that needs all threads."},
     {"after_fork", py_after_fork, METH_NOARGS, "after_fork(): in a forked child, no thread waits and no run computes."},
     {"release", py_release, METH_NOARGS, "release(): frees the OpenMP threads of this thread's team."},
     {"share", py_share, METH_O,

@@ -84,8 +84,6 @@ struct Watch {
   PyObject* publish = nullptr; // the caller of the run holds it
 };
 
-constexpr std::chrono::microseconds kLargeOp{100}; // a thread less is likely to cost more than recording does
-
 struct Program {
   std::vector<Call> calls;
   std::vector<Instruction> code;

@@ -417,7 +417,7 @@ struct Run {
         }
       }
     }
-    program.has_large_ops = std::chrono::steady_clock::now() - started > kLargeOp * (at - first);
+    program.has_large_ops = std::chrono::steady_clock::now() - started > Team::large_op * (at - first);
     PyEval_RestoreThread(state);
     if (!problem)
       return -1;

@@ -19,6 +19,7 @@ struct Team {
   static inline Pause pause = nullptr; // frees the threads of the calling thread's team
   static inline Gathering::Parallel parallel = nullptr; // calls a function in each thread of a team
   static inline std::chrono::milliseconds most_wait{0}; // for a core
+  static inline std::chrono::nanoseconds large_op{0}; // on average: a thread less costs more than recording does
 
   // Of the calling thread: threads that it may compute with, 0 if it does not share, and those that it computes with.
   static inline thread_local int all = 0, now = 0;
