@@ -8,6 +8,7 @@ handlers; calls `device_context`.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -237,8 +238,15 @@ def exit_patience_s() -> float:
     return 0.0 if _is_abandoned else settings.exit_timeout_s
 
 
+class _Failed:
+    """Ends this process with exit code 1 when `sys` is cleared: exit handlers have run, and what they print is out."""
+
+    def __del__(self, leave: Callable[[int], object] = os._exit) -> None:
+        leave(1)
+
+
 def at_exit() -> None:
-    """Finish the jobs in flight; warn if they are dropped."""
+    """Finish the jobs in flight; warn if they are dropped. An error that nobody has seen is the exit code, too."""
     for ctx in contexts():
         done = ctx.worker.stop(exit_patience_s())
         if not done and not _is_abandoned:
@@ -251,6 +259,8 @@ def at_exit() -> None:
             )
         for failure in () if _is_abandoned else ctx.failures:
             if not failure.error.seen:
+                if not hasattr(sys, "last_value"):  # else it ends with an exception of the script's
+                    vars(sys)["_ltc_failed"] = _Failed()
                 print(
                     f"ltc: an error was not seen before the end: {failure.error}",
                     file=sys.stderr,

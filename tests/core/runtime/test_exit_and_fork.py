@@ -5,7 +5,10 @@ exit waits for, forks at bad moments, children of children, and which modules an
 """
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,3 +286,23 @@ def test_files_and_threads_do_not_pile_up() -> None:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     assert held_after(10) == held_after(500)
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 1), ("sys.exit(0)", 1), ("raise KeyError(1)", 1)])
+def test_an_error_that_nobody_has_seen_is_the_exit_code(
+    end: str, code: int, tmp_path: Path
+) -> None:
+    """In a process of its own from its first line on: the code is decided after the last exit handler."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('last'))\n"
+        "import torch\n"
+        "import ltc_core as ltc\n"
+        "x = torch.ones(3, device=ltc.lazy_device())\n"
+        "y = x[torch.tensor([9], device=x.device)]\n"
+        "ltc.mark_step()\n" + end
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, "last\n")
+    assert "an error was not seen before the end: aten.index.Tensor failed" in done.stderr

@@ -428,7 +428,7 @@ table = torch.ones(4, 2, device=d)
 kept = torch.nn.functional.embedding(torch.tensor([99], device=d), table)
 ltc.mark_step()
 """)
-        assert done.returncode == 0
+        assert done.returncode == 1
         assert "index out of range" in done.stderr and "Next: " in done.stderr
 
     def test_an_exception_of_the_user_is_shown_as_it_is(self) -> None:
