@@ -272,7 +272,7 @@ def at_exit() -> None:
 
 def before_fork() -> None:
     """Wait for imports of other threads and for running jobs before a fork, and take the locks of recording."""
-    fork_gate.await_imports(time.monotonic() + _FORK_PATIENCE_S)
+    fork_gate.await_imports()
     fork_gate.close()
     _forking.held = _held_still(contexts())
 

@@ -19,10 +19,12 @@ __all__ = ["await_imports", "close", "open", "pass_through", "renew_lock"]
 
 # A thread may cut while it holds the lock of another device, for which the fork waits.
 _PATIENCE_S = 1.0
+_IMPORTS_S = 5.0  # those of the first step take a second or two
 _LOOK_S = 0.005  # between two looks at the imports
 
 _gate = threading.Lock()
 _forking: int | None = None  # the thread that has closed the gate
+_endless: set[str] = set()  # modules whose import has outlasted a wait
 
 
 def close() -> None:
@@ -32,20 +34,25 @@ def close() -> None:
         _forking = threading.get_ident()
 
 
-def await_imports(deadline: float) -> None:
+def await_imports(patience_s: float = _IMPORTS_S) -> None:
     """Wait until no other thread imports a module.
 
-    Args:
-        deadline: of `time.monotonic`.
+    A script whose module trains while it is imported is waited for once.
     """
-    while _imports_elsewhere() and time.monotonic() < deadline:
+    deadline = time.monotonic() + patience_s
+    while imported := _imported_elsewhere() - _endless:
+        if time.monotonic() > deadline:
+            _endless.update(imported)
+            return
         time.sleep(_LOOK_S)
 
 
-def _imports_elsewhere() -> bool:
+def _imported_elsewhere() -> set[str]:
+    """The modules that other threads are importing."""
     locks = getattr(importlib._bootstrap, "_module_locks", {})
-    owners = {getattr(lock(), "owner", None) for lock in list(locks.values())}
-    return bool(owners - {None, threading.get_ident()})
+    own = None, threading.get_ident()
+    found = [(name, lock()) for name, lock in locks.copy().items()]
+    return {name for name, lock in found if getattr(lock, "owner", None) not in own}
 
 
 def open() -> None:

@@ -1,6 +1,7 @@
 """While a fork waits for idle devices, other threads do not cut; jobs, and the thread that forks, do."""
 
 import importlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -48,10 +49,12 @@ def test_a_cut_goes_on_when_its_patience_ends(monkeypatch: pytest.MonkeyPatch) -
     assert passed.is_set()
 
 
-def test_a_fork_waits_for_the_imports_of_other_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What another thread is importing stays locked in the child."""
+@pytest.fixture
+def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Thread]:
+    """A thread that is importing a module until `may_end` is set."""
+    has_begun.clear()
+    may_end.clear()
+    sys.modules.pop("slow_to_import", None)
     (tmp_path / "slow_to_import.py").write_text(
         "import tests.core.runtime.test_fork_gate as test\n"
         "test.has_begun.set()\n"
@@ -61,14 +64,31 @@ def test_a_fork_waits_for_the_imports_of_other_threads(
     importer = threading.Thread(target=importlib.import_module, args=("slow_to_import",))
     importer.start()
     assert has_begun.wait(60)
-    started = time.monotonic()
-    fork_gate.await_imports(started + 0.2)
-    assert time.monotonic() - started >= 0.2
-    threading.Timer(0.2, may_end.set).start()
-    fork_gate.await_imports(started + 60)
-    assert may_end.is_set()
+    yield importer
+    may_end.set()
     importer.join()
-    fork_gate.await_imports(time.monotonic() + 60)
+
+
+def test_a_fork_waits_for_the_imports_of_other_threads(importing: threading.Thread) -> None:
+    """What another thread is importing stays locked in the child."""
+    threading.Timer(0.2, may_end.set).start()
+    fork_gate.await_imports(60)
+    assert may_end.is_set()
+    importing.join()
+    fork_gate.await_imports(60)
+
+
+def test_an_import_that_does_not_end_is_waited_for_once(
+    importing: threading.Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a script whose module trains while it is imported."""
+    monkeypatch.setattr(fork_gate, "_endless", set())
+    started = time.monotonic()
+    fork_gate.await_imports(0.2)
+    waited = time.monotonic()
+    assert waited - started >= 0.2
+    fork_gate.await_imports(60)
+    assert time.monotonic() - waited < 30
 
 
 def test_jobs_and_the_thread_that_forks_pass() -> None:
