@@ -24,16 +24,19 @@ from ltc_core import metrics
 from ltc_core.executors import openmp
 
 __all__ = [
-    "OthersWork", "after_fork_in_child", "can_spin_briefly", "follow", "sentences", "spin_briefly",
+    "OthersWork", "after_fork_in_child", "can_spin_briefly", "follow", "is_brief", "sentences",
+    "spin_briefly",
 ]  # fmt: skip
 
 _EVERY_NS = 100_000_000
 _SOON_NS = 50_000_000
+_LONG_NS = 250_000_000
 _MOST_COST = 0.003  # of the time, to look
 _BUSY = 0.25  # of a core, beyond those that this process leaves free
 _AT_WORK = 0.1  # of a core, at least, that this process must have used, however many others want it
+_THROUGHOUT = 0.8  # the same, of a process that is never idle
 _LEAST_NS = 25_000_000  # of a core: the kernel counts in ticks
-_QUIET_TIMES = 5  # in a row that nobody else needs the cores until threads spin as usual
+_QUIET_TIMES = 3  # in a row that nobody else needs the cores until threads spin as usual
 _LOOKS, _BUSY_LOOKS = "LooksAtCores", "LooksAtBusyCores"  # counters
 _MANY, _OFTEN = 20, 0.1  # looks at busy cores, and their share: then the user is told
 _NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -90,6 +93,11 @@ def spin_briefly(is_wanted: bool) -> None:
         return
 
 
+def is_brief() -> bool:
+    """Whether they spin for microseconds now. Cost: 0.1 us."""
+    return _is_crowded
+
+
 class OthersWork:
     """Tells from two looks at the cores whether other processes need some that this one computes on.
 
@@ -109,13 +117,15 @@ class OthersWork:
         self._read_cores = read_cores or _used_ns
         self._read_own = read_own
         self._last: tuple[int, int, int, int] | None = None
+        self._was_long: bool | None = None  # the first time is that of the imports
 
     def need_cores(
         self, now_ns: int, num_cores: int, num_threads: int, is_nice: bool
     ) -> bool | None:
         """Whether they have needed more cores since the last look than `num_threads` threads leave free.
 
-        None: this process was idle meanwhile, so there is no telling.
+        None: this process was idle, or may have been for a part of a long time, so there is no telling. Steps are long
+        if a second look in a row comes late.
 
         Cost: 20 us on two cores, and more on many.
         """
@@ -125,7 +135,10 @@ class OthersWork:
         if last is None or now_ns <= last[0]:
             return None
         took_ns, used_ns, nice_ns, own_ns = (new - old for new, old in zip(look, last, strict=True))
-        if own_ns < _AT_WORK * took_ns:
+        is_long = took_ns > _LONG_NS
+        was_long, self._was_long = self._was_long, is_long
+        least = _THROUGHOUT if was_long is None else _AT_WORK
+        if own_ns < least * took_ns or (is_long and was_long is False):
             return None
         others_ns = used_ns - own_ns - (0 if is_nice else nice_ns)
         free = max(num_cores - num_threads, 0)

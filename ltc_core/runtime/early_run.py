@@ -101,9 +101,9 @@ class EarlyRuns:
 
     def is_measured(self, compiled: CompiledGraph) -> bool:
         """Whether a program's way is being chosen, by the step that it is about to end among others."""
-        choice = compiled.habit.choice
+        choice = compiled.family.choice
         may_come = compiled is self._expected or self._is_open
-        return self._is_first and may_come and choice is not None and not choice.is_known
+        return self._is_first and may_come and bool(compiled.habit.path) and not choice.is_known
 
     def run_more(self) -> None:
         """Have the worker run what is recorded of the step. C++ does the same before a call that it records.
@@ -132,8 +132,7 @@ class EarlyRuns:
         compiled = self._on_path(due)
         if compiled is None:
             return None
-        assert compiled.habit.choice is not None
-        self._expected, place = compiled, compiled.habit.choice.early
+        self._expected, place = compiled, compiled.family.choice.early
         if place is None or compiled.program.native is None or not self._worker.start():
             return None
         release_team()
@@ -221,7 +220,7 @@ class EarlyRuns:
                 self._expect_any()
             elif self._learn(following):
                 self._expected = following
-                self._begin_at(_due(following.habit))
+                self._begin_at(_due(following))
 
     def _note_context(self, last: CompiledGraph | None) -> None:
         if last is None:
@@ -233,21 +232,20 @@ class EarlyRuns:
 
     def _judge(self, expected: CompiledGraph, step: CompiledGraph | None, now_ns: int) -> None:
         """Note how the step ended that was expected to end in a program."""
-        habit = expected.habit
-        assert habit.choice is not None
+        habit, choice = expected.habit, expected.family.choice
         # One of other sizes is a step of the same kind: what ran early in vain is part of what this way costs.
         if step is not None and step.family is expected.family:
             if self._is_disturbed():
-                habit.choice.put_off()
+                choice.put_off()
             else:
-                habit.choice.note(now_ns, () if habit.choice.is_known else _ways(expected))
+                choice.note(now_ns, () if choice.is_known else _ways(expected))
         if step is expected:
             habit.misses = 0
-        elif habit.choice.is_early:
+        elif choice.is_early:
             habit.misses += 1
             if habit.misses == _MISSES:
                 habit.misses = 0
-                habit.choice.rest()
+                choice.rest()
 
     def skip_to(self, last: CompiledGraph) -> None:
         """C++ has cut and read meanwhile (`known_reads`), this program last."""
@@ -266,8 +264,7 @@ class EarlyRuns:
         if not self.may_gain(step):
             return False
         habit = step.habit
-        if habit.choice is None:
-            habit.choice = step.family.choice
+        if not habit.path:
             assert step.path is not None
             habit.know_path(self._trace.path(step.path), step.graph.nodes)
         self._known.pop(id(step), None)
@@ -278,9 +275,7 @@ class EarlyRuns:
 
     def _expect_any(self) -> None:
         self._is_open = True
-        self._begin_at(
-            min((due for each in self._programs() if (due := _due(each.habit))), default=0)
-        )
+        self._begin_at(min((due for each in self._programs() if (due := _due(each))), default=0))
 
     def _begin_at(self, count: int) -> None:
         """The step begins to run at so many values; at 0 it is whole."""
@@ -289,10 +284,9 @@ class EarlyRuns:
             self._run_at(count)
 
 
-def _due(habit: Habit) -> int:
+def _due(step: CompiledGraph) -> int:
     """Values of a step at which it begins to run; 0: at none."""
-    assert habit.choice is not None
-    return 0 if habit.choice.early is None else _part(habit)
+    return 0 if step.family.choice.early is None else _part(step.habit)
 
 
 def _part(habit: Habit) -> int:

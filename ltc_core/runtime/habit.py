@@ -180,7 +180,6 @@ class Habit:
     other by one program, and another one follows the last of them.
 
     Attributes:
-        choice: which way they are quicker; None before one has run early.
         misses: how often in a row another program was cut.
         path: the steps of the trie that lead to it.
         ends: of its nodes: the count of values after each.
@@ -188,7 +187,6 @@ class Habit:
 
     __slots__ = (
         "_followers",
-        "choice",
         "ends",
         "misses",
         "num_values",
@@ -198,7 +196,6 @@ class Habit:
 
     def __init__(self) -> None:
         self.recorded_ns = self.num_values = self.misses = 0
-        self.choice: Choice | None = None
         self.path: set[Step] = set()
         self.ends: list[int] = []
         self._followers: dict[Context, _Foreseen] = {}

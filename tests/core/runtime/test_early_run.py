@@ -353,8 +353,8 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Placement | None, Placeme
     def note(
         self: Launcher, compiled: Any, *args: Any, given: Placement | None, **more: Any
     ) -> Any:
-        choice = compiled.habit.choice
-        if choice is not None and not choice.is_known:
+        choice = compiled.family.choice
+        if compiled.habit.path and not choice.is_known:
             seen.add((choice.early, given))
         return launch(self, compiled, *args, given=given, **more)
 
