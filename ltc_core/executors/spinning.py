@@ -22,6 +22,7 @@ import torch
 
 from ltc_core import metrics
 from ltc_core.executors import openmp
+from ltc_core.executors.processor import num_cores
 
 __all__ = [
     "OthersWork", "after_fork_in_child", "can_spin_briefly", "follow", "is_brief", "sentences",
@@ -59,7 +60,7 @@ class _Crowd:
     def _serve(self) -> None:
         while True:
             if self._wanted.get():
-                openmp.use_threads(len(os.sched_getaffinity(0)) + 1)
+                openmp.use_threads(num_cores() + 1)
                 torch.zeros(1 << 16).add_(1)  # opens a parallel region
             else:
                 openmp.release_team()
@@ -99,7 +100,7 @@ def is_brief() -> bool:
 
 
 class OthersWork:
-    """Tells from two looks at the cores whether other processes need some that this one computes on.
+    """Compares processor times, of all processes and of this one, to see whether others use its cores.
 
     What is nice to others does not count: it hardly takes a core from this process, unless that is nice itself.
 
@@ -120,9 +121,9 @@ class OthersWork:
         self._was_long: bool | None = None  # the first time is that of the imports
 
     def need_cores(
-        self, now_ns: int, num_cores: int, num_threads: int, is_nice: bool
+        self, now_ns: int, num_there: int, num_threads: int, is_nice: bool
     ) -> bool | None:
-        """Whether they have needed more cores since the last look than `num_threads` threads leave free.
+        """Whether they have needed more cores since the last look than `num_threads` threads leave free of `num_there`.
 
         None: this process was idle, or may have been for a part of a long time, so there is no telling. Steps are long
         if a second look in a row comes late.
@@ -141,7 +142,7 @@ class OthersWork:
         if own_ns < least * took_ns or (is_long and was_long is False):
             return None
         others_ns = used_ns - own_ns - (0 if is_nice else nice_ns)
-        free = max(num_cores - num_threads, 0)
+        free = max(num_there - num_threads, 0)
         return others_ns > free * took_ns + max(_BUSY * took_ns, _LEAST_NS)
 
 
@@ -173,10 +174,9 @@ class _Follower:
             self.due_ns = now_ns + 10 * _EVERY_NS
             return
         is_nice = os.getpriority(os.PRIO_PROCESS, 0) > 0
-        num_cores = len(os.sched_getaffinity(0))
         started_ns = time.perf_counter_ns()
         try:
-            is_busy = self._work.need_cores(now_ns, num_cores, num_threads, is_nice)
+            is_busy = self._work.need_cores(now_ns, num_cores(), num_threads, is_nice)
         except (OSError, ValueError, IndexError):  # /proc is another system's, or hidden
             self.due_ns = 1 << 63
             return

@@ -247,6 +247,7 @@ class _Failed:
 
 def at_exit() -> None:
     """Finish the jobs in flight; warn if they are dropped. An error that nobody has seen is the exit code, too."""
+    has_failed = False
     for ctx in contexts():
         done = ctx.worker.stop(exit_patience_s())
         if not done and not _is_abandoned:
@@ -259,8 +260,7 @@ def at_exit() -> None:
             )
         for failure in () if _is_abandoned else ctx.failures:
             if not failure.error.seen:
-                if not hasattr(sys, "last_value"):  # else it ends with an exception of the script's
-                    vars(sys)["_ltc_failed"] = _Failed()
+                has_failed = True
                 print(
                     f"ltc: an error was not seen before the end: {failure.error}",
                     file=sys.stderr,
@@ -268,6 +268,8 @@ def at_exit() -> None:
                 )
         if not done:
             ctx.worker.park()
+    if has_failed and not hasattr(sys, "last_value"):  # else an exception of the script's ends it
+        vars(sys)["_ltc_failed"] = _Failed()
 
 
 def before_fork() -> None:

@@ -148,8 +148,7 @@ class EarlyRuns:
             return self._expected
         found = [each for each in self._programs() if cursor in each.habit.path]
         if len(found) > 1:
-            self._due = 2 * due
-            self._run_at(self._due)
+            self._begin_at(2 * due)
         return found[0] if len(found) == 1 else None
 
     def _programs(self) -> list[CompiledGraph]:

@@ -187,10 +187,8 @@ class Places:
         if not self.sample_ns:
             return
         self._samples.append(self.sample_ns)
-        if self.is_settled:
-            return
-        self._recorded.append(cpu_ns - self._last_cpu_ns)
-        if self._place is self._ways[0]:
+        if not self.is_settled and self._place is self._ways[0]:
+            self._recorded.append(cpu_ns - self._last_cpu_ns)
             self._serial_ns = statistics.median(self._recorded) + self._last_cost_ns
 
     def _end_placement(self, num_threads: int) -> None:

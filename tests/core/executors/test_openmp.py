@@ -31,7 +31,7 @@ alone = tasks()
 """
 
 needs_libgomp = pytest.mark.skipif(
-    openmp._pause is None, reason="PyTorch computes with another OpenMP runtime than libgomp"
+    not openmp.has_teams(), reason="PyTorch computes with another OpenMP runtime than libgomp"
 )
 
 

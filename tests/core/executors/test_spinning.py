@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ltc_core import metrics
-from ltc_core.executors import openmp, spinning
+from ltc_core.executors import spinning
 from ltc_core.executors.spinning import OthersWork
 from tests.core import child
 from tests.core.executors.test_openmp import PRELUDE as TEAMS
+from tests.core.executors.test_openmp import needs_libgomp
 
 PRELUDE = TEAMS + "for name in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'): os.environ.pop(name, None)\n"
-
-needs_libgomp = pytest.mark.skipif(
-    not openmp.has_teams(), reason="PyTorch computes with another OpenMP runtime than libgomp"
-)
 
 
 class Cores:

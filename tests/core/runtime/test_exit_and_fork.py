@@ -301,8 +301,11 @@ def test_an_error_that_nobody_has_seen_is_the_exit_code(
         "import ltc_core as ltc\n"
         "x = torch.ones(3, device=ltc.lazy_device())\n"
         "y = x[torch.tensor([9], device=x.device)]\n"
+        "ltc.mark_step()\n"
+        "z = x[torch.tensor([8], device=x.device)]\n"
         "ltc.mark_step()\n" + end
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "last\n")
-    assert "an error was not seen before the end: aten.index.Tensor failed" in done.stderr
+    told = "an error was not seen before the end: aten.index.Tensor failed"
+    assert done.stderr.count(told) == 2
