@@ -293,6 +293,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("streaming", "LTC_STREAMING", (), str, "auto",
             "Whether a step that is waited for may begin to run while it is recorded, where that is quicker.",
             choices=("auto", "never")),
+    Setting("at_once", "LTC_AT_ONCE", (), str, "auto",
+            "Whether ops run where they are called, as eager PyTorch runs them: auto, where that is quicker.",
+            choices=("auto", "never", "always")),
     Setting("distribution_checks", "LTC_DISTRIBUTION_CHECKS", (), str, "later",
             "When torch.distributions raises an illegal parameter or sample: at the next read, or now, waiting for it.",
             choices=("later", "now")),
@@ -381,6 +384,7 @@ class Settings:
     steps: str
     dynamic_shapes: str
     streaming: str
+    at_once: str
     distribution_checks: str
     trim_graph_size: int
     max_graph_size: int

@@ -36,6 +36,7 @@ from ltc_core.ops import (
 from ltc_core.record import fast_path
 from ltc_core.report import recording
 from ltc_core.runtime import (
+    at_once,
     collective_tokens,
     device_hooks,
     devices,
@@ -59,6 +60,7 @@ def set_up() -> None:
     metrics.register_sentences(tier_report.sentences)
     metrics.register_sentences(program_costs.sentences)
     metrics.register_sentences(spinning.sentences)
+    metrics.register_sentences(at_once.sentences)
     devices.at_first_use(publisher.start_as_set)
     _register_fork_handlers()
     _register_exit_handlers()

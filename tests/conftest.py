@@ -35,6 +35,7 @@ os.environ.setdefault("LTC_CHECK_GRAPHS", "1")
 os.environ.setdefault("LTC_COMPILE_PRIORITY", "normal")
 # Whether a step runs in parts is measured, and tests count programs.
 os.environ.setdefault("LTC_STREAMING", "never")
+os.environ.setdefault("LTC_AT_ONCE", "never")
 # Tests run side by side: an OpenMP thread that spins while it waits takes a core from another test. Op by op that makes
 # four of five seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -209,6 +209,7 @@ def _with_labels_of_any_dtype(position: int, record: Handler) -> Handler:
 
 
 def _on_real_values(schema: OpSchema) -> Handler:
+    add_op(schema.op, schema, needs_values=True)
     return lambda args, kwargs: run_real(schema, args, kwargs or {}, find_trace(args, kwargs))
 
 

@@ -31,7 +31,8 @@ _FRAMES = 8  # at most between the check and this file
 def is_all_true(args: Any, kwargs: Any) -> torch.Tensor:
     """`aten::_is_all_true`, whose result is a CPU tensor where a distribution asks."""
     found: torch.Tensor = args[0].all()  # as ATen has it; C++ records it
-    frame = None if settings.distribution_checks == "now" else _frame_of_check()
+    is_now = settings.distribution_checks == "now" or args[0]._h.trace.at_once is not None
+    frame = None if is_now else _frame_of_check()
     if frame is None:
         return found
     handle = found._h  # type: ignore[attr-defined]

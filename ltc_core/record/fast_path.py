@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 
 from ltc_core import source, uninterrupted
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta
-from ltc_core.graph.lens import NOT_OF_ELEMENTS
+from ltc_core.graph.lens import COPYING_VIEWS, NOT_OF_ELEMENTS
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
 from ltc_core.record import modules, random_state
+from ltc_core.record.at_once import find_lens, find_meta, find_part
 from ltc_core.record.dynamic_shapes import ANY, AnyMeta, Dynamic, Entry
 from ltc_core.record.dynamic_steps import OFTEN
 from ltc_core.record.trace import Step, Trace, epochs
@@ -41,7 +42,10 @@ __all__ = [
     "install",
     "known_cut",
     "known_reads",
+    "num_calls",
     "num_fast_calls",
+    "record_again",
+    "run_at_once",
     "traces",
 ]
 
@@ -97,6 +101,7 @@ def install() -> bool:
                 modules,
             )
             native.use_traces(traces)
+            native.use_copying_views(COPYING_VIEWS)
             wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
@@ -110,16 +115,21 @@ def install() -> bool:
 
 
 def add_op(
-    op: torch._ops.OpOverload, schema: OpSchema, shares: bool = False, is_factory: bool = False
+    op: torch._ops.OpOverload,
+    schema: OpSchema,
+    shares: bool = False,
+    is_factory: bool = False,
+    needs_values: bool = False,
 ) -> None:
     """Record calls of an op in C++.
 
     Args:
         shares: its result holds the handle of its first operand.
+        needs_values: it is never recorded: C++ runs it where ops run at once, else it is Python's.
         is_factory: it has no operand; its kernel in Python is that of the device, not that of `LazyTensor`.
     """
     kind = "share" if shares else "view" if schema.view else "recorded"
-    kind = "factory" if is_factory else kind
+    kind = "factory" if is_factory else "never" if needs_values else kind
     writes = tuple(name in schema.writes for name in schema.names)
     names = op._schema.name, op._schema.overload_name
     with _lock:
@@ -158,6 +168,11 @@ def num_fast_calls() -> int:
     return 0 if _native is None else int(_native.count())
 
 
+def num_calls() -> tuple[int, int]:
+    """Number of calls of ops that C++ may record, so far, and how many of those Python has recorded."""
+    return (0, 0) if _native is None else _native.calls()
+
+
 def copied(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor | None:
     """A copy of a small plain tensor of the CPU that has this dtype and these strides; None for other tensors.
 
@@ -191,6 +206,37 @@ def known_cut(
         return None
     nbytes, taken = zip(*outputs, strict=True) if outputs else ((), ())
     return _native.known_cut(alive, donated, slots, nbytes, taken, peak_bytes, takes_any_size)
+
+
+def run_at_once(
+    trace: Trace,
+    memory: MemoryCounter,
+    settle: Callable[[], object],
+    look: Callable[[], object],
+) -> Any | None:
+    """Have the ops of a trace run where they are called, by C++ and as far as it can; None without the C++ part.
+
+    Args:
+        memory: counts the bytes of the device's buffers.
+        settle: cuts what is recorded, and waits for it.
+        look: called once after each `next_look` ops.
+
+    Returns:
+        `num_ops` that ran so, `num_left` to the recorders, and two that may be set: `next_look`, and `form`, a hash of
+        the ops and of their operands' sizes.
+    """
+    if _native is None or native_objects.native is None:
+        return None
+    state = _native.at_once(memory, settle, look, find_meta, find_lens, find_part)
+    with trace.lock:
+        _native.run_at_once(trace, state)
+    return state
+
+
+def record_again(trace: Trace) -> None:
+    """Have the ops of a trace recorded: the opposite of `run_at_once`."""
+    with trace.lock:
+        _native.run_at_once(trace, None)
 
 
 def known_reads(

@@ -26,6 +26,7 @@ from ltc_core.program.novelty import novelty
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Cut, Trace
 from ltc_core.runtime import execution_gate, fork_gate
+from ltc_core.runtime.at_once import AtOnce
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
 from ltc_core.runtime.known_reads import KnownReads
@@ -81,6 +82,13 @@ class DeviceContext:
             self.device, self.executor, self.memory, self.worker, self.failures
         )
         self._follow_steps()
+        self.at_once = AtOnce(
+            self.trace,
+            self.memory,
+            self.executor,
+            self._settle,
+            lambda: len(fast_path.traces) == 1,
+        )
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.trace.on_limit = self._on_limit
         self.executor.wait_for_programs = self.worker.drain
@@ -118,6 +126,13 @@ class DeviceContext:
             self._on_known_reads,
         )
 
+    def _settle(self) -> None:
+        """Compute what is recorded, for an op that runs at once."""
+        self.cut("AtOnce", is_awaited=True)
+        self.worker.drain()
+        self.launcher.release_team_of_worker()
+        self.known_reads.resume()
+
     def _is_compiling(self) -> bool:
         return self.executor.is_compiling
 
@@ -151,6 +166,9 @@ class DeviceContext:
             compiles a graph that is new; blocks while `settings.max_pending_steps` jobs are waiting, or, where the
             program is to run in this thread, until the worker is idle.
         """
+        if reason in _STEP_ENDS and self.at_once.is_on:
+            self.at_once.end_step()
+            self._num_steps += not self.trace
         if not self.trace or self.worker.is_this_thread:
             return None
         self.known_reads.pause()
@@ -274,6 +292,7 @@ class DeviceContext:
         elapsed_ns, self._marked_ns = now_ns - self._marked_ns, now_ns
         metrics.observe_many("LoopTime", elapsed_ns / num_cuts, num_cuts)
         spinning.follow(now_ns)
+        self.at_once.follow(now_ns)
 
     def _mark(self) -> None:
         """Count the time since the last cut or wait; what was before the first one is the script's start."""
@@ -282,6 +301,7 @@ class DeviceContext:
             metrics.observe("LoopTime", now - self._marked_ns)
         self._marked_ns = now
         spinning.follow(now)
+        self.at_once.follow(now)
 
     @uninterrupted  # until the job is handed over, nothing computes the values of the cut
     def _hand_over(

@@ -7,21 +7,34 @@ not cut for its length then.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 from ltc_core import source
 from ltc_core.errors import ExecutionForbiddenError
 
-__all__ = ["admits", "close", "is_closed", "open"]
+__all__ = ["admits", "at_close", "close", "is_closed", "open"]
 
 # Reasons for cuts that the script does not ask for.
 _OWN_REASONS = frozenset({"OptimizerStep", "Upload"})
 
 is_closed = False
+_at_close: list[weakref.WeakMethod[Callable[[], object]]] = []
+
+
+def at_close(call: Callable[[], object]) -> None:
+    """Have a method called when the gate closes, as long as its object lives."""
+    _at_close.append(weakref.WeakMethod(call))
 
 
 def close() -> None:
     """Forbid cuts until `open` is called."""
     global is_closed
     is_closed = True
+    for method in _at_close:
+        call = method()
+        if call is not None:
+            call()
 
 
 def open() -> None:

@@ -108,7 +108,10 @@ class FoundSteps:
     def after_optimizer(self, optimizer: int) -> None:
         """End the step, if this was the round's last optimizer."""
         self._backward_in = -1
-        if not self._is_last(optimizer) or not _script.found() or not self._trace:
+        if not self._is_last(optimizer) or not _script.found():
+            return
+        if not self._trace:
+            self._cut("OptimizerStep")  # for those whose ops run at once
             return
         if not self._is_read_next:
             _script.tell()

@@ -104,6 +104,7 @@ class KnownReads:
         is_quiet = self._launcher.is_free and self._streaming.is_whole and not self._early.expects
         is_seen = slices.is_watched() or _reports_cuts()
         is_steady = self._reads.is_waited and self._reads.is_of_reader
+        is_steady |= self._trace.at_once is not None
         if not self._is_possible or not is_steady or not is_quiet or is_seen:
             return
         if self._native is None:

@@ -136,7 +136,7 @@ class Launcher:
         earlier = self._stand_in_line(compiled.lines, launch) if compiled.lines else []
         if placement is Placement.HERE and not earlier:
             with metrics.timer("ExecuteHere"):
-                self._release_team_of_worker()
+                self.release_team_of_worker()
                 is_done = launch.begin()
             if is_done:
                 return launch
@@ -359,7 +359,7 @@ class Launcher:
         self._latest = compiled.policy.latest
         return placement
 
-    def _release_team_of_worker(self) -> None:
+    def release_team_of_worker(self) -> None:
         """Free the OpenMP threads of the worker, which is idle."""
         # A worker that cannot start has no team either: it was stopped, or is the parent's.
         if self._worker_has_team and self._worker.start():

@@ -64,6 +64,7 @@ class Share:
 SHARES = {
     # The third time, what was recorded is followed without Python.
     "ops": Share({torch.float32: 12, torch.int64: 12}, repeated=2, times=3),
+    "at_once": Share({torch.float32: 12, torch.int64: 12}, repeated=2, times=3),
     "lowered": Share({torch.float32: 2}, is_together=True, batch=100),
     "compiled": Share({torch.float32: 2}, is_together=True, batch=30),
 }
@@ -94,7 +95,7 @@ SKIPPED = {
 }
 
 # Operators that a tier leaves out as well, each with its reason.
-SKIPPED_IN: dict[str, dict[str, str]] = {"ops": {}, "lowered": {}, "compiled": {}}
+SKIPPED_IN: dict[str, dict[str, str]] = {"ops": {}, "at_once": {}, "lowered": {}, "compiled": {}}
 
 # Errors that depend on values come at the next sync, and operands that overlap in memory are no error here (they are
 # values); both are tested elsewhere.

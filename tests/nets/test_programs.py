@@ -1,4 +1,4 @@
-"""The programs beside eager: all op by op, a share lowered, one compiled; other ones for each commit.
+"""The programs beside eager: all op by op, a share at once and lowered, one compiled; other ones for each commit.
 
 All of them: make test-programs, with the tier in ARGS.
 """
@@ -22,6 +22,13 @@ def test_op_by_op_they_are_as_eager(family: str) -> None:
     chosen = [n for n in NAMES if n.startswith(f"{family}.")]
     with tier("ops"):
         found = {name: what for name in chosen if (what := check(name))}
+    assert not found, report(found)
+
+
+@pytest.mark.timeout(300)
+def test_at_once_they_are_as_eager() -> None:
+    with tier("at_once"):
+        found = {name: what for name in rotating(NAMES, 3) if (what := check(name))}
     assert not found, report(found)
 
 

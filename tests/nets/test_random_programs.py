@@ -13,7 +13,8 @@ from tests.nets.random_programs import generate, main, outcome, shrunk
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("tier", "count"), [("ops", "40"), ("early", "40"), ("lowered", "12"), ("parts", "4")]
+    ("tier", "count"),
+    [("ops", "40"), ("early", "40"), ("at_once", "40"), ("lowered", "12"), ("parts", "4")],
 )
 def test_random_programs(tier: str, count: str) -> None:
     assert main(["--tier", tier, "--count", count]) == 0

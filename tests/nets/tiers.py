@@ -2,6 +2,7 @@
 
 - `ops`: op by op, on the reference executor.
 - `early`: as `ops`, and whatever came before is expected again, and begins to run while it is recorded.
+- `at_once`: ops run where they are called, but for each one's first call, which is recorded.
 - `lowered`: partitioned, written down as for the compiler's process, read back and traced to FX graphs,
   which run as ATen: all that a compile does except PyTorch's compiler and g++, in milliseconds a graph.
 - `parts`: as `lowered`, and PyTorch's compiler compiles each part in this process; what the compiled code gives is
@@ -40,7 +41,7 @@ from tests.core.stand_ins import Interpreted
 
 __all__ = ["TIERS", "tier"]
 
-TIERS = ("ops", "early", "lowered", "parts", "compiled")
+TIERS = ("ops", "early", "at_once", "lowered", "parts", "compiled")
 
 
 # FX traces in one thread at a time; the workers of several devices lower at once.
@@ -131,6 +132,7 @@ class _LoweredExecutor(InductorExecutor):
 _EXECUTORS: dict[str, tuple[str, Callable[[], Executor]]] = {
     "ops": ("off", InductorExecutor),
     "early": ("off", InductorExecutor),
+    "at_once": ("off", InductorExecutor),
     "lowered": ("sync", partial(_LoweredExecutor, _interpreted)),
     "parts": ("sync", partial(_LoweredExecutor, _compared)),
     "compiled": ("sync", InductorExecutor),
@@ -145,11 +147,13 @@ def tier(name: str, num_devices: int = 1) -> Iterator[None]:
     try:
         _use([(context, make()) for context in contexts])
         with (
-            settings.override(compile=mode),
+            settings.override(compile=mode, at_once="always" if name == "at_once" else "never"),
             _early() if name == "early" else contextlib.nullcontext(),
         ):
             yield
     finally:
+        for context in contexts:
+            context.at_once.end()
         _use(before)
 
 

@@ -2,7 +2,7 @@
 //
 // It does what `special._copy_in` and `DeviceContext.upload` do, where C++ reads as well (known_read.h): the script reads
 // a value in each step, and a read of C++'s has cut the step before. Nothing has been recorded since, so no step has to be
-// looked for (`FoundSteps.before_upload`), and none is due to end.
+// looked for (`FoundSteps.before_upload`), and none is due to end. Or ops run at once, and there are no steps.
 #pragma once
 #include "known_read.h"
 
@@ -28,7 +28,8 @@ inline bool upload(const at::Tensor& destination, const at::Tensor& host) {
   if (!locked.is_taken)
     throw_python_error();
   const bool is_first = reads.epoch == trace_of.epoch.number(trace.get()) && trace_of.count.number(trace.get()) == 0;
-  if (!is_first || !reads.may_read())
+  const bool ends_no_step = is_first || !trace_of.at_once.is_none(trace.get());
+  if (!ends_no_step || !reads.may_read())
     return false;
   const at::Tensor copy = copy_of(host.const_data_ptr(), host.sizes(), host.scalar_type());
   const auto num_bytes = static_cast<Py_ssize_t>(copy.nbytes());

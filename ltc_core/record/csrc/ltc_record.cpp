@@ -6,6 +6,7 @@
 // step what to expect of a repetition (`Expected`, expected.h). A call that meets it moves the cursor, and its results
 // are made in C++ (`NextStep`, next_step.h). So are those of a call that was recorded at another place: its step is a copy
 // (`CopiedStep`, copied_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
+#include "at_once.h"
 #include "attention.h"
 #include "copied.h"
 #include "copied_step.h"
@@ -90,6 +91,7 @@ class Follower final : public c10::OperatorKernel {
         takes_masks(op.handle.schema().name() == "aten::index"),
         copies_in(op.handle.schema().name() == "aten::copy_"),
         copies_out(op.handle.schema().name() == "aten::_to_copy"),
+        may_run_at_once(op.kind != kShare && !op.has_out()),
         python(op.handle.getComputedKernelForDispatchKey(key_of(op))) {}
 
   // Factories have no tensor that would bring them to the key for Python.
@@ -118,12 +120,15 @@ class Follower final : public c10::OperatorKernel {
     Noted noted;
     {
       const Gil gil;
-      if (follow(*stack, noted))
+      ++num_called;
+      if (may_run_at_once && num_at_once.load(std::memory_order_relaxed) > 0 && run_at_once(*stack))
+        return;
+      if (op.kind != kNever && follow(*stack, noted))
         return;
     }
     python.callBoxed(handle, keys, stack);
     noted.keep(torch::jit::last(*stack, op.handle.schema().returns().size()), [&](PyObject* step, PyObject* key) {
-      if (!op.is_factory)
+      if (!op.is_factory && op.kind != kNever)
         originals.add(op, noted, step, key);
     });
   }
@@ -131,7 +136,7 @@ class Follower final : public c10::OperatorKernel {
  private:
   const Op op;
   Originals& originals = *new Originals(); // read and changed under the GIL; leaked: kernels outlive the interpreter
-  const bool writes_list, takes_masks, copies_in, copies_out;
+  const bool writes_list, takes_masks, copies_in, copies_out, may_run_at_once;
   const c10::SafeKernelFunction python;
   // A step -> which of the ways after it is compared first: a hint, also where the step is another one by now.
   std::unordered_map<PyObject*, size_t>& first_ways = *new std::unordered_map<PyObject*, size_t>(); // leaked, too
@@ -148,7 +153,7 @@ class Follower final : public c10::OperatorKernel {
   // any mode. Outside of inference mode, inference tensors of a list must not be written.
   bool is_of_other_mode(const IValue& first) const {
     const bool is_inference = c10::InferenceMode::is_enabled();
-    if (op.kind >= kView)
+    if (op.kind == kView || op.kind == kShare)
       return is_inference || (first.isTensor() && first.toTensor().is_inference());
     if (!writes_list || is_inference)
       return false;
@@ -201,6 +206,55 @@ class Follower final : public c10::OperatorKernel {
     if (!is_next && !PyErr_Occurred() && copies && !op.is_factory && CopiedStep(op, trace, args).put(originals))
       is_next = call.emplace(op, trace, args).is_next();
     return is_next;
+  }
+
+  // Runs the call now, if ops of its trace run at once (at_once.h) and its operands are there.
+  bool run_at_once(torch::jit::Stack& stack) {
+    const auto args = torch::jit::last(stack, op.codes.size());
+    const Object handle(op.is_factory ? nullptr : first_handle(args));
+    const Object trace(Py_XNewRef(
+        handle ? trace_of_handle(handle.get()) : op.is_factory ? trace_of_device(args[op.device_at]) : nullptr));
+    if (!trace || trace_of.at_once.is_none(trace.get()) || is_other_mode_at_once(args[0]))
+      return false;
+    const Object state(Py_NewRef(trace_of.at_once.of(trace.get())));
+    OpAtOnce call(op, *reinterpret_cast<AtOnce*>(state.get()), trace.get(), args);
+    torch::jit::Stack results;
+    bool is_done = call.is_ready();
+    if (is_done && call.changes_cells()) {
+      const Locked locked(trace.get());
+      is_done = locked.is_taken && call.run(results);
+    } else if (is_done) {
+      is_done = call.run(results);
+    }
+    if (PyErr_Occurred())
+      throw_python_error();
+    if (!is_done) {
+      ++reinterpret_cast<AtOnce*>(state.get())->num_left;
+      return false;
+    }
+    ++num_ran;
+    if (writes_list)
+      count_writes(args[0].toListRef());
+    look_after(*reinterpret_cast<AtOnce*>(state.get()));
+    torch::jit::drop(stack, op.codes.size());
+    for (IValue& result : results)
+      stack.push_back(std::move(result));
+    return true;
+  }
+
+  static void look_after(AtOnce& state) {
+    if (--state.next_look != 0)
+      return;
+    const Object seen(PyObject_CallNoArgs(state.look));
+    if (!seen)
+      PyErr_WriteUnraisable(state.look);
+  }
+
+  // As `is_of_other_mode`, but that a view is made here if it is to be what the mode says.
+  bool is_other_mode_at_once(const IValue& first) const {
+    if (op.kind != kView)
+      return is_of_other_mode(first);
+    return !first.isTensor() || first.toTensor().is_inference() != c10::InferenceMode::is_enabled();
   }
 
   // Records the call and returns true if it is a known step of its trace. Else notes what to expect of it.
@@ -342,7 +396,7 @@ PyObject* add(PyObject*, PyObject* given) {
   if (!PyArg_ParseTuple(given, "ssspO!O!O", &name, &overload, &kind, &draws, &PyTuple_Type, &codes, &PyTuple_Type, &writes, &schema))
     return nullptr;
   const std::string word(kind);
-  const Kind which = word == "view" ? kView : word == "share" ? kShare : kRecorded;
+  const Kind which = word == "view" ? kView : word == "share" ? kShare : word == "never" ? kNever : kRecorded;
   try {
     auto& dispatcher = c10::Dispatcher::singleton();
     Op op{which, draws != 0, {}, {}, dispatcher.findSchemaOrThrow(name, overload)};
@@ -446,7 +500,8 @@ PyObject* setup(PyObject*, PyObject* given) {
                    {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.values, "values"},
                    {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.sized, "sized"}, {&trace_of.device, "device"},
                    {&trace_of.root, "root"}, {&trace_of.first_limit, "first_limit"},
-                   {&trace_of.steps, "steps"}, {&trace_of.reads, "reads"}, {&trace_of.give_more, "give_more"}}) &&
+                   {&trace_of.steps, "steps"}, {&trace_of.reads, "reads"}, {&trace_of.give_more, "give_more"},
+                   {&trace_of.at_once, "at_once"}}) &&
       find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
                   {&step_of.next_key, "next_key"}, {&step_of.children, "children"}, {&step_of.node, "node"},
                   {&step_of.inputs, "inputs"}, {&step_of.num_scalars, "num_scalars"}, {&step_of.lenses, "lenses"},
@@ -524,6 +579,25 @@ PyObject* use_traces(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
+// use_copying_views(view ops): those whose parts are not elements of the memory that they see, or copies of them.
+PyObject* use_copying_views(PyObject*, PyObject* ops) {
+  Memory::copying_views = Py_NewRef(ops);
+  Py_RETURN_NONE;
+}
+// run_at_once(trace, state): ops of the trace run at once from now on; with None no longer.
+PyObject* use_at_once(PyObject*, PyObject* given) {
+  PyObject *trace, *state;
+  if (!PyArg_ParseTuple(given, "OO", &trace, &state))
+    return nullptr;
+  if (state != Py_None && !Py_IS_TYPE(state, &at_once_type)) {
+    PyErr_SetString(PyExc_TypeError, "what at_once() made, or None");
+    return nullptr;
+  }
+  num_at_once += (state != Py_None) - !trace_of.at_once.is_none(trace);
+  trace_of.at_once.set(trace, state);
+  Py_RETURN_NONE;
+}
+
 // after_fork(): called in a forked child.
 PyObject* after_fork(PyObject*, PyObject*) {
   Pause::after_fork();
@@ -563,6 +637,11 @@ PyObject* count(PyObject*, PyObject*) {
   return PyLong_FromSsize_t(num_followed);
 }
 
+// calls(): (calls of ops so far, those that Python has recorded).
+PyObject* count_calls(PyObject*, PyObject*) {
+  return Py_BuildValue("(nn)", num_called, num_called - num_followed - num_ran);
+}
+
 PyMethodDef methods[] = {
     {"share_pauses", share_pauses, METH_VARARGS, nullptr},
     {"use_traces", use_traces, METH_O, nullptr},
@@ -574,11 +653,15 @@ PyMethodDef methods[] = {
     {"copy_steps", copy_steps, METH_O, nullptr},
     {"wrap", wrap_handle, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},
+    {"calls", count_calls, METH_NOARGS, nullptr},
     {"rename_view", rename_view, METH_VARARGS, nullptr},
     {"add_attention", add_attention, METH_VARARGS, nullptr},
     {"copied", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(copied)), METH_FASTCALL, nullptr},
     {"known_cut", known_cut, METH_VARARGS, nullptr},
     {"known_reads", known_reads, METH_VARARGS, nullptr},
+    {"at_once", at_once, METH_VARARGS, nullptr},
+    {"run_at_once", use_at_once, METH_VARARGS, nullptr},
+    {"use_copying_views", use_copying_views, METH_O, nullptr},
     {"add_kernels", add_kernels, METH_NOARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
@@ -605,8 +688,10 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   known_cut_type.tp_methods = known_cut_methods;
   known_cut_type.tp_members = known_cut_members;
   known_reads_type.tp_dealloc = free_known_reads;
+  at_once_type.tp_dealloc = free_at_once;
+  at_once_type.tp_members = at_once_members;
   known_reads_type.tp_methods = known_reads_methods;
-  for (PyTypeObject* type : {&maker_type, &expected_type, &known_cut_type, &known_reads_type}) {
+  for (PyTypeObject* type : {&maker_type, &expected_type, &known_cut_type, &known_reads_type, &at_once_type}) {
     type->tp_flags = Py_TPFLAGS_DEFAULT;
     if (PyType_Ready(type) < 0)
       return nullptr;

@@ -90,7 +90,7 @@ class Slot {
 
 inline struct {
   Slot lock, epoch, cursor, count, limit, values, inputs, scalars, sized, device, root, first_limit, steps, reads,
-      give_more;
+      give_more, at_once;
 } trace_of;
 inline struct {
   Slot parent, next, next_key, children, node, inputs, end, num_scalars, lenses, expected, dynamic, patterns, programs,
@@ -126,7 +126,7 @@ inline PyObject *step_type, *node_type, *ref_type, *scalar_type; // likewise
 inline PyObject *any_meta, *any_size; // `AnyMeta`, `ANY` of dynamic_shapes.py
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL
-inline Py_ssize_t num_followed = 0;
+inline Py_ssize_t num_called = 0, num_followed = 0, num_ran = 0; // calls of ops: all, those that C++ recorded, or ran
 inline Py_ssize_t often; // `OFTEN` of dynamic_steps.py: Python decides whether such a call gets an exact way
 inline PyObject* make_empty; // (meta, device) -> a lazy tensor without a handle
 inline PyObject* empty_op; // (empty_op, meta) is the key of the step for memory that nobody wrote yet

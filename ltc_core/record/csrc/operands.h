@@ -13,7 +13,7 @@
 
 namespace ltc {
 
-enum Kind { kRecorded, kView, kShare };
+enum Kind { kRecorded, kView, kShare, kNever }; // kNever: it is not recorded, since its result depends on values
 enum Code { kStatic, kTensor, kTensors, kNumber, kNumbers, kGenerator, kStaticNumber }; // `graph.op_schema.Arg`
 
 using c10::IValue;
@@ -45,6 +45,19 @@ struct Op {
     takes_number = handle.schema().overload_name() == "Tensor" &&
         (plain == "aten::add" || plain == "aten::sub" || plain == "aten::mul" || plain == "aten::div");
     commutes = name == "aten::mul";
+  }
+
+  // Whether the call may be given the tensors that take its results: it may resize them.
+  bool has_out() const {
+    for (const auto& argument : handle.schema().arguments())
+      if (argument.is_out())
+        return true;
+    return false;
+  }
+
+  // Whether the last argument says what the grad mode is for the kernel: see `graph.op_schema.runs_with_grad`.
+  bool asks_grad_mode() const {
+    return handle.schema().name() == "aten::mkldnn_rnn_layer";
   }
 
   // Whether the kernel must increment the tensors' version counters. Autograd does not for a list: it relies on the ops

@@ -1,0 +1,210 @@
+"""Ops that run where they are called, as in eager PyTorch, where to record them costs more than it gains.
+
+A step that repeats is recorded by C++, in microseconds an op. Searches, trees and loops over data of any size take
+another way each time, which Python records: that takes longer than their ops. There C++ runs an op at once if its
+operands are there (`record/csrc/at_once.h`); else it is recorded, and cut before the next op that needs it.
+
+Whether that is quicker is measured, by the time for each op that is called: of recorded ones, where Python has
+recorded much for a while, then of ops that run at once. The quicker way stays, and the other one is tried again, soon
+at first and then more and more rarely. Steps that turn out to repeat are recorded again at once.
+
+Told of cuts by `device_context`, and by C++ of ops that have run.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ltc_core import metrics
+from ltc_core.executors import Executor
+from ltc_core.record import fast_path
+from ltc_core.record.trace import Trace
+from ltc_core.runtime import execution_gate
+from ltc_core.settings import rank_in_job, settings
+from ltc_core.tensor.buffer import MemoryCounter
+from ltc_core.timeline import slices
+from ltc_core.uninterrupted import uninterrupted
+
+__all__ = ["AtOnce", "sentences"]
+
+_WINDOW_NS = 50_000_000  # for which a way is measured, at least
+_FEWEST_CALLS = 100  # in it
+_PYTHON_CALL_NS = 50_000  # to record one op in Python, at most
+_MUCH = 0.1  # of the time: then another way is worth a trial
+_WINDOWS = 4  # in a row in which that was so; or in which recording is tried again, until the path is known
+_BETTER = 0.9  # of the time of the other way
+_FIRST_WAIT_NS, _LONGEST_WAIT_NS = (
+    2_000_000_000,
+    60_000_000_000,
+)  # until the other way is tried again
+_LONGEST_LOOK = 100_000  # ops between two looks at the time
+_FIRST_LOOK = 256
+_FORMS = 64  # steps that are remembered
+_OFTEN = 0.5  # of the steps: they repeat
+
+_OPS = "AtOnceOps"  # counter
+_all: list[weakref.ref[AtOnce]] = []
+
+
+class AtOnce:
+    """Whether the ops of one device run at once.
+
+    Args:
+        trace, memory, executor: those of the device.
+        settle: cuts what is recorded, and waits for it.
+        is_alone: whether the process uses no other device.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        memory: MemoryCounter,
+        executor: Executor,
+        settle: Callable[[], object],
+        is_alone: Callable[[], bool],
+    ) -> None:
+        self._trace = trace
+        self._memory = memory
+        self._settle = settle
+        self._is_alone = is_alone
+        self._is_possible = executor.keeps_host_tensors
+        self._native: Any = None
+        self._window: tuple[int, int, int] = (0, 0, 0)  # when it began; calls so far, and Python's
+        self._num_windows = 0  # in a row: see `_WINDOWS`
+        # For a call; 0: not known. That of ops at once is known where recording is on trial.
+        self._recorded_ns = self._at_once_ns = 0.0
+        self._began_ns = 0  # when ops began to run at once
+        self._due_ns = 0  # when the other way may be tried
+        self._wait_ns = _FIRST_WAIT_NS
+        self._forms: deque[int] = deque(maxlen=_FORMS)
+        self._num_steps = self._num_repeated = 0
+        self._took_ns = 0  # for which ops have run at once
+        execution_gate.at_close(self.end)
+        _all.append(weakref.ref(self))
+
+    @property
+    def is_on(self) -> bool:
+        return self._native is not None
+
+    @property
+    def took_ns(self) -> int:
+        """Nanoseconds for which ops have run at once so far."""
+        return self._took_ns + (time.perf_counter_ns() - self._began_ns if self.is_on else 0)
+
+    # -- while ops are recorded ----------------------------------------------------------------
+
+    def follow(self, now_ns: int) -> None:
+        """A cut was made. Cost: 0.2 us, and 2 us for each window."""
+        began_ns = self._window[0]
+        if self._native is not None or now_ns - began_ns < _WINDOW_NS:
+            return
+        if settings.at_once == "always":
+            self._begin(now_ns)
+            return
+        calls, python = fast_path.num_calls()
+        num_calls, num_python = calls - self._window[1], python - self._window[2]
+        if num_calls < _FEWEST_CALLS and began_ns:
+            return
+        self._window = now_ns, calls, python
+        if not began_ns or now_ns < self._due_ns or not self._may_begin():
+            self._num_windows = 0
+            return
+        took_ns = now_ns - began_ns
+        self._recorded_ns = took_ns / num_calls
+        is_slow = num_python * _PYTHON_CALL_NS > _MUCH * took_ns
+        is_on_trial = self._at_once_ns > 0
+        self._num_windows = self._num_windows + 1 if is_slow or is_on_trial else 0
+        if is_on_trial and not is_slow and self._recorded_ns <= self._at_once_ns:
+            self._at_once_ns, self._num_windows, self._wait_ns = 0.0, 0, _FIRST_WAIT_NS
+        elif self._num_windows >= _WINDOWS:
+            self._begin(now_ns)
+
+    def _may_begin(self) -> bool:
+        is_wanted = settings.at_once == "auto" and settings.compile != "sync" and not settings.eager
+        is_seen = slices.is_watched() or settings.debug or settings.explain
+        is_seen |= settings.emit_steplog or bool(settings.save_tensors_file)
+        is_free = not execution_gate.is_closed and rank_in_job()[1] == 1 and self._is_alone()
+        return self._is_possible and is_wanted and not is_seen and is_free
+
+    # -- while they run at once ----------------------------------------------------------------
+
+    @uninterrupted
+    def _begin(self, now_ns: int) -> None:
+        if not self._is_possible or execution_gate.is_closed or not fast_path.install():
+            return
+        self._settle()
+        self._native = fast_path.run_at_once(self._trace, self._memory, self._settle, self._look)
+        if self._native is None:
+            self._is_possible = False
+            return
+        self._native.next_look = _FIRST_LOOK
+        self._began_ns, self._due_ns = now_ns, now_ns + self._wait_ns
+        self._window = (now_ns, *fast_path.num_calls())
+        self._at_once_ns, self._num_windows = 0.0, 0
+        self._num_steps = self._num_repeated = 0
+        self._forms.clear()
+
+    def end(self) -> None:
+        """Record the next ops."""
+        native, self._native = self._native, None
+        if native is not None:
+            fast_path.record_again(self._trace)
+            now_ns = time.perf_counter_ns()
+            self._took_ns += now_ns - self._began_ns
+            metrics.count(_OPS, native.num_ops)
+            self._window = (now_ns, *fast_path.num_calls())
+
+    def end_step(self) -> None:
+        """The script ends a step. Cost: 0.1 us while ops are recorded."""
+        native = self._native
+        if native is None:
+            return
+        form, native.form = native.form, 0
+        if form:
+            self._num_steps += 1
+            self._num_repeated += form in self._forms
+            self._forms.append(form)
+
+    @uninterrupted
+    def _look(self) -> None:
+        """So many ops have run at once: see whether that is quicker than to record them."""
+        native, now_ns = self._native, time.perf_counter_ns()
+        if native is None:
+            return
+        calls, python = fast_path.num_calls()
+        num_calls, took_ns = max(calls - self._window[1], 1), max(now_ns - self._window[0], 1)
+        native.next_look = min(max(int(num_calls * _WINDOW_NS / took_ns), 1), _LONGEST_LOOK)
+        if settings.at_once == "always":
+            return
+        if not self._may_begin():
+            self.end()
+            return
+        if took_ns < _WINDOW_NS / 2:
+            return
+        self._window = now_ns, calls, python
+        self._at_once_ns = took_ns / num_calls
+        if self._at_once_ns > _BETTER * self._recorded_ns > 0:
+            self._at_once_ns, self._due_ns = 0.0, now_ns + self._wait_ns
+        elif not self._repeats() and now_ns < self._due_ns:
+            return
+        self._wait_ns = min(2 * self._wait_ns, _LONGEST_WAIT_NS)
+        self.end()
+
+    def _repeats(self) -> bool:
+        """Whether most steps are as one before: then they are recorded in C++."""
+        return self._num_steps >= _FORMS / 4 and self._num_repeated > _OFTEN * self._num_steps
+
+
+def sentences(counters: Mapping[str, int]) -> list[str]:
+    """What to say of ops that ran at once, if they did."""
+    took_ns = max((of_device.took_ns for each in _all if (of_device := each())), default=0)
+    if not took_ns:
+        return []
+    return [
+        f"For {took_ns / 1e9:.3g} s ops ran where they were called, as in eager PyTorch: steps did not repeat, and to "
+        "record them took longer (LTC_AT_ONCE)."
+    ]
