@@ -16,6 +16,7 @@ import torch
 __all__ = [
     "COPYING_VIEWS",
     "NOT_OF_ELEMENTS",
+    "RESHAPING",
     "Lens",
     "Pending",
     "ViewStep",
@@ -98,7 +99,8 @@ _NOT_OF_ELEMENTS: _Replacements = {
 _ON_REAL = _RESHAPING | _NOT_OF_ELEMENTS
 # View ops whose part is not made of elements of the memory that they see, at the strides that their meta says.
 NOT_OF_ELEMENTS = tuple(_NOT_OF_ELEMENTS)
-# Those, and view ops that copy where the strides forbid a view.
+# View ops that copy where the strides forbid a view.
+RESHAPING = tuple(_RESHAPING)
 COPYING_VIEWS = frozenset(_ON_REAL)
 
 # Steps that always copy on real tensors -> function that turns the part back into the whole.

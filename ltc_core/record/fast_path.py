@@ -19,7 +19,7 @@ import torch
 
 from ltc_core import source, uninterrupted
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta
-from ltc_core.graph.lens import COPYING_VIEWS, NOT_OF_ELEMENTS
+from ltc_core.graph.lens import COPYING_VIEWS, NOT_OF_ELEMENTS, RESHAPING
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
 from ltc_core.record import modules, random_state
@@ -257,4 +257,7 @@ def known_reads(
     """
     if _native is None or native_objects.native is None:
         return None
-    return _native.known_reads(memory, failures, checks, tuple(facts), NOT_OF_ELEMENTS, probe)
+    strided = torch.ops.aten.as_strided.default
+    return _native.known_reads(
+        memory, failures, checks, tuple(facts), NOT_OF_ELEMENTS, strided, RESHAPING, probe
+    )

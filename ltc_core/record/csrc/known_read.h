@@ -22,6 +22,8 @@ struct KnownReads {
   PyObject_HEAD
   std::vector<Fact>* facts; // a read is Python's if one has changed since `resume`
   PyObject* copying; // view ops whose parts are not elements of the memory that they see: a tuple
+  PyObject* strided; // one of them, `as_strided`: its parts are elements of packed memory
+  PyObject* reshaping; // view ops that copy what is not packed: a tuple
   Slot probe_is_chosen, probe_least; // of the probes of runtime/probe.py
   Py_ssize_t facts_number; // another one after each change that `resume` has found
   PyObject *trace_memory, *failures, *checks; // of the device
@@ -65,7 +67,7 @@ inline void free_known_reads(PyObject* self) {
     }
   delete reads->facts;
   for (PyObject* each :
-       {reads->copying, reads->trace_memory, reads->failures, reads->checks, reads->cut, reads->last, reads->unfinished})
+       {reads->copying, reads->strided, reads->reshaping, reads->trace_memory, reads->failures, reads->checks, reads->cut, reads->last, reads->unfinished})
     Py_XDECREF(each);
   Py_TYPE(self)->tp_free(self);
 }
@@ -172,11 +174,24 @@ class KnownRead {
     if (meta_of.contiguous.of(cell_of.meta.of(cell)) != Py_True)
       return false;
     PyObject* lens = view_of.lens.of(view);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i)
-      for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(reads.copying); ++k)
-        if (PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, i), 0) == PyTuple_GET_ITEM(reads.copying, k))
-          return false;
+    if (PyTuple_GET_SIZE(lens) == 1 && PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, 0), 0) == reads.strided)
+      return true;
+    bool is_packed = true; // what the step sees
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i) {
+      PyObject* op = PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, i), 0);
+      const bool reshapes = has(reads.reshaping, op);
+      if (has(reads.copying, op) || (reshapes && !is_packed))
+        return false;
+      is_packed = reshapes;
+    }
     return true;
+  }
+
+  static bool has(PyObject* ops, PyObject* op) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ops); ++i)
+      if (PyTuple_GET_ITEM(ops, i) == op)
+        return true;
+    return false;
   }
 
   // Whether the memory of the cell is as the view's meta supposes.
@@ -271,11 +286,12 @@ class KnownRead {
   }
 };
 
-// known_reads(memory, failures, checks, ((dict, name), ...), (view op, ...), Probe)
+// known_reads(memory, failures, checks, ((dict, name), ...), (view op, ...), as_strided, (view op, ...), Probe)
 inline PyObject* known_reads(PyObject*, PyObject* given) {
-  PyObject *memory, *failures, *checks, *facts, *copying, *probe;
+  PyObject *memory, *failures, *checks, *facts, *copying, *strided, *reshaping, *probe;
   if (!PyArg_ParseTuple(
-          given, "OOOO!O!O", &memory, &failures, &checks, &PyTuple_Type, &facts, &PyTuple_Type, &copying, &probe))
+          given, "OOOO!O!OO!O", &memory, &failures, &checks, &PyTuple_Type, &facts, &PyTuple_Type, &copying, &strided,
+          &PyTuple_Type, &reshaping, &probe))
     return nullptr;
   Object made(PyType_GenericAlloc(&known_reads_type, 0));
   if (!made)
@@ -286,6 +302,8 @@ inline PyObject* known_reads(PyObject*, PyObject* given) {
   reads->failures = Py_NewRef(failures);
   reads->checks = Py_NewRef(checks);
   reads->copying = Py_NewRef(copying);
+  reads->strided = Py_NewRef(strided);
+  reads->reshaping = Py_NewRef(reshaping);
   if (!reads->probe_is_chosen.find(probe, "is_chosen") || !reads->probe_least.find(probe, "least_recorded"))
     return nullptr;
   reads->cut = PyList_New(0);

@@ -214,6 +214,16 @@ def test_parts_are_those_of_eager(kind: str, is_new: bool) -> None:
     assert repeated(lambda: read(on_device), 24) == [expected] * 24
 
 
+def test_a_view_that_eager_refuses_has_the_elements_in_order() -> None:
+    x = torch.arange(6.0, device="ltc").view(2, 3)
+
+    def read() -> Any:
+        flat = (x + 1).t().view(-1)  # ltc: a lazy tensor looks contiguous
+        return flat.cpu().tolist(), flat[1].item(), flat.view(3, 2)[2].tolist()
+
+    assert repeated(read, 24) == [([1.0, 4.0, 2.0, 5.0, 3.0, 6.0], 4.0, [3.0, 6.0])] * 24
+
+
 def test_elements_are_read_without_python(in_python: list[str]) -> None:
     x = torch.arange(6.0, device="ltc").view(2, 3)
     found = [(x.sum(1)[1].item(), x[1, 2].item(), x[0].tolist()) for _ in range(60)]
