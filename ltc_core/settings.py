@@ -279,7 +279,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("sync_wait", "LTC_SYNC_WAIT", ("XLA_SYNC_WAIT",), bool, False,
             "Each sync waits until the device is done."),
     Setting("eager", "LTC_EAGER", ("XLA_USE_EAGER_DEBUG_MODE",), bool, False,
-            "Cut the graph after each op."),
+            "Run each op where it is called, so that an error has the line of its op."),
     Setting("max_async_queue", "LTC_MAX_ASYNC_QUEUE", ("XLA_MAX_ASYNC_QUEUE",), int, 100,
             "Asynchronous step closures that may wait.", at_least=1),
     Setting("max_pending_steps", "LTC_MAX_PENDING_STEPS", (), int, 4,

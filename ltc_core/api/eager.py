@@ -19,7 +19,8 @@ def is_eager_mode() -> bool:
 def eager_mode(enable: bool) -> None:
     """Run each op where it is called from now on, in all threads; or record again.
 
-    Cost: every op is a graph of its own, run and waited for. What was recorded before runs with the first of them.
+    Cost: 2 us an op more than in eager PyTorch, on the CPU; else, and for the first call of each op, the op is a graph
+    of its own, run and waited for. What was recorded before runs with the first of them.
 
     Source: `torch_xla.experimental.eager_mode`.
     """

@@ -101,14 +101,23 @@ def handler_of(op: torch._ops.OpOverload) -> Handler:
         handler = _checked(schema, handler)
     if not settings.eager:
         return handler
-    enable(False)
+    _choose_recorder()
     return _run_at_once(handler)
 
 
 def choose_anew() -> None:
     """Choose every op's handler again at its next use, after a setting that decides it has changed."""
-    enable(not settings.eager and not settings.force_fallback)
+    _choose_recorder()
+    for ctx in contexts():
+        ctx.at_once.end()
     HANDLERS.clear()
+
+
+def _choose_recorder() -> None:
+    """Whether C++ records calls. In eager mode it only runs those at once that Python has handled before."""
+    is_eager = settings.eager
+    is_on = not settings.force_fallback and (not is_eager or settings.at_once != "never")
+    enable(is_on, records=not is_eager)
 
 
 def _checked(schema: OpSchema, handler: Handler) -> Handler:

@@ -1,10 +1,11 @@
 """The fast path of recording: C++ records a call that repeats a known step.
 
 `csrc/ltc_record.cpp` registers a kernel for each op at the dispatcher's key for Python. The kernel records a call that
-repeats the next step of its trace. Every other call goes on to `LazyTensor.__torch_dispatch__`; `recorder` and
-`view_recorder` define what recording is (docs/recording.md). All calls go there without a C++ compiler, with LTC_EAGER,
-and while the C++ part is being built, which takes place during the first program of a machine. `ops.dispatch` adds the
-ops; `setup` and `runtime.device_context` install the C++ part once it is loaded.
+repeats the next step of its trace, or runs it where ops run at once. Every other call goes on to
+`LazyTensor.__torch_dispatch__`; `recorder` and `view_recorder` define what recording is (docs/recording.md). All calls go
+there without a C++ compiler, and while the C++ part is being built, which takes place during the first program of a
+machine; with LTC_EAGER, those that do not run at once. `ops.dispatch` adds the ops; `setup` and `runtime.device_context`
+install the C++ part once it is loaded.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ traces: dict[int, Trace] = {}  # index of a device -> its trace, for factories
 _takes_attention = False
 _DEVICE = vars(settings), "device"  # the setting that decides how attention runs
 _is_on: bool | None = None  # None: LTC_EAGER decides, which cuts after each op
+_records = True
 
 
 def after_fork_in_child() -> None:
@@ -109,7 +111,8 @@ def install() -> bool:
             native.add_kernels()
             if _takes_attention:
                 native.add_attention(*_DEVICE)
-            native.enable(_is_on is not False)  # not `_is_wanted`: the first op reads LTC_EAGER
+            # Not `_is_wanted`: the first op reads LTC_EAGER.
+            native.enable(_is_on is not False, _records)
             _native = native
     return True
 
@@ -149,13 +152,17 @@ def add_attention() -> None:
         _takes_attention = True
 
 
-def enable(on: bool) -> bool:
-    """Record calls in C++, or leave all of them to Python. Returns the previous setting."""
-    global _is_on
+def enable(on: bool, records: bool = True) -> bool:
+    """Handle calls in C++, or leave all of them to Python. Returns whether C++ handled them.
+
+    Args:
+        records: whether it records them; else those that do not run at once are left to Python.
+    """
+    global _is_on, _records
     with _lock:
-        was_on, _is_on = _is_wanted(), on
+        was_on, _is_on, _records = _is_wanted(), on, records
         if _native is not None:
-            _native.enable(on)
+            _native.enable(on, records)
     return was_on
 
 

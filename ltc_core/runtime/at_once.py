@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ltc_core import metrics
-from ltc_core.executors import Executor
+from ltc_core.executors import Executor, spinning
 from ltc_core.record import fast_path
 from ltc_core.record.trace import Trace
 from ltc_core.runtime import execution_gate
@@ -99,11 +99,14 @@ class AtOnce:
 
     def follow(self, now_ns: int) -> None:
         """A cut was made. Cost: 0.2 us, and 2 us for each window."""
-        began_ns = self._window[0]
-        if self._native is not None or now_ns - began_ns < _WINDOW_NS:
+        if self._native is not None:
             return
-        if settings.at_once == "always":
-            self._begin(now_ns)
+        if settings.at_once == "always" or (settings.eager and settings.at_once != "never"):
+            if not _is_seen():
+                self._begin(now_ns)
+            return
+        began_ns = self._window[0]
+        if now_ns - began_ns < _WINDOW_NS:
             return
         calls, python = fast_path.num_calls()
         num_calls, num_python = calls - self._window[1], python - self._window[2]
@@ -124,11 +127,9 @@ class AtOnce:
             self._begin(now_ns)
 
     def _may_begin(self) -> bool:
-        is_wanted = settings.at_once == "auto" and settings.compile != "sync" and not settings.eager
-        is_seen = slices.is_watched() or settings.debug or settings.explain
-        is_seen |= settings.emit_steplog or bool(settings.save_tensors_file)
+        is_wanted = settings.at_once == "auto" and settings.compile != "sync"
         is_free = not execution_gate.is_closed and rank_in_job()[1] == 1 and self._is_alone()
-        return self._is_possible and is_wanted and not is_seen and is_free
+        return self._is_possible and is_wanted and not _is_seen() and is_free
 
     # -- while they run at once ----------------------------------------------------------------
 
@@ -175,13 +176,14 @@ class AtOnce:
         native, now_ns = self._native, time.perf_counter_ns()
         if native is None:
             return
+        spinning.follow(now_ns)
         calls, python = fast_path.num_calls()
         num_calls, took_ns = max(calls - self._window[1], 1), max(now_ns - self._window[0], 1)
         native.next_look = min(max(int(num_calls * _WINDOW_NS / took_ns), 1), _LONGEST_LOOK)
-        if settings.at_once == "always":
-            return
-        if not self._may_begin():
+        is_set = settings.at_once == "always" or settings.eager
+        if _is_seen() if is_set else not self._may_begin():
             self.end()
+        if is_set or self._native is None:
             return
         if took_ns < _WINDOW_NS / 2:
             return
@@ -199,10 +201,16 @@ class AtOnce:
         return self._num_steps >= _FORMS / 4 and self._num_repeated > _OFTEN * self._num_steps
 
 
+def _is_seen() -> bool:
+    """Whether somebody looks at what is recorded, cut and run."""
+    is_reported = settings.debug or settings.explain or settings.emit_steplog
+    return bool(slices.is_watched() or is_reported or settings.save_tensors_file)
+
+
 def sentences(counters: Mapping[str, int]) -> list[str]:
     """What to say of ops that ran at once, if they did."""
     took_ns = max((of_device.took_ns for each in _all if (of_device := each())), default=0)
-    if not took_ns:
+    if not took_ns or settings.eager:
         return []
     return [
         f"For {took_ns / 1e9:.3g} s ops ran where they were called, as in eager PyTorch: steps did not repeat, and to "

@@ -123,7 +123,7 @@ class Follower final : public c10::OperatorKernel {
       ++num_called;
       if (may_run_at_once && num_at_once.load(std::memory_order_relaxed) > 0 && run_at_once(*stack))
         return;
-      if (op.kind != kNever && follow(*stack, noted))
+      if ((op.kind == kShare || (records && op.kind != kNever)) && follow(*stack, noted))
         return;
     }
     python.callBoxed(handle, keys, stack);
@@ -616,10 +616,15 @@ PyObject* use_objects(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// enable(on): record calls in C++, or leave all of them to Python. Returns the previous setting.
-PyObject* enable(PyObject*, PyObject* on) {
-  const bool was_on = is_on.exchange(PyObject_IsTrue(on) == 1);
-  return PyBool_FromLong(was_on);
+// enable(on, records): handle calls in C++, or leave all of them to Python; record them, or leave those that do not run at
+// once to Python.
+PyObject* enable(PyObject*, PyObject* given) {
+  int on, and_records;
+  if (!PyArg_ParseTuple(given, "pp", &on, &and_records))
+    return nullptr;
+  is_on = on;
+  records = and_records;
+  Py_RETURN_NONE;
 }
 // wrap(handle): a lazy tensor that holds the handle.
 PyObject* wrap_handle(PyObject*, PyObject* handle) {
@@ -649,7 +654,7 @@ PyMethodDef methods[] = {
     {"use_objects", use_objects, METH_VARARGS, nullptr},
     {"setup", setup, METH_VARARGS, nullptr},
     {"add", add, METH_VARARGS, nullptr},
-    {"enable", enable, METH_O, nullptr},
+    {"enable", enable, METH_VARARGS, nullptr},
     {"copy_steps", copy_steps, METH_O, nullptr},
     {"wrap", wrap_handle, METH_O, nullptr},
     {"count", count, METH_NOARGS, nullptr},

@@ -126,6 +126,7 @@ inline PyObject *step_type, *node_type, *ref_type, *scalar_type; // likewise
 inline PyObject *any_meta, *any_size; // `AnyMeta`, `ANY` of dynamic_shapes.py
 inline PyObject *detach, *python_dispatch; // the op; the Python function that `dispatch` replaces
 inline std::atomic<bool> is_on = true; // also read without the GIL
+inline bool records = true; // else C++ runs ops at once (at_once.h), or leaves them to Python
 inline Py_ssize_t num_called = 0, num_followed = 0, num_ran = 0; // calls of ops: all, those that C++ recorded, or ran
 inline Py_ssize_t often; // `OFTEN` of dynamic_steps.py: Python decides whether such a call gets an exact way
 inline PyObject* make_empty; // (meta, device) -> a lazy tensor without a handle

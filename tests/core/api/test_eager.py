@@ -120,4 +120,31 @@ def test_a_program_that_starts_with_it_can_leave_it() -> None:
         z = (x + 1).sin().exp()
         assert count("Eager") == before + 3 and torch.equal(z, y)
     """
+    child.run(code, LTC_EAGER="1", LTC_COMPILE="off", LTC_AT_ONCE="never")
+
+
+def test_without_a_cut_each_op_runs_where_it_is_called() -> None:
+    code = """
+        def step(x, rows):
+            return (x.sin() * 2).index_select(0, rows).sum()
+        x = torch.ones(3, 2, device=device)
+        right, wrong = (torch.tensor([k], device=device) for k in (1, 7))
+        for _ in range(20):
+            y = step(x, right)
+        cuts = ltc.metrics.counter_value("Sync.Eager")
+        for _ in range(20):
+            y = step(x, right)
+        assert ltc.metrics.counter_value("Sync.Eager") == cuts
+        assert y._h.value.buffer.data is not None
+        reached = False
+        try:
+            z = step(x, wrong)
+            reached = True
+        except IndexError as error:
+            assert "index out of range" in str(error), error
+        assert not reached
+        ltc.eager_mode(False)
+        z = x.exp()
+        assert z._h.value.buffer is None and torch.allclose(z.cpu(), torch.ones(3, 2).exp())
+    """
     child.run(code, LTC_EAGER="1", LTC_COMPILE="off")
