@@ -2,10 +2,10 @@
 
 `csrc/ltc_record.cpp` registers a kernel for each op at the dispatcher's key for Python. The kernel records a call that
 repeats the next step of its trace, or runs it where ops run at once. Every other call goes on to
-`LazyTensor.__torch_dispatch__`; `recorder` and `view_recorder` define what recording is (docs/recording.md). All calls go
-there without a C++ compiler, and while the C++ part is being built, which takes place during the first program of a
-machine; with LTC_EAGER, those that do not run at once. `ops.dispatch` adds the ops; `setup` and `runtime.device_context`
-install the C++ part once it is loaded.
+`LazyTensor.__torch_dispatch__`; `recorder` and `view_recorder` define what recording is (docs/recording.md). All calls
+go there without a C++ compiler, and while the C++ part is being built, which takes place during the first program of a
+machine; with LTC_EAGER, those that do not run at once. `ops.dispatch` adds the ops; `setup` and
+`runtime.device_context` install the C++ part once it is loaded.
 """
 
 from __future__ import annotations
