@@ -4,9 +4,10 @@ A step that repeats is recorded by C++, in microseconds an op. Searches, trees a
 another way each time, which Python records: that takes longer than their ops. There C++ runs an op at once if its
 operands are there (`record/csrc/at_once.h`); else it is recorded, and cut before the next op that needs it.
 
-Whether that is quicker is measured, by the time for each op that is called: of recorded ones, where Python has
-recorded much for a while, then of ops that run at once. The quicker way stays, and the other one is tried again, soon
-at first and then more and more rarely. Steps that turn out to repeat are recorded again at once.
+So it is where a script reads a value every few ops. Whether it is quicker is measured, by the time for each op that is
+called: of recorded ones, where one of the two is so for a while, then of ops that run at once. The quicker way stays,
+and the other one is tried again, soon at first and then more and more rarely. Steps that turn out to repeat are
+recorded again soon.
 
 Told of cuts by `device_context`, and by C++ of ops that have run.
 """
@@ -35,6 +36,7 @@ _WINDOW_NS = 50_000_000  # for which a way is measured, at least
 _FEWEST_CALLS = 100  # in it
 _PYTHON_CALL_NS = 50_000  # to record one op in Python, at most
 _MUCH = 0.1  # of the time: then another way is worth a trial
+_FEW = 8  # calls in a graph, on average: the same
 _WINDOWS = 4  # in a row in which that was so; or in which recording is tried again, until the path is known
 _BETTER = 0.9  # of the time of the other way
 _FIRST_WAIT_NS, _LONGEST_WAIT_NS = (
@@ -75,6 +77,7 @@ class AtOnce:
         self._native: Any = None
         self._window: tuple[int, int, int] = (0, 0, 0)  # when it began; calls so far, and Python's
         self._num_windows = 0  # in a row: see `_WINDOWS`
+        self._num_cuts = 0  # in this one
         # For a call; 0: not known. That of ops at once is known where recording is on trial.
         self._recorded_ns = self._at_once_ns = 0.0
         self._began_ns = 0  # when ops began to run at once
@@ -82,6 +85,7 @@ class AtOnce:
         self._wait_ns = _FIRST_WAIT_NS
         self._forms: deque[int] = deque(maxlen=_FORMS)
         self._num_steps = self._num_repeated = 0
+        self._may_repeat = False  # ops run at once although steps repeat
         self._took_ns = 0  # for which ops have run at once
         execution_gate.at_close(self.end)
         _all.append(weakref.ref(self))
@@ -97,8 +101,8 @@ class AtOnce:
 
     # -- while ops are recorded ----------------------------------------------------------------
 
-    def follow(self, now_ns: int) -> None:
-        """A cut was made. Cost: 0.2 us, and 2 us for each window."""
+    def follow(self, now_ns: int, num_cuts: int = 1) -> None:
+        """Cuts were made. Cost: 0.2 us, and 2 us for each window."""
         if self._native is not None:
             return
         if settings.at_once == "always" or (settings.eager and settings.at_once != "never"):
@@ -106,6 +110,7 @@ class AtOnce:
                 self._begin(now_ns)
             return
         began_ns = self._window[0]
+        self._num_cuts += num_cuts
         if now_ns - began_ns < _WINDOW_NS:
             return
         calls, python = fast_path.num_calls()
@@ -113,17 +118,20 @@ class AtOnce:
         if num_calls < _FEWEST_CALLS and began_ns:
             return
         self._window = now_ns, calls, python
+        num_cuts, self._num_cuts = self._num_cuts, 0
         if not began_ns or now_ns < self._due_ns or not self._may_begin():
             self._num_windows = 0
             return
         took_ns = now_ns - began_ns
         self._recorded_ns = took_ns / num_calls
         is_slow = num_python * _PYTHON_CALL_NS > _MUCH * took_ns
+        is_short = num_calls < _FEW * num_cuts
         is_on_trial = self._at_once_ns > 0
-        self._num_windows = self._num_windows + 1 if is_slow or is_on_trial else 0
+        self._num_windows = self._num_windows + 1 if is_slow or is_short or is_on_trial else 0
         if is_on_trial and not is_slow and self._recorded_ns <= self._at_once_ns:
             self._at_once_ns, self._num_windows, self._wait_ns = 0.0, 0, _FIRST_WAIT_NS
         elif self._num_windows >= _WINDOWS:
+            self._may_repeat = not is_slow
             self._begin(now_ns)
 
     def _may_begin(self) -> bool:
@@ -198,7 +206,8 @@ class AtOnce:
 
     def _repeats(self) -> bool:
         """Whether most steps are as one before: then they are recorded in C++."""
-        return self._num_steps >= _FORMS / 4 and self._num_repeated > _OFTEN * self._num_steps
+        is_often = self._num_repeated > _OFTEN * self._num_steps
+        return not self._may_repeat and self._num_steps >= _FORMS / 4 and is_often
 
 
 def _is_seen() -> bool:
@@ -213,6 +222,6 @@ def sentences(counters: Mapping[str, int]) -> list[str]:
     if not took_ns or settings.eager:
         return []
     return [
-        f"For {took_ns / 1e9:.3g} s ops ran where they were called, as in eager PyTorch: steps did not repeat, and to "
-        "record them took longer (LTC_AT_ONCE)."
+        f"For {took_ns / 1e9:.3g} s ops ran where they were called, as in eager PyTorch: steps did not repeat, or read "
+        "values every few ops, and to record them took longer (LTC_AT_ONCE)."
     ]

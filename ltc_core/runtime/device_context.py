@@ -292,7 +292,7 @@ class DeviceContext:
         elapsed_ns, self._marked_ns = now_ns - self._marked_ns, now_ns
         metrics.observe_many("LoopTime", elapsed_ns / num_cuts, num_cuts)
         spinning.follow(now_ns)
-        self.at_once.follow(now_ns)
+        self.at_once.follow(now_ns, num_cuts)
 
     def _mark(self) -> None:
         """Count the time since the last cut or wait; what was before the first one is the script's start."""

@@ -208,6 +208,8 @@ class Memory {
   // A new value with this memory. Null after an error.
   Object value_with(const at::Tensor& memory) const {
     const Object data(THPVariable_Wrap(memory));
+    if (data && PyObject_GC_IsTracked(data.get()))
+      PyObject_GC_UnTrack(data.get()); // it refers to no other object
     const auto nbytes = static_cast<Py_ssize_t>(memory.numel() * memory.element_size());
     const Object buffer(data ? native_functions.ready_buffer(state.memory, data.get(), nbytes) : nullptr);
     return buffer ? value_with(buffer.get()) : Object();
@@ -295,9 +297,9 @@ class OpAtOnce {
 
   // Runs it; false if it is left to the recorders. An error is left set.
   bool run(torch::jit::Stack& results) {
-    if (look() != Memory::Found::ready || !make_written() || !fill())
+    if (changes_cells() && look() != Memory::Found::ready) // another thread had the lock meanwhile
       return false;
-    if (!call() || !keep_written() || !wrap_all(results))
+    if (!make_written() || !fill() || !call() || !keep_written() || !wrap_all(results))
       return false;
     ++state.num_ops;
     return true;
@@ -315,7 +317,7 @@ class OpAtOnce {
   torch::jit::Stack stack;
   int64_t num_elements = 0; // of the operands
   bool has_sizes = false; // among the arguments: what it makes may be large
-  std::vector<at::Tensor> held; // what is on the stack: the last reference to it goes while the GIL is held
+  c10::SmallVector<at::Tensor, 6> held; // what is on the stack: the last reference to it goes while the GIL is held
   Object stream;
   std::optional<at::Generator> generator;
 
@@ -508,10 +510,10 @@ class OpAtOnce {
   static at::Tensor packed(const at::Tensor& made) {
     if (!made.defined() || made.layout() != at::kStrided || !made.is_cpu())
       return made;
-    const at::Tensor plain = made.resolve_conj().resolve_neg();
-    const bool is_own = plain.storage().use_count() == (plain.is_same(made) ? 1 : 2) && plain.storage_offset() == 0 &&
-        plain.is_non_overlapping_and_dense() && !plain._is_zerotensor();
-    return is_own ? plain : plain.clone(at::MemoryFormat::Contiguous);
+    const at::Tensor plain = made.is_conj() || made.is_neg() ? made.resolve_conj().resolve_neg() : made;
+    const bool is_dense = plain.is_non_overlapping_and_dense() && !plain._is_zerotensor();
+    const bool is_own = plain.storage().use_count() == 1 && plain.storage_offset() == 0; // not so of `_unsafe_view`
+    return is_dense && is_own ? plain : plain.clone(is_dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
   }
 
   bool keep_written() {

@@ -229,7 +229,14 @@ class TestWhen:
             self.state = SimpleNamespace(next_look=0, form=0, num_ops=0)
             return self.state
 
-        def step(self, num_calls: int, us_a_call: float, in_python: float, form: int = 0) -> None:
+        def step(
+            self,
+            num_calls: int,
+            us_a_call: float,
+            in_python: float,
+            num_cuts: int = 1,
+            form: int = 0,
+        ) -> None:
             """A step of the script: ends with a cut, or, where ops run at once, with a look."""
             self.calls += num_calls
             self.python += int(num_calls * in_python)
@@ -239,17 +246,24 @@ class TestWhen:
                 self.at_once.end_step()
                 self.at_once._look()
             else:
-                self.at_once.follow(self.now_ns)
+                self.at_once.follow(self.now_ns, num_cuts)
 
-        def run(self, seconds: float, recorded: tuple[float, float], at_once_us: float) -> float:
+        def run(
+            self,
+            seconds: float,
+            recorded: tuple[float, float],
+            at_once_us: float,
+            num_cuts: int = 1,
+            form: int = 0,
+        ) -> float:
             """Run steps for so long; the share of the time for which their ops ran at once."""
             began_ns, at_once_ns = self.now_ns, 0
             while self.now_ns < began_ns + seconds * 1e9:
                 before_ns, was_on = self.now_ns, self.at_once.is_on
                 if was_on:
-                    self.step(500, at_once_us, 0.0)
+                    self.step(500, at_once_us, 0.0, form=form)
                 else:
-                    self.step(500, *recorded)
+                    self.step(500, *recorded, num_cuts)
                 at_once_ns += (self.now_ns - before_ns) * was_on
             return at_once_ns / (self.now_ns - began_ns)
 
@@ -281,6 +295,13 @@ class TestWhen:
                 device.step(500, 60, 0.0, form=17)
         assert not device.at_once.is_on
         assert device.run(20, recorded=(5, 0.0), at_once_us=10) == 0
+
+    def test_where_values_are_read_every_few_ops(self, device: "TestWhen.Device") -> None:
+        def run(seconds: float) -> float:
+            return device.run(seconds, recorded=(20, 0.0), at_once_us=10, num_cuts=100, form=17)
+
+        run(5)
+        assert run(300) > 0.95
 
     @pytest.mark.parametrize(
         "changed",
