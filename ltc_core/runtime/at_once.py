@@ -145,7 +145,6 @@ class AtOnce:
     def _begin(self, now_ns: int) -> None:
         if not self._is_possible or execution_gate.is_closed or not fast_path.install():
             return
-        self._settle()
         self._native = fast_path.run_at_once(self._trace, self._memory, self._settle, self._look)
         if self._native is None:
             self._is_possible = False
@@ -156,6 +155,7 @@ class AtOnce:
         self._at_once_ns, self._num_windows = 0.0, 0
         self._num_steps = self._num_repeated = 0
         self._forms.clear()
+        self._settle()
 
     def end(self) -> None:
         """Record the next ops."""
@@ -199,7 +199,9 @@ class AtOnce:
         self._at_once_ns = took_ns / num_calls
         if self._at_once_ns > _BETTER * self._recorded_ns > 0:
             self._at_once_ns, self._due_ns = 0.0, now_ns + self._wait_ns
-        elif not self._repeats() and now_ns < self._due_ns:
+        elif self._repeats() or now_ns > self._due_ns:
+            self._due_ns = now_ns
+        else:
             return
         self._wait_ns = min(2 * self._wait_ns, _LONGEST_WAIT_NS)
         self.end()

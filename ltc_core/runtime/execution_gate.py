@@ -24,6 +24,7 @@ _at_close: list[weakref.WeakMethod[Callable[[], object]]] = []
 
 def at_close(call: Callable[[], object]) -> None:
     """Have a method called when the gate closes, as long as its object lives."""
+    _at_close[:] = [method for method in _at_close if method()]
     _at_close.append(weakref.WeakMethod(call))
 
 

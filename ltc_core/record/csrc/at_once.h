@@ -25,6 +25,7 @@ struct AtOnce {
   Py_ssize_t next_look;
   Py_ssize_t num_ops, num_left; // that ran here; that were left to the recorders
   unsigned long long form; // a hash of the ops and of their operands' sizes and dtypes
+  at::Generator* generator; // draws, each time from a state of the device's; used while the trace is locked
 };
 inline PyTypeObject at_once_type = {PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.AtOnce", sizeof(AtOnce)};
 inline std::atomic<int> num_at_once = 0; // traces with one; read without the GIL
@@ -33,6 +34,7 @@ inline void free_at_once(PyObject* self) {
   auto* state = reinterpret_cast<AtOnce*>(self);
   for (PyObject* each : {state->memory, state->settle, state->look, state->make_meta, state->find_lens, state->find_part})
     Py_XDECREF(each);
+  delete state->generator;
   Py_TYPE(self)->tp_free(self);
 }
 
@@ -46,6 +48,7 @@ inline PyObject* at_once(PyObject*, PyObject* given) {
     return nullptr;
   auto* state = reinterpret_cast<AtOnce*>(made);
   state->memory = Py_NewRef(memory);
+  state->generator = new at::Generator(at::detail::createCPUGenerator());
   state->settle = Py_NewRef(settle);
   state->look = Py_NewRef(look);
   state->make_meta = Py_NewRef(make_meta);
@@ -274,6 +277,14 @@ class Memory {
   inline static PyObject* copying_views = nullptr; // a frozenset; see `use_copying_views`
 };
 
+// The state of PyTorch's that a new thread has, below autograd: a call does not depend on the modes of its caller.
+struct PlainState {
+  const c10::impl::ForceDispatchKeyGuard keys{c10::default_included_set, c10::default_excluded_set};
+  const c10::InferenceMode no_inference{false};
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const c10::AutoGradMode no_grad{false};
+};
+
 // One call, on the memory of its operands.
 class OpAtOnce {
  public:
@@ -299,7 +310,12 @@ class OpAtOnce {
   bool run(torch::jit::Stack& results) {
     if (changes_cells() && look() != Memory::Found::ready) // another thread had the lock meanwhile
       return false;
-    if (!make_written() || !fill() || !call() || !keep_written() || !wrap_all(results))
+    {
+      const PlainState plain;
+      if (!make_written() || !fill() || !call() || !keep_written())
+        return false;
+    }
+    if (!wrap_all(results))
       return false;
     ++state.num_ops;
     return true;
@@ -318,8 +334,7 @@ class OpAtOnce {
   int64_t num_elements = 0; // of the operands
   bool has_sizes = false; // among the arguments: what it makes may be large
   c10::SmallVector<at::Tensor, 6> held; // what is on the stack: the last reference to it goes while the GIL is held
-  Object stream;
-  std::optional<at::Generator> generator;
+  Object stream; // the state cell that the op draws from
 
   // Calls `see` with each tensor among the arguments, and whether the op writes it; stops where that returns false.
   template <typename See>
@@ -350,7 +365,8 @@ class OpAtOnce {
       return one == Memory::Found::ready || one == Memory::Found::pending;
     });
     if (found == Memory::Found::ready && op.draws) {
-      stream = Object(PyObject_CallFunctionObjArgs(find_stream, trace, Py_None, nullptr));
+      if (!stream)
+        stream = Object(PyObject_CallFunctionObjArgs(find_stream, trace, Py_None, nullptr));
       found = stream ? memory.look(stream.get()) : Memory::Found::no;
     }
     return found;
@@ -413,8 +429,7 @@ class OpAtOnce {
         if (!a.isNone())
           return false;
         if (op.draws) {
-          generator = own_generator();
-          stack.emplace_back(*generator);
+          stack.emplace_back(*state.generator);
         } else {
           stack.emplace_back();
         }
@@ -455,28 +470,19 @@ class OpAtOnce {
     return true;
   }
 
-  static const at::Generator& own_generator() {
-    static const auto* made = new at::Generator(at::detail::createCPUGenerator()); // leaked: see `Layouts`
-    return *made;
-  }
-
-  // The state of PyTorch's that a new thread has: a call does not depend on the modes of its caller.
   bool call() {
     bool is_done = true;
     if (stream)
       held.push_back(memory.whole(stream.get()));
-    const bool is_short = !has_sizes && !op.is_factory && num_elements <= kShort;
+    const bool is_short = op.kind == kView || (!has_sizes && !op.is_factory && num_elements <= kShort);
     PyThreadState* thread = is_short ? nullptr : PyEval_SaveThread();
     try {
-      const c10::impl::ForceDispatchKeyGuard keys{c10::default_included_set, c10::default_excluded_set};
-      const c10::InferenceMode no_inference{false};
-      const at::AutoDispatchBelowADInplaceOrView below;
       const c10::AutoGradMode mode(op.asks_grad_mode() && args.back().isBool() && args.back().toBool());
       if (stream)
-        generator->set_state(held.back());
+        state.generator->set_state(held.back());
       op.handle.callBoxed(&stack);
       if (stream)
-        held.push_back(generator->get_state());
+        held.push_back(state.generator->get_state());
       settle_results();
     } catch (...) { // it will fail again where the recorders' op runs, which says so
       is_done = false;

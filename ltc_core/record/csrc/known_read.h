@@ -278,8 +278,16 @@ class KnownRead {
         return Number(*static_cast<const double*>(memory), sizeof(double));
       case at::kLong:
         return Number(*static_cast<const int64_t*>(memory), sizeof(int64_t));
+      case at::kInt:
+        return Number(static_cast<int64_t>(*static_cast<const int32_t*>(memory)), sizeof(int32_t));
+      case at::kByte:
+        return Number(static_cast<int64_t>(*static_cast<const uint8_t*>(memory)), sizeof(uint8_t));
       case at::kBool:
         return Number(*static_cast<const bool*>(memory), sizeof(bool));
+      case at::kBFloat16:
+        return Number(static_cast<double>(*static_cast<const at::BFloat16*>(memory)), sizeof(at::BFloat16));
+      case at::kHalf:
+        return Number(static_cast<double>(*static_cast<const at::Half*>(memory)), sizeof(at::Half));
       default:
         return std::nullopt;
     }

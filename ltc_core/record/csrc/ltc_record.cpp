@@ -246,8 +246,8 @@ class Follower final : public c10::OperatorKernel {
     if (--state.next_look != 0)
       return;
     const Object seen(PyObject_CallNoArgs(state.look));
-    if (!seen)
-      PyErr_WriteUnraisable(state.look);
+    if (!seen) // a signal handler may raise there
+      throw_python_error();
   }
 
   // As `is_of_other_mode`, but that a view is made here if it is to be what the mode says.
