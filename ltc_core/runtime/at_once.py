@@ -48,7 +48,7 @@ _FIRST_LOOK = 256
 _FORMS = 64  # steps that are remembered
 _OFTEN = 0.5  # of the steps: they repeat
 
-_OPS = "AtOnceOps"  # counter
+_OPS, _TIME = "AtOnceOps", "AtOnceMicroseconds"  # counters
 _all: list[weakref.ref[AtOnce]] = []
 
 
@@ -80,24 +80,18 @@ class AtOnce:
         self._num_cuts = 0  # in this one
         # For a call; 0: not known. That of ops at once is known where recording is on trial.
         self._recorded_ns = self._at_once_ns = 0.0
-        self._began_ns = 0  # when ops began to run at once
         self._due_ns = 0  # when the other way may be tried
         self._wait_ns = _FIRST_WAIT_NS
         self._forms: deque[int] = deque(maxlen=_FORMS)
         self._num_steps = self._num_repeated = 0
         self._may_repeat = False  # ops run at once although steps repeat
-        self._took_ns = 0  # for which ops have run at once
+        self._counted = (0, 0)  # when ops at once were last counted, and how many there were then
         execution_gate.at_close(self.end)
         _all.append(weakref.ref(self))
 
     @property
     def is_on(self) -> bool:
         return self._native is not None
-
-    @property
-    def took_ns(self) -> int:
-        """Nanoseconds for which ops have run at once so far."""
-        return self._took_ns + (time.perf_counter_ns() - self._began_ns if self.is_on else 0)
 
     # -- while ops are recorded ----------------------------------------------------------------
 
@@ -150,7 +144,7 @@ class AtOnce:
             self._is_possible = False
             return
         self._native.next_look = _FIRST_LOOK
-        self._began_ns, self._due_ns = now_ns, now_ns + self._wait_ns
+        self._counted, self._due_ns = (now_ns, 0), now_ns + self._wait_ns
         self._window = (now_ns, *fast_path.num_calls())
         self._at_once_ns, self._num_windows = 0.0, 0
         self._num_steps = self._num_repeated = 0
@@ -162,10 +156,19 @@ class AtOnce:
         native, self._native = self._native, None
         if native is not None:
             fast_path.record_again(self._trace)
-            now_ns = time.perf_counter_ns()
-            self._took_ns += now_ns - self._began_ns
-            metrics.count(_OPS, native.num_ops)
-            self._window = (now_ns, *fast_path.num_calls())
+            self._count(native)
+            self._window = (self._counted[0], *fast_path.num_calls())
+
+    def count(self) -> None:
+        """Count the ops that have run at once so far, and the time."""
+        if self._native is not None:
+            self._count(self._native)
+
+    def _count(self, native: Any) -> None:
+        last_ns, last_ops = self._counted
+        self._counted = now_ns, num_ops = time.perf_counter_ns(), native.num_ops
+        metrics.count(_OPS, num_ops - last_ops)
+        metrics.count(_TIME, (now_ns - last_ns) // 1000)
 
     def end_step(self) -> None:
         """The script ends a step. Cost: 0.1 us while ops are recorded."""
@@ -220,10 +223,20 @@ def _is_seen() -> bool:
 
 def sentences(counters: Mapping[str, int]) -> list[str]:
     """What to say of ops that ran at once, if they did."""
-    took_ns = max((of_device.took_ns for each in _all if (of_device := each())), default=0)
-    if not took_ns or settings.eager:
+    took_us = counters.get(_TIME, 0)
+    if not took_us or settings.eager:
         return []
     return [
-        f"For {took_ns / 1e9:.3g} s ops ran where they were called, as in eager PyTorch: steps did not repeat, or read "
+        f"For {took_us / 1e6:.3g} s ops ran where they were called, as in eager PyTorch: steps did not repeat, or read "
         "values every few ops, and to record them took longer (LTC_AT_ONCE)."
     ]
+
+
+def _count_all() -> None:
+    for each in list(_all):
+        of_device = each()
+        if of_device is not None:
+            of_device.count()
+
+
+metrics.register_late_counts(_count_all)

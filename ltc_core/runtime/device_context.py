@@ -127,7 +127,9 @@ class DeviceContext:
         )
 
     def _settle(self) -> None:
-        """Compute what is recorded, for an op that runs at once."""
+        """Compute what is recorded, for an op that runs at once; not for one of a finalizer in the worker's thread."""
+        if self.worker.is_this_thread:
+            return
         self.cut("AtOnce", is_awaited=True)
         self.worker.drain()
         self.launcher.release_team_of_worker()
