@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "COPYING_VIEWS",
     "NOT_OF_ELEMENTS",
     "RESHAPING",
     "Lens",
@@ -101,7 +100,6 @@ _ON_REAL = _RESHAPING | _NOT_OF_ELEMENTS
 NOT_OF_ELEMENTS = tuple(_NOT_OF_ELEMENTS)
 # View ops that copy where the strides forbid a view.
 RESHAPING = tuple(_RESHAPING)
-COPYING_VIEWS = frozenset(_ON_REAL)
 
 # Steps that always copy on real tensors -> function that turns the part back into the whole.
 _INVERSE: dict[torch._ops.OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {

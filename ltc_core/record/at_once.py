@@ -1,7 +1,4 @@
-"""What C++ asks where ops run at once (`csrc/at_once.h`): metas, lenses, and parts of memory.
-
-Each answer is kept there, but for parts that a view op may have copied.
-"""
+"""What C++ asks where ops run at once (`csrc/at_once.h`): lenses, and parts that a view op may have copied."""
 
 from __future__ import annotations
 
@@ -13,15 +10,9 @@ from ltc_core.graph.ir import TensorMeta
 from ltc_core.graph.lens import Lens, ViewStep, apply_lens, shares_memory
 from ltc_core.thread_state import in_own_state
 
-__all__ = ["find_lens", "find_meta", "find_part"]
+__all__ = ["find_lens", "find_part"]
 
 aten = torch.ops.aten
-
-
-def find_meta(
-    size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
-) -> TensorMeta:
-    return TensorMeta.of(size, stride, offset, dtype)
 
 
 def find_lens(whole: TensorMeta, part: TensorMeta) -> Lens | None:

@@ -20,11 +20,11 @@ import torch
 
 from ltc_core import source, uninterrupted
 from ltc_core.graph.ir import Node, Ref, Scalar, TensorMeta
-from ltc_core.graph.lens import COPYING_VIEWS, NOT_OF_ELEMENTS, RESHAPING
+from ltc_core.graph.lens import NOT_OF_ELEMENTS, RESHAPING
 from ltc_core.graph.op_schema import OpSchema
 from ltc_core.native_extension import Extension
 from ltc_core.record import modules, random_state
-from ltc_core.record.at_once import find_lens, find_meta, find_part
+from ltc_core.record.at_once import find_lens, find_part
 from ltc_core.record.dynamic_shapes import ANY, AnyMeta, Dynamic, Entry
 from ltc_core.record.dynamic_steps import OFTEN
 from ltc_core.record.trace import Step, Trace, epochs
@@ -103,7 +103,7 @@ def install() -> bool:
                 modules,
             )
             native.use_traces(traces)
-            native.use_copying_views(COPYING_VIEWS)
+            native.use_view_ops(NOT_OF_ELEMENTS, RESHAPING, aten.as_strided.default)
             wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
             for names, op in _ops.items():
@@ -229,12 +229,12 @@ def run_at_once(
         look: called once after each `next_look` ops.
 
     Returns:
-        `num_ops` that ran so, `num_left` to the recorders, and two that may be set: `next_look`, and `form`, a hash of
-        the ops and of their operands' sizes.
+        `num_ops` that ran so, and two that may be set: `next_look`, and `form`, a hash of the ops and of the sizes of
+        their operands.
     """
     if _native is None or native_objects.native is None:
         return None
-    state = _native.at_once(memory, settle, look, find_meta, find_lens, find_part)
+    state = _native.at_once(memory, settle, look, TensorMeta.of, find_lens, find_part)
     with trace.lock:
         _native.run_at_once(trace, state)
     return state
@@ -264,7 +264,4 @@ def known_reads(
     """
     if _native is None or native_objects.native is None:
         return None
-    strided = torch.ops.aten.as_strided.default
-    return _native.known_reads(
-        memory, failures, checks, tuple(facts), NOT_OF_ELEMENTS, strided, RESHAPING, probe
-    )
+    return _native.known_reads(memory, failures, checks, tuple(facts), probe)

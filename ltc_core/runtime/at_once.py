@@ -15,7 +15,6 @@ Told of cuts by `device_context`, and by C++ of ops that have run.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,17 +38,14 @@ _MUCH = 0.1  # of the time: then another way is worth a trial
 _FEW = 8  # calls in a graph, on average: the same
 _WINDOWS = 4  # in a row in which that was so; or in which recording is tried again, until the path is known
 _BETTER = 0.9  # of the time of the other way
-_FIRST_WAIT_NS, _LONGEST_WAIT_NS = (
-    2_000_000_000,
-    60_000_000_000,
-)  # until the other way is tried again
+_FIRST_WAIT_NS = 2_000_000_000  # until the other way is tried again
+_LONGEST_WAIT_NS = 60_000_000_000
 _LONGEST_LOOK = 100_000  # ops between two looks at the time
 _FIRST_LOOK = 256
 _FORMS = 64  # steps that are remembered
 _OFTEN = 0.5  # of the steps: they repeat
 
 _OPS, _TIME = "AtOnceOps", "AtOnceMicroseconds"  # counters
-_all: list[weakref.ref[AtOnce]] = []
 
 
 class AtOnce:
@@ -87,7 +83,6 @@ class AtOnce:
         self._may_repeat = False  # ops run at once although steps repeat
         self._counted = (0, 0)  # when ops at once were last counted, and how many there were then
         execution_gate.at_close(self.end)
-        _all.append(weakref.ref(self))
 
     @property
     def is_on(self) -> bool:
@@ -230,13 +225,3 @@ def sentences(counters: Mapping[str, int]) -> list[str]:
         f"For {took_us / 1e6:.3g} s ops ran where they were called, as in eager PyTorch: steps did not repeat, or read "
         "values every few ops, and to record them took longer (LTC_AT_ONCE)."
     ]
-
-
-def _count_all() -> None:
-    for each in list(_all):
-        of_device = each()
-        if of_device is not None:
-            of_device.count()
-
-
-metrics.register_late_counts(_count_all)

@@ -62,6 +62,15 @@ metrics.register_gauge(
 )
 
 
+def _count_late() -> None:
+    for ctx in contexts():
+        ctx.known_reads.count()
+        ctx.at_once.count()
+
+
+metrics.register_late_counts(_count_late)
+
+
 def checked(index: int) -> int:
     """Return `index` if there is such a device."""
     count = register.device_count()

@@ -10,7 +10,6 @@ Told of cuts and reads by `device_context`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +49,6 @@ _FACTS = (
     *((settings.__dict__, name) for name in _SETTINGS),
 )
 
-_all: list[weakref.ref[KnownReads]] = []
-
 
 class KnownReads:
     """The reads of one device.
@@ -82,7 +79,6 @@ class KnownReads:
         self._is_possible = executor.keeps_host_tensors
         self._native: Any = None
         trace.reads = None
-        _all.append(weakref.ref(self))
 
     def let_run(self, compiled: CompiledGraph) -> None:
         """A read has cut, and C++ has run the program: it may do so again, unless a step is to run early after it."""
@@ -181,13 +177,3 @@ def _count_cuts(compiled: CompiledGraph, num_cuts: int, reason: str) -> None:
     metrics.count("ExecuteComputation", num_cuts)
     metrics.count(f"Sync.{reason}", num_cuts)
     metrics.count_ops({name: n * num_cuts for name, n in compiled.recorded.items()})
-
-
-def _count_all() -> None:
-    for of_device in list(_all):
-        reads = of_device()
-        if reads is not None:
-            reads.count()
-
-
-metrics.register_late_counts(_count_all)

@@ -23,7 +23,7 @@ struct AtOnce {
   PyObject* look; // () -> None: called once after `next_look` ops
   PyObject *make_meta, *find_lens, *find_part; // functions of record/at_once.py
   Py_ssize_t next_look;
-  Py_ssize_t num_ops, num_left; // that ran here; that were left to the recorders
+  Py_ssize_t num_ops; // that ran here
   unsigned long long form; // a hash of the ops and of their operands' sizes and dtypes
   at::Generator* generator; // draws, each time from a state of the device's; used while the trace is locked
 };
@@ -187,7 +187,7 @@ class Memory {
       return {};
     const bool is_as_recorded = memory.strides() == of_whole->stride && memory.sizes() == of_whole->size &&
         memory.storage_offset() == 0 && of_part->dtype == memory.dtype();
-    if (is_as_recorded && is_of_elements(handle))
+    if (is_as_recorded && (is_of_elements(handle) || has_known_lens(handle)))
       return viewed(memory, of_part->size, of_part->stride, of_part->offset);
     const Object whole(THPVariable_Wrap(memory));
     const Object found(
@@ -215,55 +215,29 @@ class Memory {
       PyObject_GC_UnTrack(data.get()); // it refers to no other object
     const auto nbytes = static_cast<Py_ssize_t>(memory.numel() * memory.element_size());
     const Object buffer(data ? native_functions.ready_buffer(state.memory, data.get(), nbytes) : nullptr);
-    return buffer ? value_with(buffer.get()) : Object();
+    return Object(buffer ? new_value(-1, -1, buffer.get()) : nullptr);
   }
 
   // The memory of a cell was written: it has another value now. False after an error.
   bool note_written(PyObject* cell) const {
-    const Object value(value_with(value_of.buffer.of(cell_of.value.of(cell))));
-    return value && set_value(cell, value.get());
+    const Object value(new_value(-1, -1, value_of.buffer.of(cell_of.value.of(cell))));
+    return value && ltc::rebind(cell, value.get());
   }
 
   bool rebind(PyObject* cell, const at::Tensor& memory) const {
     const Object value(value_with(memory));
-    return value && set_value(cell, value.get());
+    return value && ltc::rebind(cell, value.get());
   }
 
  private:
   AtOnce& state;
   PyObject* const trace;
 
-  static Object value_with(PyObject* buffer) {
-    Object value(new_object(value_type));
-    if (!value || !value_of.epoch.set_number(value.get(), -1) || !value_of.index.set_number(value.get(), -1))
-      return Object();
-    value_of.buffer.set(value.get(), buffer);
-    return value;
-  }
-  static bool set_value(PyObject* cell, PyObject* value) {
-    cell_of.value.set(cell, value);
-    return cell_of.version.set_number(cell, cell_of.version.number(cell) + 1);
-  }
-
-  // Whether the elements of a view lie where its meta says, in memory that is laid out as its cell's meta says: it was
-  // made by `OpAtOnce`, or by view ops that never copy.
-  bool is_of_elements(PyObject* view) const {
-    PyObject* lens = view_of.lens.of(view);
-    if (lens == known_lens(view))
-      return true;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i) {
-      const int copies = PySet_Contains(copying_views, PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, i), 0));
-      if (copies != 0) {
-        PyErr_Clear();
-        return false;
-      }
-    }
-    return true;
-  }
-  PyObject* known_lens(PyObject* view) const {
+  // Whether this class has made the view, on memory that is laid out as its cell's meta says.
+  bool has_known_lens(PyObject* view) const {
     PyObject* known = Layouts::lens_of(state, cell_of.meta.of(view_of.base.of(view)), view_of.meta.of(view));
     PyErr_Clear();
-    return known;
+    return known == view_of.lens.of(view);
   }
 
   static at::Tensor viewed(const at::Tensor& memory, at::IntArrayRef size, at::IntArrayRef stride, int64_t offset) {
@@ -272,9 +246,6 @@ class Memory {
     made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
     return made;
   }
-
- public:
-  inline static PyObject* copying_views = nullptr; // a frozenset; see `use_copying_views`
 };
 
 // The state of PyTorch's that a new thread has, below autograd: a call does not depend on the modes of its caller.
@@ -442,12 +413,9 @@ class OpAtOnce {
   }
 
   bool fill_list(const IValue& list) {
-    const auto& type = *op.handle.schema().arguments()[stack.size()].type();
-    const auto& element = *(type.kind() == c10::TypeKind::OptionalType
-                                ? type.castRaw<c10::OptionalType>()->getElementType()
-                                : op.handle.schema().arguments()[stack.size()].type())
-                               ->castRaw<c10::ListType>()
-                               ->getElementType();
+    const auto& type = op.handle.schema().arguments()[stack.size()].type();
+    const auto* optional = type->castRaw<c10::OptionalType>();
+    const auto& element = *(optional ? optional->getElementType() : type)->castRaw<c10::ListType>()->getElementType();
     if (element.kind() == c10::TypeKind::OptionalType) {
       c10::List<std::optional<at::Tensor>> made;
       for (const IValue& item : list.toListRef()) {
@@ -603,24 +571,13 @@ class OpAtOnce {
     PyObject* lens = meta ? Layouts::lens_of(state, cell_of.meta.of(cell), meta) : nullptr;
     if (!lens || lens == Py_None)
       return Object();
-    Object value(new_object(value_type)), view(new_object(view_type));
-    if (!value || !view || !value_of.epoch.set_number(value.get(), -1) ||
-        !value_of.index.set_number(value.get(), -1) ||
-        !view_of.version.set_number(view.get(), cell_of.version.number(cell)))
-      return Object();
-    value_of.buffer.set(value.get(), Py_None);
-    view_of.trace.set(view.get(), trace);
-    view_of.base.set(view.get(), cell);
-    view_of.lens.set(view.get(), lens);
-    view_of.meta.set(view.get(), meta);
-    view_of.value.set(view.get(), value.get());
-    return view;
+    const Object value(new_value(-1, -1, Py_None));
+    return Object(value ? new_view(cell, lens, meta, value.get()) : nullptr);
   }
 };
 
 inline PyMemberDef at_once_members[] = {
     {"num_ops", T_PYSSIZET, offsetof(AtOnce, num_ops), READONLY, nullptr},
-    {"num_left", T_PYSSIZET, offsetof(AtOnce, num_left), READONLY, nullptr},
     {"next_look", T_PYSSIZET, offsetof(AtOnce, next_look), 0, nullptr},
     {"form", T_ULONGLONG, offsetof(AtOnce, form), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};

@@ -21,9 +21,6 @@ namespace ltc {
 struct KnownReads {
   PyObject_HEAD
   std::vector<Fact>* facts; // a read is Python's if one has changed since `resume`
-  PyObject* copying; // view ops whose parts are not elements of the memory that they see: a tuple
-  PyObject* strided; // one of them, `as_strided`: its parts are elements of packed memory
-  PyObject* reshaping; // view ops that copy what is not packed: a tuple
   Slot probe_is_chosen, probe_least; // of the probes of runtime/probe.py
   Py_ssize_t facts_number; // another one after each change that `resume` has found
   PyObject *trace_memory, *failures, *checks; // of the device
@@ -67,7 +64,7 @@ inline void free_known_reads(PyObject* self) {
     }
   delete reads->facts;
   for (PyObject* each :
-       {reads->copying, reads->strided, reads->reshaping, reads->trace_memory, reads->failures, reads->checks, reads->cut, reads->last, reads->unfinished})
+       {reads->trace_memory, reads->failures, reads->checks, reads->cut, reads->last, reads->unfinished})
     Py_XDECREF(each);
   Py_TYPE(self)->tp_free(self);
 }
@@ -131,7 +128,7 @@ class KnownRead {
 
   // The memory of the cell, whose value is cut if it is pending; null if the read is Python's.
   const at::Tensor* computed(PyObject* reason) {
-    if (!reads.may_read() || (view && !is_of_elements()))
+    if (!reads.may_read() || (view && !(has_packed_cell() && is_of_elements(view))))
       return nullptr;
     PyObject* value = cell_of.value.of(cell);
     if ((value_of.buffer.is_none(value) && !cut(value, reason)) || !look_at_checks())
@@ -169,29 +166,8 @@ class KnownRead {
         *static_cast<const bool*>(data.const_data_ptr());
   }
 
-  // Whether the elements of the view lie in packed memory of the cell at the offset that its meta says.
-  bool is_of_elements() const {
-    if (meta_of.contiguous.of(cell_of.meta.of(cell)) != Py_True)
-      return false;
-    PyObject* lens = view_of.lens.of(view);
-    if (PyTuple_GET_SIZE(lens) == 1 && PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, 0), 0) == reads.strided)
-      return true;
-    bool is_packed = true; // what the step sees
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i) {
-      PyObject* op = PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, i), 0);
-      const bool reshapes = has(reads.reshaping, op);
-      if (has(reads.copying, op) || (reshapes && !is_packed))
-        return false;
-      is_packed = reshapes;
-    }
-    return true;
-  }
-
-  static bool has(PyObject* ops, PyObject* op) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ops); ++i)
-      if (PyTuple_GET_ITEM(ops, i) == op)
-        return true;
-    return false;
+  bool has_packed_cell() const {
+    return meta_of.contiguous.of(cell_of.meta.of(cell)) == Py_True;
   }
 
   // Whether the memory of the cell is as the view's meta supposes.
@@ -294,12 +270,10 @@ class KnownRead {
   }
 };
 
-// known_reads(memory, failures, checks, ((dict, name), ...), (view op, ...), as_strided, (view op, ...), Probe)
+// known_reads(memory, failures, checks, ((dict, name), ...), Probe)
 inline PyObject* known_reads(PyObject*, PyObject* given) {
-  PyObject *memory, *failures, *checks, *facts, *copying, *strided, *reshaping, *probe;
-  if (!PyArg_ParseTuple(
-          given, "OOOO!O!OO!O", &memory, &failures, &checks, &PyTuple_Type, &facts, &PyTuple_Type, &copying, &strided,
-          &PyTuple_Type, &reshaping, &probe))
+  PyObject *memory, *failures, *checks, *facts, *probe;
+  if (!PyArg_ParseTuple(given, "OOOO!O", &memory, &failures, &checks, &PyTuple_Type, &facts, &probe))
     return nullptr;
   Object made(PyType_GenericAlloc(&known_reads_type, 0));
   if (!made)
@@ -309,9 +283,6 @@ inline PyObject* known_reads(PyObject*, PyObject* given) {
   reads->trace_memory = Py_NewRef(memory);
   reads->failures = Py_NewRef(failures);
   reads->checks = Py_NewRef(checks);
-  reads->copying = Py_NewRef(copying);
-  reads->strided = Py_NewRef(strided);
-  reads->reshaping = Py_NewRef(reshaping);
   if (!reads->probe_is_chosen.find(probe, "is_chosen") || !reads->probe_least.find(probe, "least_recorded"))
     return nullptr;
   reads->cut = PyList_New(0);

@@ -33,13 +33,11 @@ inline bool upload(const at::Tensor& destination, const at::Tensor& host) {
     return false;
   const at::Tensor copy = copy_of(host.const_data_ptr(), host.sizes(), host.scalar_type());
   const auto num_bytes = static_cast<Py_ssize_t>(copy.nbytes());
-  const Object data(THPVariable_Wrap(copy)), value(new_object(value_type));
+  const Object data(THPVariable_Wrap(copy));
   const Object buffer(data ? native_functions.ready_buffer(reads.trace_memory, data.get(), num_bytes) : nullptr);
-  if (!value || !buffer || !value_of.epoch.set_number(value.get(), -1) || !value_of.index.set_number(value.get(), -1))
+  const Object value(buffer ? new_value(-1, -1, buffer.get()) : nullptr);
+  if (!value || !rebind(handle.get(), value.get()))
     throw_python_error();
-  value_of.buffer.set(value.get(), buffer.get());
-  cell_of.value.set(handle.get(), value.get());
-  cell_of.version.set_number(handle.get(), cell_of.version.number(handle.get()) + 1);
   ++reads.num_uploads;
   reads.uploaded_bytes += num_bytes;
   reads.upload_ns += now_ns() - started_ns;

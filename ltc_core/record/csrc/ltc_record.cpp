@@ -228,10 +228,8 @@ class Follower final : public c10::OperatorKernel {
     }
     if (PyErr_Occurred())
       throw_python_error();
-    if (!is_done) {
-      ++reinterpret_cast<AtOnce*>(state.get())->num_left;
+    if (!is_done)
       return false;
-    }
     ++num_ran;
     if (writes_list)
       count_writes(args[0].toListRef());
@@ -579,9 +577,12 @@ PyObject* use_traces(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// use_copying_views(view ops): those whose parts are not elements of the memory that they see, or copies of them.
-PyObject* use_copying_views(PyObject*, PyObject* ops) {
-  Memory::copying_views = Py_NewRef(ops);
+// use_view_ops((view op, ...), (view op, ...), as_strided): see `view_ops`.
+PyObject* use_view_ops(PyObject*, PyObject* given) {
+  PyObject *copying, *reshaping, *strided;
+  if (!PyArg_ParseTuple(given, "O!O!O", &PyTuple_Type, &copying, &PyTuple_Type, &reshaping, &strided))
+    return nullptr;
+  view_ops = {Py_NewRef(copying), Py_NewRef(reshaping), Py_NewRef(strided)};
   Py_RETURN_NONE;
 }
 // run_at_once(trace, state): ops of the trace run at once from now on; with None no longer.
@@ -666,7 +667,7 @@ PyMethodDef methods[] = {
     {"known_reads", known_reads, METH_VARARGS, nullptr},
     {"at_once", at_once, METH_VARARGS, nullptr},
     {"run_at_once", use_at_once, METH_VARARGS, nullptr},
-    {"use_copying_views", use_copying_views, METH_O, nullptr},
+    {"use_view_ops", use_view_ops, METH_VARARGS, nullptr},
     {"add_kernels", add_kernels, METH_NOARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};

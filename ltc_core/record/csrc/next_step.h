@@ -331,8 +331,8 @@ class NextStep : Operands {
     }
     inputs.clear();
     trace_of.cursor.set(trace, renewed.back().step.get()); // from here on, `rewind` completes the steps
-    const Object value(new_object(value_type));
-    bool is_made = value && value_of.epoch.set_number(value.get(), epoch) && value_of.index.set_number(value.get(), number);
+    const Object value(ltc::new_value(epoch, number, Py_None));
+    bool is_made = static_cast<bool>(value);
     for (const auto& each : renewed) {
       PyObject* of_node = node_of.outs.of(step_of.node.of(each.step.get()));
       for (Py_ssize_t k = 0; is_made && k < PyTuple_GET_SIZE(of_node); ++k)
@@ -344,7 +344,6 @@ class NextStep : Operands {
       rewind();
       return false;
     }
-    value_of.buffer.set(value.get(), Py_None);
     view_of.value.set(view, value.get());
     return true;
   }
@@ -484,11 +483,7 @@ class NextStep : Operands {
   }
 
   PyObject* new_value() {
-    Object value(new_object(value_type));
-    if (!value || !value_of.epoch.set_number(value.get(), epoch) || !value_of.index.set_number(value.get(), count))
-      return nullptr;
-    value_of.buffer.set(value.get(), Py_None);
-    return value.release();
+    return ltc::new_value(epoch, count, Py_None);
   }
 
   PyObject* define() {
@@ -504,15 +499,8 @@ class NextStep : Operands {
 
   at::Tensor new_view(PyObject* base, PyObject* lens, PyObject* meta) {
     const Object value(new_value());
-    const Object view(value ? new_object(view_type) : nullptr);
-    if (!view || !take_number(Py_None) || !view_of.version.set_number(view.get(), cell_of.version.number(base)))
-      return {};
-    view_of.base.set(view.get(), base);
-    view_of.lens.set(view.get(), lens);
-    view_of.meta.set(view.get(), meta);
-    view_of.trace.set(view.get(), trace);
-    view_of.value.set(view.get(), value.get());
-    return wrap(meta, trace_of.device.of(trace), view.get());
+    const Object view(value && take_number(Py_None) ? ltc::new_view(base, lens, meta, value.get()) : nullptr);
+    return view ? wrap(meta, trace_of.device.of(trace), view.get()) : at::Tensor();
   }
 
   std::optional<IValue> results() {
@@ -536,9 +524,8 @@ class NextStep : Operands {
       if (is_dynamic && !note_size(cell_of.meta.of(cell), PyTuple_GET_ITEM(of_node, at++)))
         return std::nullopt;
       const Object value(define());
-      if (!value || !cell_of.version.set_number(cell, cell_of.version.number(cell) + 1))
+      if (!value || !rebind(cell, value.get()))
         return std::nullopt;
-      cell_of.value.set(cell, value.get());
     }
     return arrange(spec, made);
   }

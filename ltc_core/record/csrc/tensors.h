@@ -211,6 +211,63 @@ inline bool is_lazy(const at::Tensor& tensor) {
   const Gil gil;
   return static_cast<bool>(Object(handle_of(tensor)));
 }
+// A value with this number in the trace of an epoch, or with a buffer and no number (-1); null after an error.
+inline PyObject* new_value(Py_ssize_t epoch, Py_ssize_t index, PyObject* buffer) {
+  Object value(new_object(value_type));
+  if (!value || !value_of.epoch.set_number(value.get(), epoch) || !value_of.index.set_number(value.get(), index))
+    return nullptr;
+  value_of.buffer.set(value.get(), buffer);
+  return value.release();
+}
+// As `Cell.rebind`; false after an error.
+inline bool rebind(PyObject* cell, PyObject* value) {
+  if (!cell_of.version.set_number(cell, cell_of.version.number(cell) + 1))
+    return false;
+  cell_of.value.set(cell, value);
+  return true;
+}
+// A part of a cell, whose present value this is; null after an error.
+inline PyObject* new_view(PyObject* base, PyObject* lens, PyObject* meta, PyObject* value) {
+  Object view(new_object(view_type));
+  if (!view || !view_of.version.set_number(view.get(), cell_of.version.number(base)))
+    return nullptr;
+  view_of.trace.set(view.get(), cell_of.trace.of(base));
+  view_of.base.set(view.get(), base);
+  view_of.lens.set(view.get(), lens);
+  view_of.meta.set(view.get(), meta);
+  view_of.value.set(view.get(), value);
+  return view.release();
+}
+
+// View ops whose parts are not elements of the memory that they see, and those that copy what is not packed: tuples.
+// `strided` is one of the first, `as_strided`: its parts are elements of packed memory. Set by `use_view_ops`.
+inline struct {
+  PyObject *copying, *reshaping, *strided;
+} view_ops;
+
+inline bool has(PyObject* ops, PyObject* op) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ops); ++i)
+    if (PyTuple_GET_ITEM(ops, i) == op)
+      return true;
+  return false;
+}
+// Whether it is known that the elements of a view lie where its meta says, in memory that is laid out as its cell's meta
+// says.
+inline bool is_of_elements(PyObject* view) {
+  PyObject* lens = view_of.lens.of(view);
+  bool is_packed = meta_of.contiguous.of(cell_of.meta.of(view_of.base.of(view))) == Py_True; // what the step sees
+  if (PyTuple_GET_SIZE(lens) == 1 && PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, 0), 0) == view_ops.strided)
+    return is_packed;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i) {
+    PyObject* op = PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, i), 0);
+    const bool reshapes = has(view_ops.reshaping, op);
+    if (has(view_ops.copying, op) || (reshapes && !is_packed))
+      return false;
+    is_packed = reshapes;
+  }
+  return true;
+}
+
 // A cell of memory with this value; null after an error.
 inline PyObject* new_cell(PyObject* trace, PyObject* value, PyObject* meta) {
   Object cell(new_object(cell_type));

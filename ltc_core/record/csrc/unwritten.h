@@ -96,11 +96,8 @@ class Unwritten final : public c10::OperatorKernel {
     const auto known = found.find(key);
     if (known == found.end())
       return {};
-    const Object value(new_object(value_type));
-    if (!value || !value_of.epoch.set_number(value.get(), -1) || !value_of.index.set_number(value.get(), -1))
-      throw_python_error();
-    value_of.buffer.set(value.get(), Py_None);
-    const Object cell(new_cell(trace, value.get(), known->second));
+    const Object value(new_value(-1, -1, Py_None));
+    const Object cell(value ? new_cell(trace, value.get(), known->second) : nullptr);
     if (!cell)
       throw_python_error();
     at::Tensor made = wrap(known->second, trace_of.device.of(trace), cell.get());
