@@ -43,6 +43,7 @@ __all__ = [
     "install",
     "known_cut",
     "known_reads",
+    "known_uploads",
     "num_calls",
     "num_fast_calls",
     "record_again",
@@ -106,6 +107,8 @@ def install() -> bool:
             native.use_view_ops(NOT_OF_ELEMENTS, RESHAPING, aten.as_strided.default)
             wrap_in_cpp(native.wrap)
             LazyTensor.__torch_dispatch__ = native.dispatch  # type: ignore[method-assign]
+            # Python never learns of `detach`: `dispatch` handles it. So C++ is told of it here.
+            add_op(detach, OpSchema.of(detach), shares=True)
             for names, op in _ops.items():
                 native.add(*names, *op)
             native.add_kernels()
@@ -265,3 +268,22 @@ def known_reads(
     if _native is None or native_objects.native is None:
         return None
     return _native.known_reads(memory, failures, checks, tuple(facts), probe)
+
+
+def known_uploads(
+    memory: MemoryCounter,
+    watched: tuple[dict[str, Any], str],
+    trains: tuple[dict[str, Any], str],
+    marks: Iterable[tuple[dict[str, Any], str]],
+) -> Any | None:
+    """Uploads that C++ may make, for `Trace.uploads`; None without the C++ part.
+
+    Args:
+        memory: counts the bytes of the device's buffers.
+        watched: dict and key of what is not None while somebody looks at each upload; then Python makes them.
+        trains: of what is not None if the script trains a model.
+        marks: of what is true, one of them, if the script marks its steps.
+    """
+    if _native is None or native_objects.native is None:
+        return None
+    return _native.known_uploads(memory, watched, trains, tuple(marks))

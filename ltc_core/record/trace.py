@@ -104,7 +104,7 @@ class Trace:
     __slots__ = (
         "at_once", "count", "cursor", "device", "epoch", "first_limit", "give_more", "inputs", "limit", "lock",
         "may_be_dynamic", "may_compile", "memory", "on_limit", "reads", "root", "scalars", "sized", "steps",
-        "values", "varying",
+        "uploads", "values", "varying",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, memory: MemoryCounter) -> None:
@@ -115,6 +115,7 @@ class Trace:
         self.lock = _new_lock()
         self.on_limit: Callable[[], None] | None = None
         self.reads: Any = None  # for C++: numbers that it may read (`runtime.known_reads`)
+        self.uploads: Any = None  # for C++: those that it makes (`runtime.known_uploads`)
         self.give_more: Any = None  # for C++: what a step that runs early calls at the limit
         self.at_once: Any = None  # for C++: its ops run where they are called (`runtime.at_once`)
         self.first_limit = 1 << 62

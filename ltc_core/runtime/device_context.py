@@ -30,6 +30,7 @@ from ltc_core.runtime.at_once import AtOnce
 from ltc_core.runtime.early_run import EarlyRuns
 from ltc_core.runtime.found_steps import FoundSteps
 from ltc_core.runtime.known_reads import KnownReads
+from ltc_core.runtime.known_uploads import KnownUploads
 from ltc_core.runtime.later_checks import LaterChecks
 from ltc_core.runtime.launch import Failure, Launch, Published, lost_at_a_fork
 from ltc_core.runtime.launcher import Launcher
@@ -73,6 +74,7 @@ class DeviceContext:
         self.trace = fast_path.traces[index] = Trace(self.device, self.memory)
         self._note_shapes()
         self.steps = FoundSteps(self.trace, self.cut)
+        self.known_uploads = KnownUploads(self.trace, self.executor, self.steps)
         self.worker = Worker(
             f"ltc-worker-{index}", settings.max_pending_steps, self.executor.begin_thread
         )
@@ -539,6 +541,7 @@ class DeviceContext:
             return self._deferred(tensor, meta) or self.upload_all([tensor], [meta])[0]
         metrics.observe("TransferToDeviceTime", time.perf_counter_ns() - started_ns)
         self._note_upload(1, meta.nbytes)
+        self.known_uploads.begin()
         return Value.of(Buffer.ready(self.memory, copy, meta.nbytes))
 
     @in_own_state

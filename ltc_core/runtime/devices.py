@@ -65,6 +65,7 @@ metrics.register_gauge(
 def _count_late() -> None:
     for ctx in contexts():
         ctx.known_reads.count()
+        ctx.known_uploads.count()
         ctx.at_once.count()
 
 

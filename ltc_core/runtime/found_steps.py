@@ -40,6 +40,9 @@ _STEPS_WITHOUT_MARK = 8
 _STEPS_UNTIL_TOLD = 4
 
 
+_Variable = tuple[dict[str, Any], str]  # the dict of an object, and an attribute
+
+
 class _Script:
     """What is known of the script of this process."""
 
@@ -148,6 +151,16 @@ class FoundSteps:
         for place, (last, count) in self._uploads.items():
             if last == epoch:
                 self._uploads[place] = self._trace.epoch, count - _FEWEST_VALUES
+
+    def variables(self) -> tuple[_Variable, tuple[_Variable, ...]]:
+        """What says that an upload ends no step (`record/csrc/known_upload.h`).
+
+        Returns:
+            What is not None once the script has used an optimizer: nothing is due to end where nothing is recorded. And
+            those of which one is true if it marks its steps.
+        """
+        script = vars(_script)
+        return (vars(self), "_last"), ((script, "is_marked"), (script, "is_declared"))
 
     def before_upload(self) -> None:
         """End the step of a loop that trains nothing: a call in it uploads again, and nothing was read meanwhile.

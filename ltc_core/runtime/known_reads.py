@@ -139,12 +139,11 @@ class KnownReads:
         """Count what C++ has done. In any thread."""
         if self._native is None:
             return
-        num_numbers, num_tensors, num_bytes, cut, *uploads = self._native.take_counts()
+        num_numbers, num_tensors, num_bytes, cut = self._native.take_counts()
         num_reads = num_numbers + num_tensors
         if num_reads:
             metrics.count("aten::_local_scalar_dense", num_numbers)
             metrics.observe_many("InboundData", num_bytes / num_reads, num_reads)
-        _count_uploads(*uploads)
         for compiled in cut:
             num_runs, reasons, elapsed_ns = compiled.known_cut.take_runs()
             if num_runs:
@@ -155,13 +154,6 @@ class KnownReads:
 
 def _reports_cuts() -> bool:
     return bool(settings.debug or settings.emit_steplog or settings.save_tensors_file)
-
-
-def _count_uploads(count: int, num_bytes: int, elapsed_ns: int) -> None:
-    if count:
-        metrics.count("CreateDataHandles", count)
-        metrics.observe_many("OutboundData", num_bytes / count, count)
-        metrics.observe_many("TransferToDeviceTime", elapsed_ns / count, count)
 
 
 def _count_runs(compiled: CompiledGraph, num_runs: int, elapsed_ns: float) -> None:

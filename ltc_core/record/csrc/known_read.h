@@ -34,9 +34,6 @@ struct KnownReads {
   // Since a counter was read: bytes, numbers and tensors that were read.
   Py_ssize_t num_bytes, num_numbers, num_tensors;
   Py_ssize_t epoch; // which began when the last of these reads cut
-  // Of the uploads since a counter was read: their number, bytes and time.
-  Py_ssize_t num_uploads, uploaded_bytes;
-  long long upload_ns;
 
   // Whether C++ may do in this thread what Python has let it do.
   bool may_read() const {
@@ -340,19 +337,16 @@ inline PyObject* pause_reads(PyObject* self, PyObject*) {
   return told;
 }
 
-// reads.take_counts(): (numbers and tensors that were read since the last call, their bytes, the programs that were run,
-// uploads, their bytes and nanoseconds).
+// reads.take_counts(): (numbers and tensors that were read since the last call, their bytes, the programs that were run).
 inline PyObject* take_read_counts(PyObject* self, PyObject*) {
   auto* reads = reinterpret_cast<KnownReads*>(self);
   const Object fresh(PyList_New(0));
   if (!fresh)
     return nullptr;
   const Object cut(std::exchange(reads->cut, Py_NewRef(fresh.get())));
-  PyObject* taken = Py_BuildValue(
-      "(nnnOnnL)", reads->num_numbers, reads->num_tensors, reads->num_bytes, cut.get(), reads->num_uploads,
-      reads->uploaded_bytes, reads->upload_ns);
-  reads->num_numbers = reads->num_tensors = reads->num_bytes = reads->num_uploads = reads->uploaded_bytes = 0;
-  reads->upload_ns = 0;
+  PyObject* taken =
+      Py_BuildValue("(nnnO)", reads->num_numbers, reads->num_tensors, reads->num_bytes, cut.get());
+  reads->num_numbers = reads->num_tensors = reads->num_bytes = 0;
   return taken;
 }
 

@@ -498,7 +498,7 @@ PyObject* setup(PyObject*, PyObject* given) {
                    {&trace_of.count, "count"}, {&trace_of.limit, "limit"}, {&trace_of.values, "values"},
                    {&trace_of.inputs, "inputs"}, {&trace_of.scalars, "scalars"}, {&trace_of.sized, "sized"}, {&trace_of.device, "device"},
                    {&trace_of.root, "root"}, {&trace_of.first_limit, "first_limit"},
-                   {&trace_of.steps, "steps"}, {&trace_of.reads, "reads"}, {&trace_of.give_more, "give_more"},
+                   {&trace_of.steps, "steps"}, {&trace_of.reads, "reads"}, {&trace_of.uploads, "uploads"}, {&trace_of.give_more, "give_more"},
                    {&trace_of.at_once, "at_once"}}) &&
       find(step, {{&step_of.parent, "parent"}, {&step_of.next, "next"},
                   {&step_of.next_key, "next_key"}, {&step_of.children, "children"}, {&step_of.node, "node"},
@@ -665,6 +665,7 @@ PyMethodDef methods[] = {
     {"copied", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(copied)), METH_FASTCALL, nullptr},
     {"known_cut", known_cut, METH_VARARGS, nullptr},
     {"known_reads", known_reads, METH_VARARGS, nullptr},
+    {"known_uploads", known_uploads, METH_VARARGS, nullptr},
     {"at_once", at_once, METH_VARARGS, nullptr},
     {"run_at_once", use_at_once, METH_VARARGS, nullptr},
     {"use_view_ops", use_view_ops, METH_VARARGS, nullptr},
@@ -697,7 +698,10 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   at_once_type.tp_dealloc = free_at_once;
   at_once_type.tp_members = at_once_members;
   known_reads_type.tp_methods = known_reads_methods;
-  for (PyTypeObject* type : {&maker_type, &expected_type, &known_cut_type, &known_reads_type, &at_once_type}) {
+  known_uploads_type.tp_dealloc = free_known_uploads;
+  known_uploads_type.tp_methods = known_uploads_methods;
+  for (PyTypeObject* type :
+       {&maker_type, &expected_type, &known_cut_type, &known_reads_type, &known_uploads_type, &at_once_type}) {
     type->tp_flags = Py_TPFLAGS_DEFAULT;
     if (PyType_Ready(type) < 0)
       return nullptr;

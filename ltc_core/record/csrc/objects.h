@@ -90,7 +90,7 @@ class Slot {
 
 inline struct {
   Slot lock, epoch, cursor, count, limit, values, inputs, scalars, sized, device, root, first_limit, steps, reads,
-      give_more, at_once;
+      uploads, give_more, at_once;
 } trace_of;
 inline struct {
   Slot parent, next, next_key, children, node, inputs, end, num_scalars, lenses, expected, dynamic, patterns, programs,
@@ -161,6 +161,19 @@ inline bool equal(PyObject* a, PyObject* b) {
     PyErr_Clear();
   return answer > 0;
 }
+// An attribute of a Python object or module with a dict, read each time it is needed.
+class Variable {
+ public:
+  Variable(PyObject* dict, PyObject* name) : dict(Py_NewRef(dict)), name(Py_NewRef(name)) {}
+  // Borrowed; None if there is no such attribute.
+  PyObject* value() const {
+    PyObject* found = PyDict_GetItem(dict.get(), name.get());
+    return found ? found : Py_None;
+  }
+
+ private:
+  Object dict, name;
+};
 // A variable of a module, or a setting, and what it was at some time. Holds the objects.
 struct Fact {
   PyObject *dict, *name, *value;

@@ -1,12 +1,14 @@
-"""Uploads of small tensors that C++ makes where it has cut the step before: Python's values, steps and counters."""
+"""Uploads of small tensors that C++ makes where they end no step: Python's values, steps and counters."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ltc_core import metrics
+import ltc_core as ltc
+from ltc_core import metrics, profiler
 from ltc_core.executors.reference import replay
 from ltc_core.record import fast_path
 from tests.core.runtime.left_to_python import left_to_python
@@ -127,3 +129,69 @@ def test_in_inference_mode_and_out_of_it(in_python: list[int]) -> None:
         assert fresh.is_inference() == (step % 2 == 1)
         weight.add_(1)
         assert weight.sum().item() == 3 * (step + 1.0) and fresh.sum().item() == 3 * step
+
+
+class Training:
+    """A model, and a step of it whose loss nobody reads. Counts the steps that were found."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+        ).to("ltc")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self) -> None:
+        x, y = torch.randn(8, 4).to("ltc"), torch.randint(2, (8,)).to("ltc")
+        self.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def evaluate(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model(torch.ones(8, 4).to("ltc")).softmax(1).log().mul(2).add(1).sum()
+
+
+def num_found() -> int:
+    return metrics.counter_value("FoundStep") or 0
+
+
+def test_the_batches_of_a_script_that_marks_its_steps(in_python: list[int]) -> None:
+    training = Training()
+    in_python.clear()
+    for _ in range(40):
+        training.step()
+        ltc.mark_step()
+    assert len(in_python) < 12
+
+
+def test_the_batches_of_a_script_that_trains_and_marks_nothing(in_python: list[int]) -> None:
+    training = Training()
+    in_python.clear()
+    before = num_found()
+    for _ in range(40):
+        training.step()
+    assert len(in_python) < 12
+    assert 38 <= num_found() - before <= 40
+
+
+def test_an_evaluation_after_it_has_steps() -> None:
+    training = Training()
+    for _ in range(5):
+        training.step()
+    before = num_found()
+    kept = [training.evaluate() for _ in range(20)]
+    assert 17 <= num_found() - before <= 20
+    assert all(x.equal(kept[0]) for x in kept)
+
+
+def test_python_makes_those_that_a_timeline_shows(in_python: list[int], tmp_path: Path) -> None:
+    training = Training()
+    for _ in range(10):
+        training.step()
+        ltc.mark_step()
+    in_python.clear()
+    with profiler.timeline(tmp_path / "trace.json"):
+        training.step()
+        ltc.mark_step()
+    assert len(in_python) == 2
