@@ -4,10 +4,11 @@ A step that repeats is recorded by C++, in microseconds an op. Searches, trees a
 another way each time, which Python records: that takes longer than their ops. There C++ runs an op at once if its
 operands are there (`record/csrc/at_once.h`); else it is recorded, and cut before the next op that needs it.
 
-So it is where a script reads a value every few ops. Whether it is quicker is measured, by the time for each op that is
-called: of recorded ones, where one of the two is so for a while, then of ops that run at once. The quicker way stays,
-and the other one is tried again, soon at first and then more and more rarely. Steps that turn out to repeat are
-recorded again soon.
+So it is where a script reads a value every few ops, and it may be so where reads cut each step into a few parts, which
+wait for each other; that is tried once compiled code has had time to come. Whether it is quicker is measured, by the
+time for each op that is called: of recorded ones, where one of the three is so for a while, then of ops that run at
+once. The quicker way stays, and the other one is tried again, soon at first and then more and more rarely. Steps that
+turn out to repeat are recorded again soon.
 
 Told of cuts by `device_context`, and by C++ of ops that have run.
 """
@@ -36,8 +37,11 @@ _FEWEST_CALLS = 100  # in it
 _PYTHON_CALL_NS = 50_000  # to record one op in Python, at most
 _MUCH = 0.1  # of the time: then another way is worth a trial
 _FEW = 8  # calls in a graph, on average: the same
+_COMPILED_NS = 20_000_000_000  # of recording, after which compiled code has come to steps in parts, or will not
+_STEPS = 2  # steps in parts that are measured together, at least
 _WINDOWS = 4  # in a row in which that was so; or in which recording is tried again, until the path is known
 _BETTER = 0.9  # of the time of the other way
+_WORSE = 3  # windows in a row in which it is not
 _FIRST_WAIT_NS = 2_000_000_000  # until the other way is tried again
 _LONGEST_WAIT_NS = 60_000_000_000
 _LONGEST_LOOK = 100_000  # ops between two looks at the time
@@ -55,6 +59,7 @@ class AtOnce:
         trace, memory, executor: those of the device.
         settle: cuts what is recorded, and waits for it.
         is_alone: whether the process uses no other device.
+        is_in_parts: whether reads cut each step into parts, none of which is being compiled.
     """
 
     def __init__(
@@ -64,15 +69,19 @@ class AtOnce:
         executor: Executor,
         settle: Callable[[], object],
         is_alone: Callable[[], bool],
+        is_in_parts: Callable[[], bool],
     ) -> None:
         self._trace = trace
         self._memory = memory
         self._settle = settle
         self._is_alone = is_alone
+        self._is_in_parts = is_in_parts
         self._is_possible = executor.keeps_host_tensors
         self._native: Any = None
         self._window: tuple[int, int, int] = (0, 0, 0)  # when it began; calls so far, and Python's
         self._num_windows = 0  # in a row: see `_WINDOWS`
+        self._first: tuple[int, int] = (0, 0)  # when the first of them began, and the calls so far
+        self._recorded_for_ns = 0
         self._num_cuts = 0  # in this one
         # For a call; 0: not known. That of ops at once is known where recording is on trial.
         self._recorded_ns = self._at_once_ns = 0.0
@@ -81,6 +90,8 @@ class AtOnce:
         self._forms: deque[int] = deque(maxlen=_FORMS)
         self._num_steps = self._num_repeated = 0
         self._may_repeat = False  # ops run at once although steps repeat
+        self._fewest_steps = 0  # that are measured together
+        self._num_worse = 0  # windows of ops at once, in a row: see `_WORSE`
         self._counted = (0, 0)  # when ops at once were last counted, and how many there were then
         execution_gate.at_close(self.end)
 
@@ -108,19 +119,29 @@ class AtOnce:
             return
         self._window = now_ns, calls, python
         num_cuts, self._num_cuts = self._num_cuts, 0
-        if not began_ns or now_ns < self._due_ns or not self._may_begin():
-            self._num_windows = 0
+        if not began_ns:
             return
         took_ns = now_ns - began_ns
-        self._recorded_ns = took_ns / num_calls
+        self._recorded_for_ns += took_ns
+        if now_ns < self._due_ns or not self._may_begin():
+            self._num_windows = 0
+            return
+        if not self._num_windows:
+            self._first = began_ns, calls - num_calls
+        self._recorded_ns = (now_ns - self._first[0]) / (calls - self._first[1])
         is_slow = num_python * _PYTHON_CALL_NS > _MUCH * took_ns
         is_short = num_calls < _FEW * num_cuts
+        is_in_parts = self._recorded_for_ns > _COMPILED_NS and self._is_in_parts()
         is_on_trial = self._at_once_ns > 0
-        self._num_windows = self._num_windows + 1 if is_slow or is_short or is_on_trial else 0
+        is_worth_it = is_slow or is_short or is_in_parts or is_on_trial
+        self._num_windows = self._num_windows + 1 if is_worth_it else 0
         if is_on_trial and not is_slow and self._recorded_ns <= self._at_once_ns:
             self._at_once_ns, self._num_windows, self._wait_ns = 0.0, 0, _FIRST_WAIT_NS
         elif self._num_windows >= _WINDOWS:
-            self._may_repeat = not is_slow
+            self._may_repeat = (
+                not is_slow or is_on_trial
+            )  # on trial, repeated steps were no quicker
+            self._fewest_steps = _STEPS if is_in_parts and not is_slow else 0
             self._begin(now_ns)
 
     def _may_begin(self) -> bool:
@@ -141,7 +162,7 @@ class AtOnce:
         self._native.next_look = _FIRST_LOOK
         self._counted, self._due_ns = (now_ns, 0), now_ns + self._wait_ns
         self._window = (now_ns, *fast_path.num_calls())
-        self._at_once_ns, self._num_windows = 0.0, 0
+        self._at_once_ns, self._num_windows, self._num_worse = 0.0, 0, 0
         self._num_steps = self._num_repeated = 0
         self._forms.clear()
         self._settle()
@@ -191,11 +212,13 @@ class AtOnce:
             self.end()
         if is_set or self._native is None:
             return
-        if took_ns < _WINDOW_NS / 2:
+        if took_ns < _WINDOW_NS / 2 or self._num_steps < self._fewest_steps:
             return
         self._window = now_ns, calls, python
         self._at_once_ns = took_ns / num_calls
-        if self._at_once_ns > _BETTER * self._recorded_ns > 0:
+        is_worse = self._at_once_ns > _BETTER * self._recorded_ns > 0
+        self._num_worse = self._num_worse + 1 if is_worse else 0
+        if self._num_worse == _WORSE:
             self._at_once_ns, self._due_ns = 0.0, now_ns + self._wait_ns
         elif self._repeats() or now_ns > self._due_ns:
             self._due_ns = now_ns

@@ -90,6 +90,7 @@ class DeviceContext:
             self.executor,
             self._settle,
             lambda: len(fast_path.traces) == 1,
+            lambda: self.reads.is_in_parts and not self.executor.is_compiling,
         )
         self.watch = LoopWatch(self.trace, lambda: self.cut("GraphLimit"))
         self.trace.on_limit = self._on_limit

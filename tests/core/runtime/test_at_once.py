@@ -208,6 +208,7 @@ class TestWhen:
         def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
             self.now_ns = 1_000_000_000
             self.calls = self.python = 0
+            self.is_in_parts = False
             self.state: Any = None
             monkeypatch.setattr(at_once.time, "perf_counter_ns", lambda: self.now_ns)
             stand_in = SimpleNamespace(
@@ -224,6 +225,7 @@ class TestWhen:
                 executor,
                 lambda: None,
                 lambda: True,
+                lambda: self.is_in_parts,
             )
 
         def _begin(self, *_: Any) -> Any:
@@ -303,6 +305,19 @@ class TestWhen:
 
         run(5)
         assert run(300) > 0.95
+
+    @pytest.mark.parametrize("at_once_us", [10, 19])
+    def test_where_reads_cut_steps_into_parts(
+        self, device: "TestWhen.Device", at_once_us: float
+    ) -> None:
+        device.is_in_parts = True
+        recorded = (20.0, 0.0)
+        assert (
+            device.run(15, recorded, at_once_us, num_cuts=3, form=17) == 0
+        )  # compiled code may come
+        device.run(10, recorded, at_once_us, num_cuts=3, form=17)
+        share = device.run(300, recorded, at_once_us, num_cuts=3, form=17)
+        assert share > 0.95 if at_once_us == 10 else share < 0.01
 
     @pytest.mark.parametrize(
         "changed",
