@@ -21,7 +21,7 @@ from ltc_core.ops.composites import RULE_MAKERS, RULES
 from ltc_core.ops.cpu_numbers import with_number
 from ltc_core.ops.fallback import cannot_hold, run_real
 from ltc_core.ops.special import SPECIAL, on_other_device, share
-from ltc_core.record.fast_path import add_op, enable
+from ltc_core.record.fast_path import add_composite, add_op, enable
 from ltc_core.record.make_node import OutResized
 from ltc_core.record.recorder import recorder
 from ltc_core.record.signature import NotRecordable, find_trace
@@ -177,6 +177,7 @@ def _choose(op: torch._ops.OpOverload, schema: OpSchema) -> Handler:
         add_op(op, schema)
         return _as_one(_with_rescue(schema, recorder(schema)), _decomposed(schema))
     if schema.composite:
+        add_composite(op, keeps_views=_keeps_views(schema))
         return _decomposed(schema)
     if schema.name.startswith(_QUANTIZED):
         return _on_real_values(schema)
@@ -327,15 +328,12 @@ def _decomposed(schema: OpSchema) -> Handler:
     """Return the handler of an op that consists of others.
 
     Outside of inference mode autograd decomposes it before, and tracks views in each of its ops. In inference mode the
-    whole op arrives here, below autograd. A few ops have a kernel of their own there.
+    whole op arrives here, below autograd; C++ takes it apart from the second call on (`record/csrc/composite.h`).
     """
-    overload = schema.op._overloadname
-    has_own = torch._C._dispatch_has_kernel_for_dispatch_key(
-        f"{schema.counter}.{overload}" if overload != "default" else schema.counter, _VIEWS.name
-    )
+    keeps_views = _keeps_views(schema)
 
     def handle(args: Any, kwargs: Any) -> Any:
-        is_lost = torch.is_inference_mode_enabled() and not has_own
+        is_lost = torch.is_inference_mode_enabled() and not keeps_views
         with _with_views() if is_lost else contextlib.nullcontext():
             result = schema.op.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
@@ -343,6 +341,13 @@ def _decomposed(schema: OpSchema) -> Handler:
         return result
 
     return handle
+
+
+def _keeps_views(schema: OpSchema) -> bool:
+    """Whether the op has a kernel of its own where autograd notes views, as a few have."""
+    overload = schema.op._overloadname
+    name = f"{schema.counter}.{overload}" if overload != "default" else schema.counter
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, _VIEWS.name))
 
 
 def _as_one(record: Handler, decomposed: Handler) -> Handler:

@@ -37,6 +37,7 @@ from ltc_core.tensor.lazy_tensor import LazyTensor, make_empty, wrap_in_cpp
 __all__ = [
     "extension",
     "add_attention",
+    "add_composite",
     "add_op",
     "enable",
     "copied",
@@ -57,6 +58,7 @@ _native: Any = None
 _lock = threading.RLock()  # a signal handler may use an op while this thread adds one
 # The ops that C++ records, by name and overload. Ops added before the C++ part is loaded wait here.
 _ops: dict[tuple[str, str], tuple[Any, ...]] = {}
+_composites: dict[tuple[str, str], bool] = {}
 traces: dict[int, Trace] = {}  # index of a device -> its trace, for factories
 _takes_attention = False
 _DEVICE = vars(settings), "device"  # the setting that decides how attention runs
@@ -111,6 +113,8 @@ def install() -> bool:
             add_op(detach, OpSchema.of(detach), shares=True)
             for names, op in _ops.items():
                 native.add(*names, *op)
+            for names, keeps_views in _composites.items():
+                native.add_composite(*names, keeps_views)
             native.add_kernels()
             if _takes_attention:
                 native.add_attention(*_DEVICE)
@@ -144,6 +148,21 @@ def add_op(
         _ops[names] = kind, schema.draws, schema.args, writes, schema
         if _native is not None:
             _native.add(*names, *_ops[names])
+
+
+def add_composite(op: torch._ops.OpOverload, keeps_views: bool) -> None:
+    """Have C++ take an op apart in inference mode, where it comes here whole.
+
+    Args:
+        keeps_views: the op has a kernel of its own where autograd notes views.
+    """
+    names = op._schema.name, op._schema.overload_name
+    with _lock:
+        if names in _composites:
+            return
+        _composites[names] = keeps_views
+        if _native is not None:
+            _native.add_composite(*names, keeps_views)
 
 
 def add_attention() -> None:

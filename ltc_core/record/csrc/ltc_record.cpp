@@ -8,6 +8,7 @@
 // (`CopiedStep`, copied_step.h). Every other call goes to Python unchanged: a new step, or a stale operand.
 #include "at_once.h"
 #include "attention.h"
+#include "composite.h"
 #include "copied.h"
 #include "copied_step.h"
 #include "dropout.h"
@@ -149,11 +150,11 @@ class Follower final : public c10::OperatorKernel {
     }
   }
 
-  // Whether Python must handle the call because of inference mode. A view is an inference tensor if its base is one, in
-  // any mode. Outside of inference mode, inference tensors of a list must not be written.
+  // Whether Python must handle the call because of inference mode. Outside of it, inference tensors of a list must not be
+  // written.
   bool is_of_other_mode(const IValue& first) const {
     const bool is_inference = c10::InferenceMode::is_enabled();
-    if (op.kind == kView || op.kind == kShare)
+    if (op.kind == kShare)
       return is_inference || (first.isTensor() && first.toTensor().is_inference());
     if (!writes_list || is_inference)
       return false;
@@ -288,6 +289,10 @@ class Follower final : public c10::OperatorKernel {
           reinterpret_cast<Expected*>(noted.expected.get())->default_dtype = c10::get_default_dtype_as_scalartype();
         return false;
       }
+      // A view is an inference tensor if its base is one, in any mode.
+      std::optional<c10::InferenceMode> mode;
+      if (op.kind == kView && args[0].toTensor().is_inference() != c10::InferenceMode::is_enabled())
+        mode.emplace(args[0].toTensor().is_inference());
       result = call->make();
     }
     if (!result)
@@ -421,6 +426,28 @@ PyObject* add(PyObject*, PyObject* given) {
     static auto* all = new std::vector<c10::RegistrationHandleRAII>(); // leaked: ops are called until the very end
     all->push_back(dispatcher.registerImpl(
         {name, overload}, key, std::move(kernel), std::nullopt, nullptr, "ltc"));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// add_composite(name, overload name, keeps views): register the kernel of an op that consists of others.
+PyObject* add_composite(PyObject*, PyObject* given) {
+  const char *name, *overload;
+  int keeps_views;
+  if (!PyArg_ParseTuple(given, "ssp", &name, &overload, &keeps_views))
+    return nullptr;
+  static auto* registered = new std::vector<c10::RegistrationHandleRAII>(); // leaked, as those of `add`
+  try {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
+        std::make_unique<Composite>(dispatcher.findSchemaOrThrow(name, overload), keeps_views != 0));
+    Silence silence;
+    const c10::WarningUtils::WarningHandlerGuard silent(&silence);
+    registered->push_back(
+        dispatcher.registerImpl({name, overload}, c10::DispatchKey::Python, std::move(kernel), std::nullopt, nullptr, "ltc"));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -669,6 +696,7 @@ PyMethodDef methods[] = {
     {"at_once", at_once, METH_VARARGS, nullptr},
     {"run_at_once", use_at_once, METH_VARARGS, nullptr},
     {"use_view_ops", use_view_ops, METH_VARARGS, nullptr},
+    {"add_composite", add_composite, METH_VARARGS, nullptr},
     {"add_kernels", add_kernels, METH_NOARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
