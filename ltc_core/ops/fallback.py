@@ -221,10 +221,11 @@ def _call(
             )
     except Exception as error:
         text = _worded(schema, args, real_kwargs)
+        is_of_matrix = _is_of_matrix(error)
         failed = errors.op_error(
             _without_list_of_kernels(error) if text is None else RuntimeError(text),
-            what=str(schema.op) if text is None else "",
-            got=sizes_of(args) or ", ".join(map(repr, args)),
+            what=str(schema.op) if text is None and not is_of_matrix else "",
+            got="" if is_of_matrix else sizes_of(args) or ", ".join(map(repr, args)),
             where=source.user_line(),
             next=_advice(error),
         )
@@ -251,9 +252,19 @@ def _without_list_of_kernels(error: Exception) -> Exception:
     return NotImplementedError(text) if rest else error
 
 
+def _is_of_matrix(error: Exception) -> bool:
+    """Whether the values of a matrix are at fault, which a check of PyTorch's own has found."""
+    return isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+
+
 def _advice(error: Exception) -> str:
     if isinstance(error, NotImplementedError):
         return "eager PyTorch cannot do this on the CPU either; write it with other ops"
+    if _is_of_matrix(error):
+        return (
+            "look at the matrix's values; a small multiple of the identity may help, and cholesky_ex, inv_ex or "
+            "solve_ex say what failed instead of raising"
+        )
     if "allocate memory" in str(error):
         return "use smaller tensors or a smaller batch; get_memory_info() tells what is held"
     return "the call is wrong for eager PyTorch too: check the shapes, dtypes and indices above"

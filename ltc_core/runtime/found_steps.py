@@ -33,8 +33,10 @@ __all__ = [
 
 # A batch may be cast between two uploads of its parts; a model records more than that.
 _FEWEST_VALUES = 8
-# A script marks its steps if two marks in a row each come after one step that was found,
+# A script marks its steps if two marks in a row each come after as many steps that were found as the mark before them,
+# one or a few: a critic may be trained more often than its generator;
 _MARKS_IN_A_ROW = 2
+_MOST_BEFORE_MARK = 4
 # and no longer does if so many are found without a mark.
 _STEPS_WITHOUT_MARK = 8
 _STEPS_UNTIL_TOLD = 4
@@ -50,6 +52,7 @@ class _Script:
         self.is_declared = False  # a loader of ours marks its steps, or its interface has it do so
         self.is_marked = False  # it marks them itself
         self.marks_in_a_row = 0
+        self.before_mark = 0  # steps that were found before the last mark that came after any
         self.since_mark = 0  # steps that were found since the last mark
         self.is_told = False
 
@@ -205,7 +208,11 @@ def note_mark() -> None:
     """Note that the script marks the end of a step."""
     found, _script.since_mark = _script.since_mark, 0
     if found:
-        _script.marks_in_a_row = _script.marks_in_a_row + 1 if found == 1 else 0
+        is_next = found == 1 or found == _script.before_mark
+        _script.before_mark = found
+        _script.marks_in_a_row = (
+            _script.marks_in_a_row + 1 if is_next and found <= _MOST_BEFORE_MARK else 0
+        )
         _script.is_marked = _script.marks_in_a_row >= _MARKS_IN_A_ROW
 
 

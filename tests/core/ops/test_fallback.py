@@ -45,13 +45,19 @@ class TestCounting:
 
     def test_shapes_that_depend_on_values(self, device: torch.device) -> None:
         x = torch.tensor([3, 0, 1, 0], device=device)
+        given = torch.tensor([3.0, 0.0, 1.0, 0.0], device=device)
+
+        # Of integers alone it might be computed without a cut (`runtime.probe`).
+        def made() -> Tensor:
+            return (given + 0).long()
+
         calls: list[tuple[str, Callable[[], Any]]] = [
-            ("nonzero", lambda: (x + 0).nonzero()),
-            ("nonzero", lambda: x[(x + 0) > 0]),
-            ("masked_select", lambda: torch.masked_select(x + 0, x > 0)),
-            ("_unique2", lambda: torch.unique(x + 0)),
-            ("repeat_interleave", lambda: torch.repeat_interleave(x + 0)),
-            ("bincount", lambda: torch.bincount(x + 0)),
+            ("nonzero", lambda: made().nonzero()),
+            ("nonzero", lambda: x[made() > 0]),
+            ("masked_select", lambda: torch.masked_select(made(), x > 0)),
+            ("_unique2", lambda: torch.unique(made())),
+            ("repeat_interleave", lambda: torch.repeat_interleave(made())),
+            ("bincount", lambda: torch.bincount(made())),
         ]
         for name, call in calls:
             with Counting() as counted:
@@ -268,7 +274,11 @@ class TestErrors:
         text = str(raised.value)
         assert str(eager.value) in text
         assert f"test_fallback.py:{call.__code__.co_firstlineno}" in text
-        assert "  got: " in text and "eager PyTorch" in text.split("  Next: ")[1]
+        of_values = isinstance(raised.value, torch.linalg.LinAlgError)
+        assert ("  got: " in text) is not of_values
+        assert ("the matrix's values" if of_values else "eager PyTorch") in text.split("  Next: ")[
+            1
+        ]
 
     def test_no_kernel_on_the_cpu_either(self, device: torch.device) -> None:
         with pytest.raises(NotImplementedError) as raised:
@@ -323,3 +333,17 @@ def test_forced_ops_run_on_the_cpu_and_give_the_same() -> None:
     ran = out.split()
     assert {"aten::addmm", "aten::relu", "aten::bernoulli_", "aten::normal_"} <= set(ran)
     assert "aten::mul" not in ran and err == ""
+
+
+def test_the_error_of_a_matrix_speaks_of_its_values() -> None:
+    matrix = torch.ones(3, 3, device=ltc.lazy_device())
+    with pytest.raises(torch.linalg.LinAlgError) as caught:
+        torch.linalg.cholesky(matrix - 2)
+    text = str(caught.value)
+    assert (
+        "not positive-definite" in text
+        and "look at the matrix's values" in text
+        and __file__.split("/")[-1] in text
+    )
+    assert "_linalg_check_errors" not in text and "int32" not in text
+    assert torch.linalg.cholesky(matrix + torch.eye(3, device=ltc.lazy_device())).isfinite().all()

@@ -241,6 +241,46 @@ def test_a_script_that_marks_its_steps_is_left_alone(script: Script, device: tor
     assert counted.syncs == {"MarkStep": STEPS - LEARNED}
 
 
+def test_marks_may_come_after_several_steps_of_a_critic(
+    device: torch.device, capfd: pytest.CaptureFixture[str]
+) -> None:
+    critic, generator = model(device), model(device)
+    of_critic, of_generator = adam(critic), adam(generator)
+
+    def iteration() -> None:
+        for k, (net, optimizer) in enumerate(
+            [(critic, of_critic)] * 3 + [(generator, of_generator)]
+        ):
+            optimizer.zero_grad()
+            net(torch.full((8, 6), float(k), device=device)).square().mean().backward()
+            optimizer.step()
+
+    for _ in range(5):
+        iteration()
+        ltc.mark_step()
+    with Counting() as counted:
+        for _ in range(6):
+            iteration()
+            ltc.mark_step()
+    assert counted.syncs == {"MarkStep": 6}
+    for _ in range(12):  # and no mark any more
+        iteration()
+    with Counting() as counted:
+        for _ in range(6):
+            iteration()
+    assert counted.syncs.get("OptimizerStep", 0) >= 12
+
+
+def test_a_mark_each_epoch_leaves_steps_to_be_found(device: torch.device) -> None:
+    for _ in range(4):
+        list(plain(device))
+        ltc.mark_step()
+    with Counting() as counted:
+        list(plain(device))
+        ltc.mark_step()
+    assert counted.syncs["OptimizerStep"] >= STEPS - 1
+
+
 def test_a_marked_loop_may_be_followed_by_one_that_is_not(device: torch.device) -> None:
     for _ in plain(device):
         ltc.mark_step()
