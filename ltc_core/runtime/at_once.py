@@ -40,7 +40,7 @@ _FEW = 8  # calls in a graph, on average: the same
 _COMPILED_NS = 20_000_000_000  # of recording, after which compiled code has come to steps in parts, or will not
 _STEPS = 2  # steps in parts that are measured together, at least
 _WINDOWS = 4  # in a row in which that was so; or in which recording is tried again, until the path is known
-_BETTER = 0.9  # of the time of the other way
+_BETTER = 0.9  # of the time that recording takes
 _WORSE = 3  # windows in a row in which it is not
 _FIRST_WAIT_NS = 2_000_000_000  # until the other way is tried again
 _LONGEST_WAIT_NS = 60_000_000_000
@@ -135,8 +135,8 @@ class AtOnce:
         is_on_trial = self._at_once_ns > 0
         is_worth_it = is_slow or is_short or is_in_parts or is_on_trial
         self._num_windows = self._num_windows + 1 if is_worth_it else 0
-        if is_on_trial and not is_slow and self._recorded_ns <= self._at_once_ns:
-            self._at_once_ns, self._num_windows, self._wait_ns = 0.0, 0, _FIRST_WAIT_NS
+        if is_on_trial and not self._is_better(self._at_once_ns):
+            self._at_once_ns, self._num_windows, self._due_ns = 0.0, 0, now_ns + self._wait_ns
         elif self._num_windows >= _WINDOWS:
             self._may_repeat = (
                 not is_slow or is_on_trial
@@ -215,17 +215,19 @@ class AtOnce:
         if took_ns < _WINDOW_NS / 2 or self._num_steps < self._fewest_steps:
             return
         self._window = now_ns, calls, python
-        self._at_once_ns = took_ns / num_calls
-        is_worse = self._at_once_ns > _BETTER * self._recorded_ns > 0
-        self._num_worse = self._num_worse + 1 if is_worse else 0
-        if self._num_worse == _WORSE:
-            self._at_once_ns, self._due_ns = 0.0, now_ns + self._wait_ns
-        elif self._repeats() or now_ns > self._due_ns:
-            self._due_ns = now_ns
-        else:
+        call_ns = took_ns / num_calls
+        self._at_once_ns = (self._at_once_ns + call_ns) / 2 if self._at_once_ns else call_ns
+        self._num_worse = 0 if self._is_better(call_ns) else self._num_worse + 1
+        # No better than recording was: it may be that the machine is busy now.
+        if self._num_worse < _WORSE and not self._repeats() and now_ns < self._due_ns:
             return
+        self._due_ns = now_ns
         self._wait_ns = min(2 * self._wait_ns, _LONGEST_WAIT_NS)
         self.end()
+
+    def _is_better(self, at_once_ns: float) -> bool:
+        """Whether ops at once, which take so long a call, are much quicker than those that were recorded last."""
+        return not self._recorded_ns or at_once_ns <= _BETTER * self._recorded_ns
 
     def _repeats(self) -> bool:
         """Whether most steps are as one before: then they are recorded in C++."""

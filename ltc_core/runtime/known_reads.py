@@ -139,11 +139,13 @@ class KnownReads:
         """Count what C++ has done. In any thread."""
         if self._native is None:
             return
-        num_numbers, num_tensors, num_bytes, cut = self._native.take_counts()
+        num_numbers, num_tensors, num_checks, num_bytes, cut = self._native.take_counts()
         num_reads = num_numbers + num_tensors
         if num_reads:
             metrics.count("aten::_local_scalar_dense", num_numbers)
             metrics.observe_many("InboundData", num_bytes / num_reads, num_reads)
+        if num_checks:
+            metrics.count("aten::_linalg_check_errors", num_checks)
         for compiled in cut:
             num_runs, reasons, elapsed_ns = compiled.known_cut.take_runs()
             if num_runs:

@@ -12,6 +12,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 #include <vector>
@@ -32,7 +33,7 @@ struct KnownReads {
   Py_ssize_t num_cuts;
   long long last_ns; // when the last one ended
   // Since a counter was read: bytes, numbers and tensors that were read.
-  Py_ssize_t num_bytes, num_numbers, num_tensors;
+  Py_ssize_t num_bytes, num_numbers, num_tensors, num_checks;
   Py_ssize_t epoch; // which began when the last of these reads cut
 
   // Whether C++ may do in this thread what Python has let it do.
@@ -49,7 +50,7 @@ struct KnownReads {
 };
 inline PyTypeObject known_reads_type = {
     PyVarObject_HEAD_INIT(nullptr, 0) "_ltc_record.KnownReads", sizeof(KnownReads)};
-inline PyObject *name_known_cut, *name_popleft, *name_item, *name_to_cpu;
+inline PyObject *name_known_cut, *name_popleft, *name_item, *name_to_cpu, *name_check;
 
 inline void free_known_reads(PyObject* self) {
   auto* reads = reinterpret_cast<KnownReads*>(self);
@@ -104,6 +105,19 @@ class KnownRead {
     ++reads.num_tensors;
     note(static_cast<Py_ssize_t>(made.nbytes()));
     return made;
+  }
+
+  // Whether the codes of an op's errors are all zero; false, too, if the read is Python's.
+  bool is_sound(const at::Tensor& codes) {
+    const at::Tensor* data = view ? nullptr : computed(name_check);
+    if (!data || !data->is_contiguous() || data->scalar_type() != at::kInt || data->numel() != codes.numel())
+      return false;
+    const auto* first = static_cast<const int32_t*>(data->const_data_ptr());
+    if (!std::all_of(first, first + data->numel(), [](int32_t code) { return code == 0; }))
+      return false;
+    ++reads.num_checks;
+    note(0);
+    return true;
   }
 
   // The memory of the cell, for Python: not to be written. Null if the read is Python's, and then an error may be set.
@@ -337,7 +351,8 @@ inline PyObject* pause_reads(PyObject* self, PyObject*) {
   return told;
 }
 
-// reads.take_counts(): (numbers and tensors that were read since the last call, their bytes, the programs that were run).
+// reads.take_counts(): (numbers, tensors and codes of errors that were read since the last call, the bytes of the first two,
+// the programs that were run).
 inline PyObject* take_read_counts(PyObject* self, PyObject*) {
   auto* reads = reinterpret_cast<KnownReads*>(self);
   const Object fresh(PyList_New(0));
@@ -345,8 +360,8 @@ inline PyObject* take_read_counts(PyObject* self, PyObject*) {
     return nullptr;
   const Object cut(std::exchange(reads->cut, Py_NewRef(fresh.get())));
   PyObject* taken =
-      Py_BuildValue("(nnnO)", reads->num_numbers, reads->num_tensors, reads->num_bytes, cut.get());
-  reads->num_numbers = reads->num_tensors = reads->num_bytes = 0;
+      Py_BuildValue("(nnnnO)", reads->num_numbers, reads->num_tensors, reads->num_checks, reads->num_bytes, cut.get());
+  reads->num_numbers = reads->num_tensors = reads->num_checks = reads->num_bytes = 0;
   return taken;
 }
 

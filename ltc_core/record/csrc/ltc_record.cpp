@@ -377,6 +377,29 @@ class Reader final : public c10::OperatorKernel {
   }
 };
 
+// The kernel of what solvers and factorizations check: whether the codes of their errors are zero. Reads them as `item()`
+// does; an error is Python's.
+class Checker final : public c10::OperatorKernel {
+ public:
+  Checker(const c10::OperatorHandle& op, c10::DispatchKey key) : python(op.getComputedKernelForDispatchKey(key)) {}
+
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (!may_handle() || !is_sound(torch::jit::peek(*stack, 0, 3).toTensor()))
+      return python.callBoxed(handle, keys, stack);
+    torch::jit::drop(*stack, 3);
+  }
+
+ private:
+  const c10::SafeKernelFunction python;
+
+  static bool is_sound(const at::Tensor& codes) {
+    const Gil gil;
+    bool found = false;
+    read_known(codes, [&](KnownRead read) { return found = read.is_sound(codes); });
+    return found;
+  }
+};
+
 // Replaces `LazyTensor.__torch_dispatch__`. Handles `detach`, which autograd calls without the dispatcher when it saves
 // the result of an op. Every other call goes to Python.
 PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t n) {
@@ -474,6 +497,7 @@ bool add_kernel(const char* name, c10::DispatchKey key, const char* overload = "
 // add_kernels(): register those of single ops.
 PyObject* add_kernels(PyObject*, PyObject*) {
   const bool added = add_kernel<Reader>("aten::_local_scalar_dense", c10::DispatchKey::Python) &&
+      add_kernel<Checker>("aten::_linalg_check_errors", c10::DispatchKey::Python) &&
       add_kernel<Unwritten>("aten::empty_like", c10::DispatchKey::Python) &&
       add_kernel<Unwritten>("aten::new_empty", c10::DispatchKey::Python) &&
       add_kernel<Unwritten>("aten::new_empty_strided", c10::DispatchKey::Python) &&
@@ -717,6 +741,7 @@ PyMODINIT_FUNC PyInit__ltc_record() {
   name_popleft = PyUnicode_InternFromString("popleft");
   name_item = PyUnicode_InternFromString("Item");
   name_to_cpu = PyUnicode_InternFromString("ToCpu");
+  name_check = PyUnicode_InternFromString("_linalg_check_errors");
   maker_type.tp_dealloc = free_maker;
   expected_type.tp_dealloc = free_expected;
   known_cut_type.tp_dealloc = free_known_cut;

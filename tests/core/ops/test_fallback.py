@@ -347,3 +347,40 @@ def test_the_error_of_a_matrix_speaks_of_its_values() -> None:
     )
     assert "_linalg_check_errors" not in text and "int32" not in text
     assert torch.linalg.cholesky(matrix + torch.eye(3, device=ltc.lazy_device())).isfinite().all()
+
+
+def test_sound_matrices_are_checked_without_python() -> None:
+    """Solvers and factorizations look at the codes of their errors: a read of a few integers."""
+    code = """
+    import sys, torch, ltc_core
+
+    def losses(device):
+        w = torch.nn.Parameter((torch.arange(16.0).reshape(4, 4) / 16).to(device))
+        optimizer, found = torch.optim.SGD([w], 0.1), []
+        eye = torch.eye(4).to(device)
+        for _ in range(40):
+            solved = torch.linalg.solve(w @ w.T + eye, eye)
+            low = torch.linalg.cholesky(torch.stack([solved @ solved.T + eye] * 2))
+            loss = (torch.linalg.inv(low) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    on_cpu, here = losses("cpu"), losses("ltc")
+    print(max(abs(a - b) for a, b in zip(on_cpu, here)) < 1e-6)
+    print(ltc_core.metrics.counter_value("aten::_linalg_check_errors"))
+    seen = []
+    sys.setprofile(lambda frame, *_: seen.append(frame.f_code.co_name))
+    losses("ltc")
+    sys.setprofile(None)
+    print(seen.count("run_real"))
+    try:
+        torch.linalg.inv(torch.zeros(4, 4).to("ltc") * 2)
+    except torch.linalg.LinAlgError as error:
+        print("singular" in str(error))
+    """
+    out, err = child.run(code)
+    same, checks, in_python, is_told = out.split()
+    assert same == is_told == "True" and checks == "120" and int(in_python) < 30 and err == ""
