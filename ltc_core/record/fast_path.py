@@ -45,6 +45,7 @@ __all__ = [
     "known_cut",
     "known_reads",
     "known_uploads",
+    "note_elements",
     "num_calls",
     "num_fast_calls",
     "record_again",
@@ -235,6 +236,12 @@ def known_cut(
         return None
     nbytes, taken = zip(*outputs, strict=True) if outputs else ((), ())
     return _native.known_cut(alive, donated, slots, nbytes, taken, peak_bytes, takes_any_size)
+
+
+def note_elements(view: View) -> None:
+    """The elements of a view lie where its meta says, in memory that is laid out as its cell's meta says."""
+    if _native is not None and native_objects.native is not None:
+        _native.note_elements(view)
 
 
 def run_at_once(

@@ -243,7 +243,8 @@ class DeviceContext:
             self.reads.after_cut(compiled, is_awaited)
             self.streaming.after_cut(goes_on=False)
             self.early.after_cut(compiled)
-            if is_awaited and reason != "Wait":
+            is_compared = compiled.policy.is_comparing(self.reads.is_waited)
+            if is_awaited and reason != "Wait" and not is_compared:
                 self.known_reads.let_run(compiled)
         self._note_cut(reason, compiled, time.perf_counter_ns() - started_ns)
         return True
@@ -350,6 +351,8 @@ class DeviceContext:
             seen=seen,
             step=self._num_steps,
         )
+        if compiled.policy.is_comparing(self.reads.is_waited):
+            self.known_reads.hold_back(compiled)
         self.streaming.after_cut(goes_on)
         if self.trace.steps > (_STEPS_OF_NEW_GRAPHS if novelty.is_lasting else _TRIE_STEPS):
             self.trace.forget()

@@ -20,14 +20,15 @@ import torch
 from ltc_core import errors, metrics, source
 from ltc_core.device import register
 from ltc_core.graph.ir import TensorMeta, contiguous_stride
-from ltc_core.graph.lens import apply_lens
+from ltc_core.graph.lens import apply_lens, shares_memory
 from ltc_core.graph.passes import count_ops
+from ltc_core.record import fast_path
 from ltc_core.report import recording
 from ltc_core.runtime import fork_gate
 from ltc_core.runtime.device_context import DeviceContext
 from ltc_core.runtime.launcher import forget_jobs
 from ltc_core.settings import rank_in_job, settings
-from ltc_core.tensor.handles import Cell, Handle, base_of, lens_of
+from ltc_core.tensor.handles import Cell, Handle, View, base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor, wrap
 from ltc_core.thread_state import in_own_state, num_function_modes
 from ltc_core.timeline import slices
@@ -164,8 +165,24 @@ def real(handle: Handle, reason: str) -> torch.Tensor:
 @in_own_state
 def _view(ctx: DeviceContext, data: Any, handle: Handle) -> torch.Tensor:
     whole = ctx.executor.view(data, base_of(handle).meta)
-    lens = lens_of(handle)
-    return apply_lens(whole, lens) if lens else whole
+    if type(handle) is not View:
+        return whole
+    part = apply_lens(whole, handle.lens)
+    if len(handle.lens) > 1 and part.is_contiguous() and _is_where_metas_say(whole, part, handle):
+        fast_path.note_elements(handle)
+    return part
+
+
+def _is_where_metas_say(whole: torch.Tensor, part: torch.Tensor, view: View) -> bool:
+    """Whether the elements of a view lie where its meta says, in memory that is laid out as that of its cell."""
+    of_whole, of_part = view.base.meta, view.meta
+    is_whole = whole.stride() == of_whole.stride and whole.size() == of_whole.size
+    is_part = (
+        of_part.contiguous
+        and part.size() == of_part.size
+        and part.storage_offset() == of_part.offset
+    )
+    return is_whole and is_part and not whole.storage_offset() and shares_memory(whole, part)
 
 
 def fetch(handle: Handle, reason: str = "Fetch") -> torch.Tensor:

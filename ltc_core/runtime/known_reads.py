@@ -92,6 +92,11 @@ class KnownReads:
             count = min(max(compiled.runs, _FEWEST_RUNS), _MOST_RUNS)
             self._native.let_run(compiled.known_cut, native, count)
 
+    def hold_back(self, compiled: CompiledGraph) -> None:
+        """Each run of a program counts for a while: Python makes its cuts."""
+        if self._native is not None and compiled.known_cut is not None:
+            self._native.let_run(compiled.known_cut, None, 0)
+
     def resume(self) -> None:
         """Python has read a value: let C++ read the next ones, if a cut does nothing but run in this thread.
 
@@ -127,6 +132,7 @@ class KnownReads:
         num_cuts, last_ns, last, unfinished = told
         self._reads.skip(last_ns)
         if last is not None:
+            self._launcher.skip()
             self._streaming.forget_step()
             self._early.skip_to(last)
             self._on_cuts(last, num_cuts, last_ns)

@@ -212,6 +212,11 @@ class Launcher:
             self.choose(compiled, torch.get_num_threads(), is_waited, Placement.HERE)
         self._finish_made(compiled, made, started_ns, started_cpu_ns)
 
+    def skip(self) -> None:
+        """C++ has run programs meanwhile (`known_reads`): how long the last launch took is not known."""
+        if self._latest is not None:
+            self._latest.skip()
+
     def finish_now(self, compiled: CompiledGraph, made: Any) -> None:
         """As `finish_known`, of a run that a read has begun, and that has to go on in Python or has failed."""
         self._finish_made(compiled, made, time.perf_counter_ns(), time.thread_time_ns())

@@ -118,6 +118,10 @@ class Places:
         if not self.is_settled:
             self._forget()
 
+    def skip(self) -> None:
+        """What runs meanwhile is not noted: the last launch does not count."""
+        self._last_ns = self.sample_ns = 0
+
     def keep(self, given: Placement | None, ways: tuple[Placement, ...]) -> Placement:
         """Placement for a launch that tells nothing about the next ones: it is not measured."""
         self.pause()

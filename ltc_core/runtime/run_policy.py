@@ -28,12 +28,13 @@ class RunPolicy:
         latest: the places that the last launch which was placed had.
     """
 
-    __slots__ = ("_choices", "_family", "cost", "latest")
+    __slots__ = ("_choices", "_family", "_last_choice", "cost", "latest")
 
     def __init__(self, size: int, family: Family) -> None:
         self.cost = RunCost(size)
         self._family = family
         self._choices: dict[bool, TierChoice] = {}
+        self._last_choice: TierChoice | None = None  # the one that the program was last told of
         self.latest: Places | None = None
 
     @property
@@ -45,6 +46,11 @@ class RunPolicy:
         """Whether each launch is to be placed: a place was chosen by time, or replay and compiled code compete."""
         choice = self._choices.get(is_waited)
         return self._is_settled_here(is_waited) or (choice is not None and choice.is_measuring)
+
+    def is_comparing(self, is_waited: bool) -> bool:
+        """Whether each step counts, since replay is being compared with compiled code."""
+        choice = self._choices.get(is_waited)
+        return choice is not None and choice.is_comparing
 
     def runs_here(self, is_awaited: bool, is_waited: bool) -> bool:
         """Whether the next replay is to be in the thread that cuts, and it need not be asked for a place.
@@ -148,7 +154,10 @@ class RunPolicy:
         is_disturbed: bool,
     ) -> None:
         tier = program.tier
-        if choice.is_open:
+        # Else its tier is what the other rhythm wants, and says nothing about this one.
+        is_own = self._last_choice in (choice, None)
+        self._last_choice = choice
+        if choice.is_open and is_own:
             known = program.step_times(is_waited) if tier is Tier.COMPILED else None
             if known is not None:
                 choice.decide(known)

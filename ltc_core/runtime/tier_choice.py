@@ -69,8 +69,13 @@ class TierChoice:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether each launch counts."""
-        return self.is_put_off or self._phase in (_Phase.REPLAY_SETTLES, _Phase.TURNS)
+        """Whether each launch is to be told of."""
+        return self.is_put_off or self.is_comparing
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether replay is being compared with compiled code: each launch counts."""
+        return self._phase in (_Phase.REPLAY_SETTLES, _Phase.TURNS)
 
     def put_off(self, program: Program) -> None:
         """The program is launched while something else is compiled: let it be replayed, if nothing was tried yet."""

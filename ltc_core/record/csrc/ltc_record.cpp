@@ -636,6 +636,17 @@ PyObject* use_view_ops(PyObject*, PyObject* given) {
   view_ops = {Py_NewRef(copying), Py_NewRef(reshaping), Py_NewRef(strided)};
   Py_RETURN_NONE;
 }
+
+// note_elements(view): see `KnownParts`.
+PyObject* note_elements(PyObject*, PyObject* view) {
+  if (!is_type(view, view_type)) {
+    PyErr_SetString(PyExc_TypeError, "a view");
+    return nullptr;
+  }
+  KnownParts::add(view);
+  Py_RETURN_NONE;
+}
+
 // run_at_once(trace, state): ops of the trace run at once from now on; with None no longer.
 PyObject* use_at_once(PyObject*, PyObject* given) {
   PyObject *trace, *state;
@@ -720,6 +731,7 @@ PyMethodDef methods[] = {
     {"at_once", at_once, METH_VARARGS, nullptr},
     {"run_at_once", use_at_once, METH_VARARGS, nullptr},
     {"use_view_ops", use_view_ops, METH_VARARGS, nullptr},
+    {"note_elements", note_elements, METH_O, nullptr},
     {"add_composite", add_composite, METH_VARARGS, nullptr},
     {"add_kernels", add_kernels, METH_NOARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},

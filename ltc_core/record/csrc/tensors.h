@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
 
+#include <map>
 #include <optional>
 #include <typeinfo>
 #include <vector>
@@ -251,6 +252,40 @@ inline bool has(PyObject* ops, PyObject* op) {
       return true;
   return false;
 }
+// Views of which Python has seen that their elements lie where their metas say: those of equal steps and metas do so, too.
+class KnownParts {
+ public:
+  static bool has(PyObject* view) {
+    return known().count(key_of(view)) > 0;
+  }
+  static void add(PyObject* view) {
+    if (known().size() >= kMost) {
+      for (const auto& [key, lens] : known())
+        Py_DECREF(lens);
+      known().clear();
+    }
+    PyObject* lens = view_of.lens.of(view);
+    if (known().emplace(key_of(view), lens).second)
+      Py_INCREF(lens); // what the key has the addresses of
+  }
+
+ private:
+  using Key = std::vector<PyObject*>; // metas of the cell and of the view, steps of the lens
+  static constexpr size_t kMost = 10'000;
+
+  static std::map<Key, PyObject*>& known() {
+    static auto* all = new std::map<Key, PyObject*>(); // leaked: kernels outlive the interpreter
+    return *all;
+  }
+  static Key key_of(PyObject* view) {
+    PyObject* lens = view_of.lens.of(view);
+    Key key{cell_of.meta.of(view_of.base.of(view)), view_of.meta.of(view)}; // metas are never freed
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lens); ++i)
+      key.push_back(PyTuple_GET_ITEM(lens, i));
+    return key;
+  }
+};
+
 // Whether it is known that the elements of a view lie where its meta says, in memory that is laid out as its cell's meta
 // says.
 inline bool is_of_elements(PyObject* view) {
@@ -262,7 +297,7 @@ inline bool is_of_elements(PyObject* view) {
     PyObject* op = PyTuple_GET_ITEM(PyTuple_GET_ITEM(lens, i), 0);
     const bool reshapes = has(view_ops.reshaping, op);
     if (has(view_ops.copying, op) || (reshapes && !is_packed))
-      return false;
+      return KnownParts::has(view);
     is_packed = reshapes;
   }
   return true;

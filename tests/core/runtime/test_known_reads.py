@@ -231,6 +231,20 @@ def test_elements_are_read_without_python(in_python: list[str]) -> None:
     assert len(in_python) < 40
 
 
+def test_a_sample_is_read_without_python(in_python: list[str]) -> None:
+    """It is transposed and reshaped, so Python has to see once that its elements stay where they are."""
+    sampled = torch.arange(5, device="ltc").view(5, 1)
+    for k in range(60):
+        assert (sampled + k).permute(1, 0).view(5).cpu().tolist() == [k, k + 1, k + 2, k + 3, k + 4]
+    assert len(in_python) < 20
+    in_python.clear()
+    turned = torch.arange(6, device="ltc").view(2, 3)
+    for k in range(30):  # here they do not
+        flat = (turned + k).t().view(-1)
+        assert flat.cpu().tolist() == [k, k + 3, k + 1, k + 4, k + 2, k + 5]
+        assert flat.view(6)[1].item() == k + 3
+
+
 def test_a_part_that_was_written_is_read(in_python: list[str]) -> None:
     x = torch.zeros(4, device="ltc")
     part = x[2:]

@@ -285,6 +285,16 @@ class TestReplayBesideCompiledCode:
         assert set(contest.steps(20, 90, 100)) == {Tier.REPLAY}
         assert [is_waited for is_waited, _ in contest.loop.program.told] == [False, True]
 
+    def test_rhythms_that_take_turns_do_not_end_each_other_s_comparison(self) -> None:
+        contest = Contest()
+        for _ in range(40):
+            contest.loop.is_waited = False
+            contest.steps(12, 110, 100)
+            contest.loop.is_waited = True
+            last = contest.steps(40, 90, 100)[-1]
+        assert last is Tier.REPLAY
+        assert {is_waited for is_waited, _ in contest.loop.program.told} == {False, True}
+
     def test_what_an_earlier_run_has_measured_is_not_measured_again(self) -> None:
         for replay_ns, stays in ((90, Tier.REPLAY), (110, Tier.COMPILED)):
             contest = Contest()
