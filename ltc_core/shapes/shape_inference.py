@@ -7,6 +7,7 @@ decomposes the op or runs it on real values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from ltc_core.tensor.handles import base_of
 from ltc_core.tensor.lazy_tensor import LazyTensor
 from ltc_core.thread_state import in_own_state
 
-__all__ = ["Unknown", "infer", "typed"]
+__all__ = ["WITHOUT_KERNEL", "Unknown", "infer", "typed"]
 
 
 class Unknown(Exception):
@@ -239,8 +240,35 @@ def _of_grouped_mm(
     return TensorMeta.packed(size, out_dtype or first.dtype)
 
 
-# Ops whose kernels for `meta` refuse what the CPU computes: other dtypes than bfloat16.
-_OWN_RULES = {"_grouped_mm": _of_grouped_mm}
+def _like(position: int) -> Callable[..., TensorMeta]:
+    """The result has the sizes and the dtype of one operand, and is packed."""
+
+    def rule(*args: Any, **_: Any) -> TensorMeta:
+        meta = args[position]._h.meta
+        return TensorMeta.packed(meta.size, meta.dtype)
+
+    return rule
+
+
+def _of_binomial(count: Any, prob: Any, generator: Any = None) -> TensorMeta:
+    if count._h.meta.size != prob._h.meta.size or count.dtype is not prob.dtype:
+        raise Unknown("a call that eager may refuse")
+    return _like(0)(count)
+
+
+# Ops without a kernel for `meta`; of `_grouped_mm`, it refuses other dtypes than bfloat16, which the CPU computes.
+_WITHOUT_KERNEL: dict[str, Callable[..., TensorMeta]] = {
+    "_ctc_loss_backward": _like(1),
+    "_dirichlet_grad": _like(0),
+    "_sample_dirichlet": _like(0),
+    "_standard_gamma_grad": _like(0),
+    "binomial": _of_binomial,
+    "fractional_max_pool3d_backward": _like(1),
+    "multi_margin_loss_backward": _like(1),
+    "multilabel_margin_loss_backward": _like(1),
+}
+WITHOUT_KERNEL = frozenset(_WITHOUT_KERNEL)
+_OWN_RULES = {"_grouped_mm": _of_grouped_mm, **_WITHOUT_KERNEL}
 
 # Norms, and where their arguments have weight, bias and running statistics.
 _PARAMETERS_OF_NORMS = {

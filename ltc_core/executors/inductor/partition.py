@@ -24,6 +24,7 @@ from ltc_core.program.passes.overlap import overlap_reductions
 from ltc_core.program.scalar_inputs import base_name
 from ltc_core.program.schedule import Stage
 from ltc_core.program.subgraph import Subgraph
+from ltc_core.shapes.shape_inference import WITHOUT_KERNEL
 
 __all__ = ["eager_nodes", "partition"]
 
@@ -102,6 +103,8 @@ def _why_eager(
         return "it exchanges data with other processes"
     if node.op._opname.rstrip("_") in _CHECKED:
         return "it checks the values of its operands, which compiled code does not"
+    if node.op._opname in WITHOUT_KERNEL:
+        return "the compiler does not know the sizes of its results"
     if any(
         not _is_plain_view(item.lens, metas[node.writes[item.base]])
         for item in leaves(node.args, *node.kwargs.values())

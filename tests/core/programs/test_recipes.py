@@ -245,7 +245,35 @@ def test_speech(lengths_on: str) -> None:
         loss.backward()
         return loss, x.grad
 
-    beside_eager(program, rtol=1e-4, atol=1e-5, rounds=1)
+    with Counting() as counted:
+        beside_eager(program, rtol=1e-4, atol=1e-5, rounds=1)
+    assert not counted.fallbacks
+
+
+def test_gradients_of_which_pytorch_knows_no_sizes_end_no_step() -> None:
+    def program(device: torch.device) -> Any:
+        x = torch.linspace(-1.0, 1.0, 12).reshape(4, 3).to(device).requires_grad_()
+        classes = torch.tensor([2, 0, 1, 1], device=device)
+        loss = F.multi_margin_loss(x, classes) + F.multilabel_margin_loss(
+            x[:, :1], classes[:, None] * 0
+        )
+        for samples in (torch._standard_gamma(x.exp() + 1), torch._sample_dirichlet(x.exp())):
+            assert samples.shape == x.shape and bool((samples > 0).all())
+        rates = x.detach().exp()
+        gradients = (
+            torch._standard_gamma_grad(rates, rates),
+            torch._dirichlet_grad(
+                rates / rates.sum(1, keepdim=True),
+                rates,
+                rates.sum(1, keepdim=True).expand_as(rates),
+            ),
+        )
+        loss.backward()
+        return loss, x.grad, gradients
+
+    with Counting() as counted:
+        beside_eager(program, rtol=1e-4, atol=1e-5, rounds=1)
+    assert set(counted.fallbacks) <= {"_local_scalar_dense"}
 
 
 def test_generating_token_by_token() -> None:

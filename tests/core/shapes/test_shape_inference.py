@@ -41,6 +41,9 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 x = torch.randn(2, 3)
 image = torch.randn(2, 3, 4, 4)
 rows = torch.tensor([1, 0, 1])
+turned = torch.rand(2, 3).t() + 1
+probabilities = torch.randn(1, 4, 5).log_softmax(2).transpose(0, 1)
+volume = torch.randn(1, 1, 2, 2, 2)
 
 CASES: dict[str, tuple[Overload, tuple[Any, ...]]] = {
     "add": (aten.add.Tensor, (x, x)),
@@ -71,6 +74,37 @@ CASES: dict[str, tuple[Overload, tuple[Any, ...]]] = {
     "batch_norm": (
         aten.native_batch_norm.default,
         (image, None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5),
+    ),
+    # Of these PyTorch has no kernel for `meta`.
+    "gradient of gamma": (aten._standard_gamma_grad.default, (turned, turned)),
+    "Dirichlet": (aten._sample_dirichlet.default, (turned,)),
+    "gradient of Dirichlet": (aten._dirichlet_grad.default, (turned / 9, turned, turned * 3)),
+    "binomial": (aten.binomial.default, (turned.round(), turned / 9)),
+    "gradient of margins": (
+        aten.multi_margin_loss_backward.default,
+        (torch.tensor(1.0), turned, rows, 1, 1.0, None, 1),
+    ),
+    "gradient of margins of labels": (
+        aten.multilabel_margin_loss_backward.default,
+        (torch.tensor(1.0), turned, rows[:, None] * turned.long() * 0, 1, torch.zeros(3, 2)),
+    ),
+    "gradient of CTC": (
+        aten._ctc_loss_backward.default,
+        (
+            *(torch.ones(1), probabilities, rows[None] + 1, [4], [3]),
+            *aten._ctc_loss.default(probabilities, rows[None] + 1, [4], [3]),
+            0,
+        ),
+    ),
+    "gradient of pooling": (
+        aten.fractional_max_pool3d_backward.default,
+        (
+            torch.ones(1, 1, 1, 1, 1),
+            volume,
+            [2, 2, 2],
+            [1, 1, 1],
+            torch.zeros(1, 1, 1, 1, 1).long(),
+        ),
     ),
 }
 
