@@ -92,7 +92,7 @@ def counter_text(name: str, value: int) -> str:
 
 
 def cause_counter(kind: str) -> str:
-    """Name of the counter for a kind of compile cause, without spaces: parsers of reports expect none."""
+    """Name of the counter for a kind of cause, without spaces: parsers of reports expect none."""
     return _CAUSE_PREFIX + kind.replace(" ", "_")
 
 

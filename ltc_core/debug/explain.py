@@ -1,8 +1,8 @@
-"""Why a graph was compiled: the cause in one sentence, with the user's line.
+"""Why a program was built: the cause in one sentence, with the user's line.
 
 `runtime.program_cache` calls `explain` at each cache miss. The new graph is compared with the nearest known one
 (`nearest`, `difference`). The conditions that hold choose sentences from a table, the one that explains most first.
-Sentences name compiles by number and inputs by position. The metrics count causes as `CompileCause.<kind>`.
+Sentences name programs by number and inputs by position. The metrics count causes as `CompileCause.<kind>`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = ["KINDS", "Cause", "KnownGraphs", "explain", "on_compile"]
 # Condition -> kind and sentence.
 _TABLE = {
     # alone
-    "first": "first graph: nothing was compiled before ({new.cut})",
+    "first": "first graph: nothing was recorded before ({new.cut})",
     "forgotten": "forgotten: so many different ops were recorded that all graphs were dropped ({new.cut})",
     "eager": "eager: LTC_EAGER=1 runs each op by itself, here {node}",
     "part": "part of a step: it runs while the rest of the step is recorded, which may be quicker where each step is "
     "waited for; its {ops} begin with {node}",
     # the same code
-    "kept": "values alive: {value} outlives the cut ({new.cut}), unlike at {old}{more}",
-    "dropped": "values alive: {value} does not outlive the cut ({new.cut}), unlike at {old}{more}",
-    "donated": "inputs given up: the old value of {value} is given up at the cut ({new.cut}), unlike at {old}{more}",
-    "held": "inputs given up: the old value of {value} is still held at the cut ({new.cut}), unlike at {old}{more}",
+    "kept": "values alive: {value} outlives the cut ({new.cut}), unlike in {old}{more}",
+    "dropped": "values alive: {value} does not outlive the cut ({new.cut}), unlike in {old}{more}",
+    "donated": "inputs still held: nothing holds the old {value} at the cut ({new.cut}), unlike in {old}{more}",
+    "held": "inputs still held: the old {value} is still held at the cut ({new.cut}), unlike in {old}{more}",
     "evicted": "evicted: {old} built this graph and it was dropped for others; "
     "LTC_COMPILATION_CACHE_SIZE={size} allows no more",
     "scalar": "type of a number: {node} has a number of another type than in {old}",
@@ -61,13 +61,13 @@ _TABLE = {
     "the last {ops} of {old}, from {node} on",
     "shorter": "cut elsewhere: {new.cut} ends it after {ops}; {old} went on for {num_old} more",
     "longer": "cut elsewhere: it goes on for {ops} where {old} was cut ({old.cut}), first {node}",
-    "new": "new code: nothing like its {ops} was compiled before, the first is {node}",
+    "new": "new code: nothing like its {ops} was recorded before, the first is {node}",
     "missing": "other ops: {ops} of {old} missing, first {node}{more}",
     "added": "other ops: {ops} that {old} had not, first {node}{more}",
     "replaced": "other ops: {now} where {old} had {was}{more}",
     # nodes
     "argument dtype": "dtypes: {node}: {name} {was} -> {now}{more}",
-    "argument": "structural argument: {node}: {name} {was} -> {now}{more}",
+    "argument": "argument: {node}: {name} {was} -> {now}{more}",
     "operands": "other operands: {node} reads other values than in {old}{more}",
     "result dtype": "dtypes: {node} makes {now} where it made {was}{more}",
     "result": "other results: {node} makes {now} where it made {was}{more}",
@@ -100,7 +100,7 @@ _Found = Iterator[tuple[str, dict[str, Any]]]  # conditions that hold, words of 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a graph was compiled: compile `number` of this process, compared with the one numbered `nearest`."""
+    """Why a program was built: number `number` of this process, compared with the one numbered `nearest`."""
 
     number: int
     kind: str  # one of KINDS; the sentence begins with it
@@ -108,11 +108,11 @@ class Cause:
     nearest: int | None = None
 
 
-latest: Cause | None = None  # of the last compile of this process
+latest: Cause | None = None  # of the last new program of this process
 
 
 def explain(graph: Graph, known: KnownGraphs, reason: str, path: object) -> Cause:
-    """Say why a graph was compiled, count the cause, and add the graph to the known ones.
+    """Say why the program of a graph is built, count the cause, and add the graph to the known ones.
 
     Args:
         reason: what cut the graph: MarkStep, Wait, Item, GraphLimit, ...
@@ -131,9 +131,9 @@ def explain(graph: Graph, known: KnownGraphs, reason: str, path: object) -> Caus
     new = Known(graph, number, reason, source.user_line(), path)
     try:
         cause = _cause(new, known)
-    except Exception as error:  # a training run must not end because its compile has no explanation
+    except Exception as error:  # a training run must not end because a program has no explanation
         warnings.warn(
-            f"the cause of a compile cannot be told: {error!r}; report this", stacklevel=2
+            f"the cause of a new program cannot be told: {error!r}; report this", stacklevel=2
         )
         cause = Cause(new.number, "unknown", f"unknown: {error!r}")
     if graph.dynamic:
@@ -146,9 +146,9 @@ def explain(graph: Graph, known: KnownGraphs, reason: str, path: object) -> Caus
 
 
 def on_compile(cause: Cause) -> None:
-    """Print the cause of a compile if LTC_EXPLAIN asks for it."""
+    """Print the cause of a new program if LTC_EXPLAIN asks for it."""
     if settings.explain:
-        print(f"[ltc] compile {cause.number}: {cause.sentence}", file=sys.stderr)
+        print(f"[ltc] program {cause.number}: {cause.sentence}", file=sys.stderr)
 
 
 def at_exit() -> None:

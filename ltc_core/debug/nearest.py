@@ -36,7 +36,7 @@ class Known:
     """A compiled graph; `ops` has a letter for each op."""
 
     graph: Graph
-    number: int  # of its compile, counted in this process
+    number: int  # of its program, counted in this process
     reason: str  # what cut it
     line: str  # the user's line of the cut
     path: object  # the same for all graphs that are cut at the same place of one recording
@@ -48,7 +48,7 @@ class Known:
         self._counts = Counter(self.ops)
 
     def __str__(self) -> str:
-        return f"compile {self.number}"
+        return f"program {self.number}"
 
     @property
     def cut(self) -> str:

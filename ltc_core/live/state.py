@@ -57,7 +57,7 @@ class State:
         queue: programs that wait for the worker, the running one included.
         used_bytes, peak_bytes: memory of the devices.
         programs: that are kept. compiles: programs that were built. fallbacks: calls that ran on the CPU.
-        cause: why the last program was built. cause_number: of its compile. cause_ns: when.
+        cause: why the last program was built. cause_number: its number. cause_ns: when.
         ran: how the last program ran.
         cpu_share: processor time in the last seconds, in cores. cpu_s: in all. rss_bytes: resident memory.
         batch_share, device_share, compiler_share, others_share: parts of the last seconds spent waiting.

@@ -60,7 +60,7 @@ def _key(seen: Seen) -> tuple[str, int]:
 
 def _job(job: Sequence[Seen], size: os.terminal_size, now_ns: int) -> list[str]:
     missing = {id(seen): _missing(seen, job, now_ns) for seen in job}
-    below = [*_compiles(job, now_ns), *_slowest(job, missing), *_waiting(job, missing)]
+    below = [*_new_programs(job, now_ns), *_slowest(job, missing), *_waiting(job, missing)]
     num_rows = max(size.lines - len(below) - 3, _FEWEST_ROWS)
     # Those that wait least come first, if not all can be shown: they are the ones to look at.
     shown = (
@@ -137,8 +137,8 @@ def _aligned(rows: Sequence[tuple[str, ...]], num_columns: int) -> list[str]:
 # -- below the rows --------------------------------------------------------------------------------
 
 
-def _compiles(job: Sequence[Seen], now_ns: int) -> list[str]:
-    """The last compile, once for all ranks that had the same one."""
+def _new_programs(job: Sequence[Seen], now_ns: int) -> list[str]:
+    """The last new program, once for all ranks that had the same one."""
     ranks: dict[tuple[int, str], list[State]] = {}
     for seen in job:
         if seen.state.cause:
@@ -147,9 +147,7 @@ def _compiles(job: Sequence[Seen], now_ns: int) -> list[str]:
     for (number, cause), states in list(ranks.items())[:3]:
         ago_s = (now_ns - max(s.cause_ns for s in states)) / 1e9
         of = f" of {_ranks([s.rank for s in states])}" if len(ranks) > 1 else ""
-        found.append(
-            f"last compile{of}: number {number}, {_seconds(ago_s)} ago: {printable(cause)}"
-        )
+        found.append(f"last new program{of}: {number}, {_seconds(ago_s)} ago: {printable(cause)}")
     return found
 
 

@@ -32,7 +32,7 @@ def test_once_prints_the_step_and_what_is_waited_for(
         assert head.split()[:3] == ["rank", "pid", "step"]
         assert row.split()[:3] == ["-", str(state.pid), "3"]
         assert "waiting for the device, since " in row and row.endswith("s (-c)")
-        assert compiled.startswith("last compile: number 2, ")
+        assert compiled.startswith("last new program: 2, ")
         assert top.main(["1", "--once", "--directory", str(tmp_path)]) == 1
         assert "none of the processes 1 publishes its state" in capsys.readouterr().err
         process.kill()

@@ -81,7 +81,7 @@ for k in range(20):
         assert steps == sorted(steps) and 0 < steps[-1] <= 20
         lines = re.findall(rf"\x1b\[K\[{rank}\] (line \d+)\n", text)
         assert lines == [f"line {k}" for k in range(20)]
-    assert "last compile" in text
+    assert "last new program" in text
     # The view is erased at the end: nothing is written after the last erasure.
     assert re.search(r"(\r\x1b\[K|\x1b\[1A\x1b\[K)\Z", text)
 

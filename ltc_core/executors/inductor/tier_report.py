@@ -63,7 +63,7 @@ class State(enum.Enum):
         runs = settings.compile_after
         after = f"if it comes back (after {runs} runs, LTC_COMPILE_AFTER)"
         if not runs:
-            after = "once its steps have taken as long as compiling may"
+            after = "after some more seconds of steps"
         return self.value.format(after=after)
 
 

@@ -211,12 +211,12 @@ def eager() -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[], None], int, str]] = {
     # kind: program, its compiles, what the sentence of the last one says
-    "first graph": (first_graph, 1, r"nothing was compiled before \(MarkStep at .*{the end} in step\)"),
+    "first graph": (first_graph, 1, r"nothing was recorded before \(MarkStep at .*{the end} in step\)"),
     "eager": (eager, 1, r"LTC_EAGER=1 runs each op by itself, here aten::mul at .*{by itself} in eager"),
     "new optimizer state": (
         new_state,
         2,
-        r"8 values that compile \d+ made are read from now on "
+        r"8 values that program \d+ made are read from now on "
         r"\(first aten::_foreach_lerp_ at .*{the optimizer} in step\), as after any first step",
     ),
     "gradients kept": (
@@ -227,7 +227,7 @@ SCENARIOS: dict[str, tuple[Callable[[], None], int, str]] = {
     "initialisation": (
         initialisation,
         2,
-        r"8 ops of compile \d+, first aten::\w+ at .*{the first layer} in __init__, ran only once; "
+        r"8 ops of program \d+, first aten::\w+ at .*{the first layer} in __init__, ran only once; "
         r"12 values that it made are read from now on",
     ),
     "shapes of the batch": (
@@ -245,43 +245,43 @@ SCENARIOS: dict[str, tuple[Callable[[], None], int, str]] = {
     "other ops": (
         branch,
         2,
-        r"aten::relu at .*{the activation} in forward where compile \d+ had "
+        r"aten::relu at .*{the activation} in forward where program \d+ had "
         r"aten::gelu at .*{the activation} in forward \(and 1 more place\)",
     ),
-    "structural argument": (structure, 2, r"aten::topk at .*{the topk} in structure: k 5 -> 6"),
+    "argument": (structure, 2, r"aten::topk at .*{the topk} in structure: k 5 -> 6"),
     "type of a number": (
         number_type,
         2,
-        r"aten::mul at .*{the number} in number_type has a number of another type than in compile \d+",
+        r"aten::mul at .*{the number} in number_type has a number of another type than in program \d+",
     ),
     "other operands": (
         operands,
         2,
-        r"aten::mul at .*{the operand} in operands reads other values than in compile \d+",
+        r"aten::mul at .*{the operand} in operands reads other values than in program \d+",
     ),
     "values alive": (
         alive,
         2,
         r"float32\[3\] of aten::mul at .*{the kept one} in alive outlives the cut "
-        r"\(MarkStep at .*{the cut} in alive\), unlike at compile \d+",
+        r"\(MarkStep at .*{the cut} in alive\), unlike in program \d+",
     ),
-    "inputs given up": (
+    "inputs still held": (
         given_up,
         2,
-        r"the old value of input 0 \(float32\[3\], first read at .*{the write} in given_up\) is still held "
-        r"at the cut \(MarkStep at .*\), unlike at compile \d+",
+        r"the old input 0 \(float32\[3\], first read at .*{the write} in given_up\) is still held "
+        r"at the cut \(MarkStep at .*\), unlike in program \d+",
     ),
     "cut elsewhere": (
         look,
         3,
-        r"it is what was left to do after Item at .*{the look} in step: the last \d+ ops of compile \d+, "
+        r"it is what was left to do after Item at .*{the look} in step: the last \d+ ops of program \d+, "
         r"from aten::ones_like at .*{the backward} in step on",
     ),
-    "unused ops": (unused, 2, r"it does what compile \d+ did; what differs is used by nothing \(.*\)"),
-    "evicted": (evicted, 3, r"compile \d+ built this graph and .* LTC_COMPILATION_CACHE_SIZE=1 allows no more"),
+    "unused ops": (unused, 2, r"it does what program \d+ did; what differs is used by nothing \(.*\)"),
+    "evicted": (evicted, 3, r"program \d+ built this graph and .* LTC_COMPILATION_CACHE_SIZE=1 allows no more"),
     "new code": (
         other_code,
         2,
-        r"nothing like its 2 ops was compiled before, the first is aten::cos at .*{the other code} in other_code",
+        r"nothing like its 2 ops was recorded before, the first is aten::cos at .*{the other code} in other_code",
     ),
 }  # fmt: skip

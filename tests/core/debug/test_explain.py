@@ -110,7 +110,7 @@ def test_one_of_two_like_values_is_kept(other: object, causes: list[Cause]) -> N
     assert [c.kind for c in causes] == ["first graph", "values alive"]
     assert re.match(
         rf"values alive: float32\[3\] of aten::mul at .*{line_of('the second', __file__)} in \w+ outlives "
-        rf"the cut \(.*\), unlike at compile {causes[0].number} \(and 1 more value\)",
+        rf"the cut \(.*\), unlike in program {causes[0].number} \(and 1 more value\)",
         causes[1].sentence,
     )
 
@@ -119,7 +119,7 @@ def test_a_step_cut_in_the_middle_gives_two_graphs(causes: list[Cause]) -> None:
     look()
     assert re.match(
         rf"cut elsewhere: Item at .*{line_of('the look')} in step ends it after \d+ ops; "
-        rf"compile {causes[0].number} went on for \d+ more",
+        rf"program {causes[0].number} went on for \d+ more",
         causes[1].sentence,
     )
 
@@ -135,7 +135,7 @@ def test_a_step_that_goes_on_where_another_was_cut(causes: list[Cause]) -> None:
         del y, z
     was_cut, goes_on = line_of("the list", __file__), line_of("the rest", __file__)
     assert re.fullmatch(
-        rf"cut elsewhere: it goes on for 1 op where compile {causes[0].number} was cut "
+        rf"cut elsewhere: it goes on for 1 op where program {causes[0].number} was cut "
         rf"\(ToCpu at .*{was_cut} in \w+\), first aten::tanh at .*{goes_on} in \w+",
         causes[2].sentence,
     )
@@ -146,7 +146,7 @@ def test_ops_that_are_there_only_sometimes(causes: list[Cause]) -> None:
     for clips in (False, True, False):
         training.step(clips=clips)
     assert re.fullmatch(
-        rf"other ops: \d+ ops that compile {causes[0].number} had not, first "
+        rf"other ops: \d+ ops that program {causes[0].number} had not, first "
         rf"aten::_foreach_norm at .*{line_of('the clipping')} in step",
         causes[1].sentence,
     )
@@ -156,9 +156,9 @@ def test_ops_that_are_there_only_sometimes(causes: list[Cause]) -> None:
 @pytest.mark.parametrize(
     ("mode", "pattern"),
     [
-        (torch.enable_grad, r"other ops: aten::argmax at .* where compile \d+ had aten::_log_softmax at .*"),
+        (torch.enable_grad, r"other ops: aten::argmax at .* where program \d+ had aten::_log_softmax at .*"),
         # A linear layer is one op where nothing needs its parts.
-        (torch.no_grad, r"new code: nothing like its 4 ops was compiled before, the first is aten::linear at .*"),
+        (torch.no_grad, r"new code: nothing like its 4 ops was recorded before, the first is aten::linear at .*"),
     ],
 )  # fmt: skip
 def test_evaluation_after_training(
@@ -211,7 +211,7 @@ def test_a_graph_cut_at_its_limit(causes: list[Cause], monkeypatch: pytest.Monke
         context(0).cut("GraphLimit" if n == 6 else "MarkStep")
     assert y.tolist() == [64.0] * 3
     assert re.match(
-        r"cut elsewhere: GraphLimit at .* ends it after 6 ops; compile \d+ went on for 4 more",
+        r"cut elsewhere: GraphLimit at .* ends it after 6 ops; program \d+ went on for 4 more",
         causes[1].sentence,
     )
 
@@ -279,7 +279,7 @@ def test_training_goes_on_when_a_cause_cannot_be_told(
     ltc.mark_step()
     kept = x * 3 + 1
     with pytest.warns(
-        UserWarning, match=r"the cause of a compile cannot be told: KeyError\(7\); report this"
+        UserWarning, match=r"the cause of a new program cannot be told: KeyError\(7\); report this"
     ):
         ltc.mark_step()
     assert kept.tolist() == [4.0] * 3
@@ -293,7 +293,7 @@ def test_printing_follows_the_setting(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr() == ("", "")
     with settings.override(explain=True):
         explain_module.on_compile(cause)
-    assert capsys.readouterr() == ("", "[ltc] compile 3: new code: something\n")
+    assert capsys.readouterr() == ("", "[ltc] program 3: new code: something\n")
 
 
 def test_a_graph_that_goes_on_with_what_the_one_before_made(causes: list[Cause]) -> None:

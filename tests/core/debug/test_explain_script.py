@@ -66,10 +66,10 @@ def line(mark: str, text: str = TRAIN) -> str:
 def test_a_training_script(tmp_path: Path) -> None:
     out, err = run(tmp_path, TRAIN, LTC_EXPLAIN="1")
     assert err == [
-        f"[ltc] compile 1: first graph: nothing was compiled before (MarkStep at {line('cut')} in step)",
-        "[ltc] compile 2: new optimizer state: 8 values that compile 1 made are read from now on (first "
+        f"[ltc] program 1: first graph: nothing was recorded before (MarkStep at {line('cut')} in step)",
+        "[ltc] program 2: new optimizer state: 8 values that program 1 made are read from now on (first "
         f"aten::_foreach_lerp_ at {line('state')} in step), as after any first step",
-        "[ltc] compile 3: shapes of the batch: input 0: float32[8, 1, 28, 28] -> [3, 1, 28, 28], first read "
+        "[ltc] program 3: shapes of the batch: input 0: float32[8, 1, 28, 28] -> [3, 1, 28, 28], first read "
         f"at {line('first read')} in forward (and 1 more input)",
     ]
     assert (
@@ -86,7 +86,7 @@ def test_nothing_is_printed_unless_asked(tmp_path: Path) -> None:
 def test_beside_the_reports(tmp_path: Path) -> None:
     """The cause stands in the report, and before it where LTC_EXPLAIN asks for it."""
     _, err = run(tmp_path, TRAIN, LTC_EXPLAIN="1", LTC_DEBUG="1")
-    causes = [row.partition(": ")[2] for row in err if row.startswith("[ltc] compile ")]
+    causes = [row.partition(": ")[2] for row in err if row.startswith("[ltc] program ")]
     told = [
         err[k + 2] for k, row in enumerate(err) if row == "Compilation Analysis: Compilation Cause"
     ]
@@ -113,16 +113,16 @@ def test_a_loop_that_looks_and_branches(tmp_path: Path) -> None:
     """
     _, err = run(tmp_path, text, LTC_EXPLAIN="1")
     assert err[:2] == [
-        "[ltc] compile 1: first graph: nothing was compiled before (MarkStep at train.py:8)",
-        f"[ltc] compile 2: structural argument: aten::topk at {line('topk', text)}: k 2 -> 3",
+        "[ltc] program 1: first graph: nothing was recorded before (MarkStep at train.py:8)",
+        f"[ltc] program 2: argument: aten::topk at {line('topk', text)}: k 2 -> 3",
     ]
     assert err[2].startswith(
-        "[ltc] compile 3: new code: nothing like its 4 ops was compiled before"
+        "[ltc] program 3: new code: nothing like its 4 ops was recorded before"
     )
     assert err[3:] == [
-        "[ltc] compile 4: other ops: 1 op that compile 3 had not, first aten::cos at "
+        "[ltc] program 4: other ops: 1 op that program 3 had not, first aten::cos at "
         f"{line('branch', text)}",
-        f"[ltc] compile 5: other ops: aten::sin at {line('other branch', text)} where compile 4 had "
+        f"[ltc] program 5: other ops: aten::sin at {line('other branch', text)} where program 4 had "
         f"aten::cos at {line('branch', text)}",
     ]
 
@@ -135,7 +135,7 @@ def test_eager(tmp_path: Path) -> None:
     """
     _, err = run(tmp_path, text, LTC_EXPLAIN="1", LTC_EAGER="1")
     assert err == [
-        f"[ltc] compile {k}: eager: LTC_EAGER=1 runs each op by itself, here aten::{op} at train.py:4"
+        f"[ltc] program {k}: eager: LTC_EAGER=1 runs each op by itself, here aten::{op} at train.py:4"
         for k, op in ((1, "mul"), (2, "add"))
     ]
 
@@ -150,6 +150,6 @@ def test_each_device_compares_with_its_own(tmp_path: Path) -> None:
     """
     _, err = run(tmp_path, text, LTC_EXPLAIN="1", LTC_NUM_DEVICES="2")
     assert err == [
-        f"[ltc] compile {k}: first graph: nothing was compiled before (MarkStep at train.py:6)"
+        f"[ltc] program {k}: first graph: nothing was recorded before (MarkStep at train.py:6)"
         for k in (1, 2)
     ]

@@ -36,7 +36,7 @@ def test_no_process_is_no_text() -> None:
 
 
 def test_a_row_says_what_a_process_does() -> None:
-    cause = "first graph: nothing was compiled before"
+    cause = "first graph: nothing was recorded before"
     state = State(
         pid=7, script="train.py", step=5, steps_per_s=1.25, doing="waiting for a batch", since_ns=NOW_NS - 3 * 10**9,
         written_ns=NOW_NS, queue=2, used_bytes=1 << 20, peak_bytes=1 << 21, programs=4, ran="replay", cpu_share=0.75,
@@ -48,7 +48,7 @@ def test_a_row_says_what_a_process_does() -> None:
         "memory": "1.00MB", "peak": "2.00MB", "CPU": "0.8", "RSS": "1.00GB",
         "doing": "waiting for a batch, since 3 s (train.py)",
     }  # fmt: skip
-    assert compiled == f"last compile: number 1, 60 s ago: {cause}"
+    assert compiled == f"last new program: 1, 60 s ago: {cause}"
 
 
 def test_a_straggler_is_named_by_those_who_wait_for_it() -> None:
@@ -117,8 +117,8 @@ def test_compiles_are_said_once_for_ranks_that_had_the_same() -> None:
         rank(0, **same), rank(1, **same), rank(2, **same), rank(3, cause="new", cause_number=9)
     )
     assert [line for line in found if line.startswith("last")] == [
-        "last compile of ranks 0, 1, 2: number 2, 100 s ago: shapes",
-        "last compile of rank 3: number 9, 100 s ago: new",
+        "last new program of ranks 0, 1, 2: 2, 100 s ago: shapes",
+        "last new program of rank 3: 9, 100 s ago: new",
     ]
 
 

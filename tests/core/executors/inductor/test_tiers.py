@@ -138,9 +138,7 @@ def test_compiling_begins_when_the_steps_have_taken_as_long(
             run(program, 2.0)
             now[0] += tiers._COMPILE_S / 10
         assert not service.requests and capsys.readouterr().err == ""
-        assert program.state.words == (
-            "op by op, to be compiled once its steps have taken as long as compiling may"
-        )
+        assert program.state.words == ("op by op, to be compiled after some more seconds of steps")
         now[0] += 1.0
         run(program, 2.0)
     assert service.requests
