@@ -275,6 +275,9 @@ class _Failed:
 def at_exit() -> None:
     """Finish the jobs in flight; warn if they are dropped. An error that nobody has seen is the exit code, too."""
     has_failed = False
+    told = {
+        str(getattr(sys, "last_value", ""))
+    }  # what has ended the script, if it was an exception
     for ctx in contexts():
         done = ctx.worker.stop(exit_patience_s())
         if not done and not _is_abandoned:
@@ -288,11 +291,14 @@ def at_exit() -> None:
         for failure in () if _is_abandoned else ctx.failures:
             if not failure.error.seen:
                 has_failed = True
-                print(
-                    f"ltc: an error was not seen before the end: {failure.error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                text = str(failure.error)
+                if text not in told:  # each step of a loop may fail in the same way
+                    told.add(text)
+                    print(
+                        f"ltc: an error was not seen before the end: {text}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         if not done:
             ctx.worker.park()
     if has_failed and not hasattr(sys, "last_value"):  # else an exception of the script's ends it

@@ -309,3 +309,23 @@ def test_an_error_that_nobody_has_seen_is_the_exit_code(
     assert (done.returncode, done.stdout) == (code, "last\n")
     told = "an error was not seen before the end: aten.index.Tensor failed"
     assert done.stderr.count(told) == 2
+
+
+@pytest.mark.parametrize("is_raised", [True, False])
+def test_steps_that_fail_alike_are_told_once(is_raised: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "import ltc_core as ltc\n"
+        "x = torch.ones(3, device=ltc.lazy_device())\n"
+        "failed = []\n"
+        "for _ in range(2):\n"
+        "    failed.append(x[torch.tensor([9], device=x.device)])\n"
+        "    ltc.mark_step()\n"
+        "    failed.append(x * 2)\n"
+        "    ltc.mark_step()\n" + ("failed[0].cpu()\n" if is_raised else "")
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("aten.index.Tensor failed while its graph ran") == 1
+    assert ("Traceback" in done.stderr) is is_raised
