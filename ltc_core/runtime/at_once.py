@@ -87,6 +87,9 @@ class AtOnce:
         self._recorded_ns = self._at_once_ns = 0.0
         self._due_ns = 0  # when the other way may be tried
         self._wait_ns = _FIRST_WAIT_NS
+        # Whether Python recorded much when recording was found to be as quick; else, if it does now, the script has
+        # changed.
+        self._was_slow = True
         self._forms: deque[int] = deque(maxlen=_FORMS)
         self._num_steps = self._num_repeated = 0
         self._may_repeat = False  # ops run at once although steps repeat
@@ -123,13 +126,14 @@ class AtOnce:
             return
         took_ns = now_ns - began_ns
         self._recorded_for_ns += took_ns
-        if now_ns < self._due_ns or not self._may_begin():
+        is_slow = num_python * _PYTHON_CALL_NS > _MUCH * took_ns
+        is_due = now_ns >= self._due_ns or (is_slow and not self._was_slow)
+        if not is_due or not self._may_begin():
             self._num_windows = 0
             return
         if not self._num_windows:
             self._first = began_ns, calls - num_calls
         self._recorded_ns = (now_ns - self._first[0]) / (calls - self._first[1])
-        is_slow = num_python * _PYTHON_CALL_NS > _MUCH * took_ns
         is_short = num_calls < _FEW * num_cuts
         is_in_parts = self._recorded_for_ns > _COMPILED_NS and self._is_in_parts()
         is_on_trial = self._at_once_ns > 0
@@ -137,10 +141,10 @@ class AtOnce:
         self._num_windows = self._num_windows + 1 if is_worth_it else 0
         if is_on_trial and not self._is_better(self._at_once_ns):
             self._at_once_ns, self._num_windows, self._due_ns = 0.0, 0, now_ns + self._wait_ns
+            self._was_slow = is_slow
         elif self._num_windows >= _WINDOWS:
-            self._may_repeat = (
-                not is_slow or is_on_trial
-            )  # on trial, repeated steps were no quicker
+            # On trial, repeated steps were no quicker.
+            self._may_repeat = not is_slow or is_on_trial
             self._fewest_steps = _STEPS if is_in_parts and not is_slow else 0
             self._begin(now_ns)
 

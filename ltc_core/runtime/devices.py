@@ -275,9 +275,8 @@ class _Failed:
 def at_exit() -> None:
     """Finish the jobs in flight; warn if they are dropped. An error that nobody has seen is the exit code, too."""
     has_failed = False
-    told = {
-        str(getattr(sys, "last_value", ""))
-    }  # what has ended the script, if it was an exception
+    # What has ended the script, if it was an exception; and each step of a loop may fail in the same way.
+    told = {str(getattr(sys, "last_value", ""))}
     for ctx in contexts():
         done = ctx.worker.stop(exit_patience_s())
         if not done and not _is_abandoned:
@@ -292,7 +291,7 @@ def at_exit() -> None:
             if not failure.error.seen:
                 has_failed = True
                 text = str(failure.error)
-                if text not in told:  # each step of a loop may fail in the same way
+                if text not in told:
                     told.add(text)
                     print(
                         f"ltc: an error was not seen before the end: {text}",

@@ -176,4 +176,4 @@ def _count_cuts(compiled: CompiledGraph, num_cuts: int, reason: str) -> None:
     metrics.count("CachedCompile", num_cuts)
     metrics.count("ExecuteComputation", num_cuts)
     metrics.count(f"Sync.{reason}", num_cuts)
-    metrics.count_ops({name: n * num_cuts for name, n in compiled.recorded.items()})
+    metrics.count_ops(compiled.recorded, num_cuts)

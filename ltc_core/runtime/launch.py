@@ -25,7 +25,7 @@ from ltc_core.program.program import Watch
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.worker import Job
 from ltc_core.settings import settings
-from ltc_core.tensor.buffer import Buffer, MemoryCounter
+from ltc_core.tensor.buffer import Buffer, MemoryCounter, fill_pending
 from ltc_core.thread_state import in_own_state
 from ltc_core.timeline import slices
 from ltc_core.timeline.slices import Slice
@@ -237,9 +237,7 @@ class Launch(Job):
             self._published.cancel()
 
     def _finish(self, results: Sequence[Any], last_cost_ns: int) -> None:
-        for buffer, result in zip(self._take_outputs(), results, strict=True):
-            if buffer.is_pending:
-                buffer.set(result)
+        fill_pending(self._take_outputs(), results)
         self._note_published()
         elapsed_ns = time.perf_counter_ns() - self._started_ns
         note_run(self._compiled, self._cost_ns + last_cost_ns, elapsed_ns, self._is_eager)

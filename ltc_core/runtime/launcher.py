@@ -26,7 +26,7 @@ from ltc_core.runtime.placement import Placement, Places
 from ltc_core.runtime.program_cache import CompiledGraph
 from ltc_core.runtime.worker import Job, Worker
 from ltc_core.settings import settings
-from ltc_core.tensor.buffer import Buffer, MemoryCounter
+from ltc_core.tensor.buffer import Buffer, MemoryCounter, fill_pending, pending_outputs
 from ltc_core.thread_state import num_dispatch_modes
 from ltc_core.timeline.slices import Slice
 
@@ -246,8 +246,7 @@ class Launcher:
         except BaseException as failure:
             self._new_launch(compiled, [], scalars, sized, outputs, 1).fail(failure)
             return
-        for buffer, result in zip(outputs, results, strict=True):
-            buffer.set(result)
+        fill_pending(outputs, results)
         elapsed_ns = time.perf_counter_ns() - started_ns
         cost_ns = time.thread_time_ns() - started_cpu_ns
         compiled.program.note_native_cost(cost_ns)
@@ -280,19 +279,16 @@ class Launcher:
         )
 
     def _output_buffers(
-        self, compiled: CompiledGraph, cut: Cut, inputs: Sequence[Buffer]
+        self, compiled: CompiledGraph, cut: Cut, inputs: list[Buffer]
     ) -> list[Buffer]:
         """Assign buffers to the live values; a program may reuse the memory of donated inputs."""
-        outputs = []
-        more_bytes = 0
-        for (index, value), (nbytes, taken) in zip(cut.alive, compiled.outputs, strict=True):
-            if index in cut.sized:
-                nbytes = self._executor.nbytes(cut.sized[index])
-            buffer = value.buffer = Buffer(self._memory, nbytes)
-            more_bytes += nbytes if taken < 0 else nbytes - inputs[taken].mark_donated()
-            outputs.append(buffer)
-        self._memory.add(more_bytes)
-        return outputs
+        outputs = compiled.outputs
+        if cut.sized:
+            outputs = tuple(
+                (self._executor.nbytes(cut.sized[k]) if k in cut.sized else nbytes, taken)
+                for (k, _), (nbytes, taken) in zip(cut.alive, outputs, strict=True)
+            )
+        return pending_outputs(self._memory, cut.alive, outputs, inputs)
 
     def _stand_in_line(self, lines: Sequence[str], job: Job) -> list[Job]:
         """The jobs of other devices that run collectives of these lines and were handed over before this job.

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ltc_core.errors import to_raise
 from ltc_core.tensor.native_objects import native
 
-__all__ = ["Buffer", "MemoryCounter"]
+if TYPE_CHECKING:
+    from ltc_core.tensor.handles import Value
+
+__all__ = ["Buffer", "MemoryCounter", "fill_pending", "pending_outputs"]
 
 
 class Waitable(Protocol):
@@ -176,6 +180,38 @@ class Buffer:
             raise to_raise(self.error)
 
 
+def pending_outputs(
+    memory: MemoryCounter,
+    values: list[tuple[int, Value]],
+    outputs: tuple[tuple[int, int], ...],
+    inputs: list[Buffer],
+) -> list[Buffer]:
+    """Give each value a buffer that a program is to fill. Cost: 0.1 us each.
+
+    Args:
+        memory: counts the bytes.
+        values: (number, value) of each.
+        outputs: bytes of each, and the position of the input whose memory it takes (-1: of none).
+        inputs: of the program.
+    """
+    made = []
+    more_bytes = 0
+    for (_, value), (nbytes, taken) in zip(values, outputs, strict=True):
+        buffer = value.buffer = Buffer(memory, nbytes)
+        more_bytes += nbytes if taken < 0 else nbytes - inputs[taken].mark_donated()
+        made.append(buffer)
+    memory.add(more_bytes)
+    return made
+
+
+def fill_pending(buffers: list[Buffer], results: Sequence[Any]) -> None:
+    """Fill those of the buffers that are pending with the results of a program."""
+    for buffer, result in zip(buffers, results, strict=True):
+        if buffer.is_pending:
+            buffer.set(result)
+
+
 if not TYPE_CHECKING and native is not None:
     Buffer, MemoryCounter = native.Buffer, native.MemoryCounter
+    pending_outputs, fill_pending = native.pending_outputs, native.fill_pending
     native.raise_by(to_raise)

@@ -122,6 +122,28 @@ def test_ops_are_counted_under_the_devices_name():
     assert met.executed_fallback_ops() == []
 
 
+def test_ops_of_many_programs_and_threads_are_counted():
+    programs = [{"mul": 1, f"only_{k % 7}": k} for k in range(700)]  # more than are kept apart
+
+    def work() -> None:
+        for ops in programs:
+            met.count_ops(ops)
+            met.count_ops(ops, 2)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    work()
+    thread.join()
+    prefix = settings.device_name
+    assert met.counter_value(f"{prefix}::mul") == 2 * 3 * 700
+    for k in range(7):
+        assert met.counter_value(f"{prefix}::only_{k}") == 6 * sum(range(k, 700, 7))
+    met.clear_counters()
+    assert met.counter_value(f"{prefix}::mul") is None
+    met.count_ops(programs[0], 5)
+    assert met.counter_names() == [f"{prefix}::mul"] and met.counter_value(f"{prefix}::mul") == 5
+
+
 def test_executed_fallback_ops():
     met.count("aten::unique")
     met.count("aten::nonzero", 2)

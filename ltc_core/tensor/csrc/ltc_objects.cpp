@@ -381,6 +381,53 @@ PyObject* held(PyObject*, PyObject* inputs) {
   return found;
 }
 
+// pending_outputs(memory, [(number, value)], ((nbytes, taken), ...), inputs): as that of buffer.py.
+PyObject* pending_outputs(PyObject*, PyObject* const* given, Py_ssize_t count_given) {
+  if (count_given != 4 || !PyList_Check(given[1]) || !PyTuple_Check(given[2]) || !PyList_Check(given[3]) ||
+      PyList_GET_SIZE(given[1]) != PyTuple_GET_SIZE(given[2])) {
+    PyErr_SetString(PyExc_TypeError, "a counter of memory, a list of values, as many outputs in a tuple, a list of inputs");
+    return nullptr;
+  }
+  const Py_ssize_t size = PyList_GET_SIZE(given[1]);
+  PyObject* made = PyList_New(size);
+  Py_ssize_t more_bytes = 0;
+  for (Py_ssize_t i = 0; made && i < size; ++i) {
+    PyObject* value = PyTuple_GET_ITEM(PyList_GET_ITEM(given[1], i), 1);
+    PyObject* output = PyTuple_GET_ITEM(given[2], i);
+    const Py_ssize_t nbytes = PyLong_AsSsize_t(PyTuple_GET_ITEM(output, 0));
+    const Py_ssize_t taken = PyLong_AsSsize_t(PyTuple_GET_ITEM(output, 1));
+    Buffer* buffer = PyErr_Occurred() ? nullptr : new_buffer(given[0], nbytes, true);
+    if (!buffer) {
+      Py_CLEAR(made);
+      break;
+    }
+    PyList_SET_ITEM(made, i, reinterpret_cast<PyObject*>(buffer));
+    more_bytes += nbytes - (taken < 0 ? 0 : donate(PyList_GET_ITEM(given[3], taken)));
+    replace(reinterpret_cast<Value*>(value)->buffer, reinterpret_cast<PyObject*>(buffer));
+  }
+  if (made)
+    count(reinterpret_cast<MemoryCounter*>(given[0]), more_bytes, 0);
+  return made;
+}
+// fill_pending(buffers, results): as that of buffer.py.
+PyObject* fill_pending(PyObject*, PyObject* const* given, Py_ssize_t count_given) {
+  if (count_given != 2 || !PyList_Check(given[0])) {
+    PyErr_SetString(PyExc_TypeError, "a list of buffers and their results");
+    return nullptr;
+  }
+  PyObject* results = PySequence_Fast(given[1], "results of a program");
+  if (!results)
+    return nullptr;
+  const bool is_whole = PyList_GET_SIZE(given[0]) == PySequence_Fast_GET_SIZE(results);
+  for (Py_ssize_t i = 0; is_whole && i < PyList_GET_SIZE(given[0]); ++i)
+    if (PyObject* buffer = PyList_GET_ITEM(given[0], i); reinterpret_cast<Buffer*>(buffer)->is_pending)
+      fill<&Buffer::data>(buffer, PySequence_Fast_GET_ITEM(results, i));
+  Py_DECREF(results);
+  if (!is_whole)
+    PyErr_SetString(PyExc_ValueError, "not as many results as buffers");
+  return is_whole ? Py_NewRef(Py_None) : nullptr;
+}
+
 // ---- the lock of a trace -------------------------------------------------------------------------------------------
 
 using Clock = std::chrono::steady_clock;
@@ -558,6 +605,8 @@ PyMethodDef functions_of_module[] = {
     {"raise_by", raise_by, METH_O, nullptr},
     {"alive", alive, METH_O, nullptr},
     {"held", held, METH_O, nullptr},
+    {"pending_outputs", method(pending_outputs), METH_FASTCALL, nullptr},
+    {"fill_pending", method(fill_pending), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ltc_objects", nullptr, -1, functions_of_module};
 

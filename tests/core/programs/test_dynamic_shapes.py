@@ -287,7 +287,7 @@ def test_the_cause_says_that_a_graph_serves_all_sizes(
     with settings.override(explain=True):
         for n in (3, 4, 5, 6):
             run(n, device)
-    found = [line for line in capfd.readouterr().err.splitlines() if "compile" in line]
+    found = [line for line in capfd.readouterr().err.splitlines() if "[ltc] program" in line]
     assert ["serves inputs of other sizes" in line for line in found] == [False, False, True]
 
 

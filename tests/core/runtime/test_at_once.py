@@ -320,6 +320,12 @@ class TestWhen:
         share = device.run(300, recorded, at_once_us, num_cuts=3, form=17)
         assert share > 0.95 if at_once_us == 10 else share < 0.01
 
+    def test_a_script_that_changes_is_judged_anew(self, device: "TestWhen.Device") -> None:
+        device.is_in_parts = True
+        device.run(300, recorded=(20, 0.0), at_once_us=19, num_cuts=3, form=17)
+        device.run(2, recorded=(60, 0.5), at_once_us=10)
+        assert device.run(20, recorded=(60, 0.5), at_once_us=10) > 0.8
+
     @pytest.mark.parametrize(
         "changed",
         [{"at_once": "never"}, {"debug": 1}, {"explain": True}, {"compile": "sync"}],

@@ -12,7 +12,8 @@ import ltc_core as ltc
 from ltc_core.runtime.devices import context
 from ltc_core.tensor import buffer as buffers
 from ltc_core.tensor import native_objects
-from ltc_core.tensor.buffer import Buffer, MemoryCounter
+from ltc_core.tensor.buffer import Buffer, MemoryCounter, fill_pending, pending_outputs
+from ltc_core.tensor.handles import Value
 
 
 @pytest.fixture(autouse=True, params=["of this machine", "without a compiler"])
@@ -25,7 +26,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-        for name in ("Buffer", "MemoryCounter"):
+        for name in ("Buffer", "MemoryCounter", "fill_pending", "pending_outputs"):
             monkeypatch.setitem(globals(), name, getattr(module, name))
     return request.param  # type: ignore[no-any-return]
 
@@ -160,6 +161,24 @@ def test_the_peak_counts_what_a_program_holds_beside_the_buffers() -> None:
     del buffer
     memory.reset_peak()
     assert memory.peak_bytes == 0
+
+
+def test_values_get_buffers_and_programs_fill_those_that_are_pending() -> None:
+    memory = MemoryCounter()
+    given = [Buffer.ready(memory, "a", 30), Buffer.ready(memory, "b", 50)]
+    values = [Value(1, k) for k in range(3)]
+    rows = [(value.index, value) for value in values]
+    made = pending_outputs(memory, rows, ((8, -1), (50, 1), (4, -1)), given)
+    assert [value.buffer for value in values] == made and all(each.is_pending for each in made)
+    assert memory.used_bytes == 30 + 8 + 50 + 4 and given[1].nbytes == 0
+    made[1].set("read before")
+    fill_pending(made, ("x", "y", "z"))
+    assert [each.take() for each in made] == ["x", "read before", "z"]
+    assert memory.peak_bytes == 92 and not any(each.is_pending for each in made)
+    with pytest.raises(ValueError):
+        fill_pending(made, ["x"])
+    del given, made, values, rows
+    assert memory.used_bytes == 0
 
 
 def test_bytes_counted_from_many_threads_add_up() -> None:
