@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ltc_core.errors import to_raise
 from ltc_core.tensor.native_objects import native
 
-if TYPE_CHECKING:
-    from ltc_core.tensor.handles import Value
-
 __all__ = ["Buffer", "MemoryCounter", "fill_pending", "pending_outputs"]
 
 
@@ -28,6 +25,12 @@ class Waitable(Protocol):
     """The job that makes a buffer; it can be waited for."""
 
     def wait(self) -> Any: ...
+
+
+class Owner(Protocol):
+    """What has a buffer: a value (`tensor.handles`)."""
+
+    buffer: Any
 
 
 class MemoryCounter:
@@ -182,7 +185,7 @@ class Buffer:
 
 def pending_outputs(
     memory: MemoryCounter,
-    values: list[tuple[int, Value]],
+    values: Sequence[tuple[int, Owner]],
     outputs: tuple[tuple[int, int], ...],
     inputs: list[Buffer],
 ) -> list[Buffer]:
