@@ -58,8 +58,18 @@ _LOOK_S = 0.02  # for the cause of a failure
 # Running contexts. The processes need the store that the parent serves, also if nobody holds their context.
 _running: set[SpawnContext] = set()
 # One thread at a time: a process that another one forks meanwhile would hold the pipe by which the end of this one is
-# seen, and the kept zygote must not be replaced before all processes of a call are forked.
+# seen, and the kept zygote must not be replaced before all processes of a call are forked. No store is made or ended
+# meanwhile either: its locks in C++ would stay taken in a fork.
 _starting = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child, where the lock may be that of a thread which does not exist there."""
+    global _starting
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def spawn(
@@ -213,10 +223,11 @@ class SpawnContext:
     def __init__(
         self, call: Call, nprocs: int, daemon: bool, start_method: str, started: list[Started]
     ) -> None:
-        for other in list(_running):
-            if other.has_ended:
-                _running.discard(other)
-        self._store, port = serve_store()
+        with _starting:
+            for other in list(_running):
+                if other.has_ended:
+                    _running.discard(other)
+            self._store, port = serve_store()
         self._started = started
         in_main_thread = threading.current_thread() is threading.main_thread()
         try:

@@ -457,3 +457,11 @@ def test_processes_keep_their_store_when_nobody_keeps_their_context(tmp_path: Pa
     (tmp_path / "go").touch()
     context.join()
     assert len(list(tmp_path.glob("met*"))) == 2 and not xmp._running
+
+
+def test_a_process_forked_while_a_thread_starts_others_may_start_its_own() -> None:
+    with xmp._starting:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(int(xmp._starting.locked()))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
